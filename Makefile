@@ -1,0 +1,52 @@
+# Everything a newcomer needs. Plain make, python3 -m venv and pip.
+PYTHON ?= python3
+VENV   ?= .venv
+PYTEST_ARGS ?=
+STAMP  := $(VENV)/.installed
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install test lint test-slow test-gpu lock clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: $(STAMP)  ## install, fetch the built-in model, train for a minute, decode and compare
+	$(BIN)/fsd-infer quickstart
+
+install: $(STAMP)  ## create .venv with the tested versions
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or later is needed: set PYTHON=/path/to/python3 (found: $$($(PYTHON) --version 2>&1))" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "This Python has no venv module. On Debian or Ubuntu: apt-get install python3-venv; then run make again." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
+	@echo "Installing the tested versions into $(VENV) (a few minutes) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[train,dev]'
+	@touch $@
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint  ## lint, then the fast tests
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## the tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lock: $(STAMP)  ## resolve requirements.lock anew, keeping torch where it is
+	$(BIN)/python -m pip install --quiet uv
+	@grep '^#' requirements.lock > .lock.header; grep '^torch==' requirements.lock > .lock.torch
+	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.10 --no-annotate --no-header --no-emit-index-url \
+	  --extra train --extra dev --constraint .lock.torch pyproject.toml --output-file .lock.body
+	@cat .lock.header .lock.body > requirements.lock; rm -f .lock.header .lock.torch .lock.body
+
+clean:  ## remove the environment and everything tools left behind (not the model cache of the user)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	find fsd_infer fsd_train tests -name __pycache__ -type d -prune -exec rm -rf {} +

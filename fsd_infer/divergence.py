@@ -1,0 +1,288 @@
+"""Divergences between the target's and the drafter's next-token distributions.
+
+``p`` is the target, ``q`` the drafter, ``m = (p + q) / 2``; everything is in nats. The one library is shared by the
+acceptance rules and by training, so every value is differentiable in both arguments::
+
+    from fsd_infer.divergence import divergence
+    d = divergence("js")(target_logits, draft_logits)  # [..., V], [..., V] -> [...]
+
+Numerics, for every divergence here:
+
+* fp32 inside (fp64 if an argument is fp64), from log-softmax, with ``0 log 0 = 0``; a log-probability of -1e30 or
+  less counts as probability 0, so ``finfo.min`` masks mean the same as ``-inf`` ones.
+* Never NaN for distributions: equal arguments give exactly 0, disjoint ones the upper bound or ``inf``. A row that is
+  no distribution (NaN, +inf or only -inf) gives NaN.
+* Gradients are finite. Terms that make a value infinite are constants to the gradient.
+* Leading rows are processed in chunks, in the backward pass by recomputation: what is alive besides the arguments and
+  their gradients is the working set of one chunk, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsd_infer.errors import FsdError, VocabularyMismatchError
+from fsd_infer.registry import Registry
+
+LN2 = math.log(2.0)
+ZERO = -1e30  # log-probabilities at or below this are those of probability 0; finite, so that no inf - inf arises
+DEFAULT_K = 50
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, V], log q [n, V], both >= ZERO -> [n]
+
+
+def _total(terms: Tensor, infinite: Tensor) -> Tensor:
+    """Sum of [n, V] terms per row, ``inf`` where any term is; infinite terms take no part in the gradient."""
+    finite = terms.masked_fill(infinite, 0.0).sum(-1)
+    return finite + torch.zeros_like(finite).masked_fill(infinite.any(-1), math.inf)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return _total(log_q.exp() * (log_q - log_p), (log_p <= ZERO) & (log_q > ZERO))
+
+
+def _reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return _kl(log_q, log_p)
+
+
+def _js(log_p: Tensor, log_q: Tensor) -> Tensor:
+    # ln(p/m) = ln 2 - softplus(ln q - ln p): exactly 0 where p = q, and no logarithm of a sum of tiny numbers
+    gap = log_q - log_p
+    terms = log_p.exp() * (LN2 - F.softplus(gap)) + log_q.exp() * (LN2 - F.softplus(-gap))
+    return 0.5 * terms.sum(-1)
+
+
+def _ag(log_p: Tensor, log_q: Tensor) -> Tensor:
+    gap = log_q - log_p
+    terms = (log_p.exp() + log_q.exp()) * (F.softplus(gap) + F.softplus(-gap) - 2 * LN2)
+    return 0.25 * _total(terms, (log_p <= ZERO) != (log_q <= ZERO))
+
+
+def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def _lump(log_p: Tensor, log_q: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Keeps the k most likely tokens of p, in both, and lumps all others in one bin: [n, V] -> [n, k + 1]."""
+    if k >= log_p.shape[-1]:
+        return log_p, log_q
+    top = log_p.detach().topk(k, dim=-1).indices
+
+    def lump(logs: Tensor) -> Tensor:
+        rest = logs.scatter(-1, top, ZERO).logsumexp(-1, keepdim=True)  # only zeros: ZERO + ln V == ZERO in floats
+        return torch.cat([logs.gather(-1, top), rest], dim=-1)
+
+    return lump(log_p), lump(log_q)
+
+
+def _log_probs(values: Tensor, normalised: bool) -> Tensor:
+    values = values if values.dtype == torch.float64 else values.float()
+    return (values if normalised else values.log_softmax(-1)).clamp_min(ZERO)
+
+
+class _Chunked(torch.autograd.Function):
+    """Row function over chunks of rows; the backward pass recomputes each chunk instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, q: Tensor, rows: RowFunction, normalised: bool, chunk: int, high: float) -> Tensor:
+        ctx.save_for_backward(p, q)
+        ctx.settings = rows, normalised, chunk
+        dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
+        out = torch.empty(p.shape[0], dtype=dtype, device=p.device)
+        for start in range(0, p.shape[0], chunk):
+            part = slice(start, start + chunk)
+            out[part] = rows(_log_probs(p[part], normalised), _log_probs(q[part], normalised))
+        return out.clamp_(0.0, high)  # values outside the range are rounding; the gradient does not see the clamp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        p, q = ctx.saved_tensors
+        rows, normalised, chunk = ctx.settings
+        wanted = ctx.needs_input_grad[:2]
+        grads = [torch.empty_like(x) if want else None for x, want in zip((p, q), wanted, strict=True)]
+        for start in range(0, p.shape[0], chunk):
+            part = slice(start, start + chunk)
+            leaves = [x[part].detach().requires_grad_(want) for x, want in zip((p, q), wanted, strict=True)]
+            with torch.enable_grad():
+                value = rows(_log_probs(leaves[0], normalised), _log_probs(leaves[1], normalised))
+            inputs = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(value, inputs, grad[part]))
+            for whole in grads:
+                if whole is not None:
+                    whole[part] = next(found)
+        return (*grads, None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A named divergence D(p, q) of the drafter's distribution q from the target's p.
+
+    Attributes:
+        name: what it is registered under (``top_k_js:20`` for a top-k form with its own k).
+        formula: the formula, with p the target and q the drafter.
+        direction: which argument is measured from which.
+        bounds: smallest and largest value in nats (tv: dimensionless).
+        symmetric: does D(p, q) = D(q, p) hold.
+        rows: the row function, log p [n, V] and log q [n, V] (zeros as ``ZERO``) -> [n].
+        k: for top-k forms the number of the target's most likely tokens that are looked at one by one.
+    """
+
+    name: str
+    formula: str
+    direction: str
+    bounds: tuple[float, float]
+    symmetric: bool
+    rows: RowFunction
+    k: int | None = None
+
+    def __call__(self, p: Tensor, q: Tensor, *, log_probs: bool = False, chunk_size: int | None = None) -> Tensor:
+        """D(p, q) per row.
+
+        Args:
+            p: [..., V] the target's logits, or log-probabilities if ``log_probs``.
+            q: [..., V] the drafter's, same shape.
+            log_probs: the arguments are normalised already.
+            chunk_size: rows per chunk; None picks one by device so that a chunk fits a cache or is a small part of
+                an accelerator's memory.
+
+        Returns:
+            [...] nats, fp32 (fp64 if an argument is).
+
+        Raises:
+            VocabularyMismatchError: the last dimensions differ.
+            FsdError: the leading shapes differ, or ``chunk_size`` is not positive.
+        """
+        if p.shape[-1] != q.shape[-1]:
+            raise VocabularyMismatchError(
+                f"divergence {self.name!r}: p has {p.shape[-1]} entries per row, q has {q.shape[-1]}. "
+                "Bring both to one vocabulary first (see fsd_infer.divergence.reduced)."
+            )
+        if p.shape != q.shape:
+            raise FsdError(f"divergence {self.name!r}: shapes {tuple(p.shape)} and {tuple(q.shape)} differ.")
+        if chunk_size is None:
+            elements = 2**20 if p.device.type == "cpu" else 2**25
+            chunk_size = max(1, elements // p.shape[-1])
+        elif chunk_size < 1:
+            raise FsdError(f"chunk_size is {chunk_size}; it must be at least 1.")
+        flat_p, flat_q = p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1])
+        out = _Chunked.apply(flat_p, flat_q, self._row_function, log_probs, chunk_size, self.bounds[1])
+        return out.view(p.shape[:-1])
+
+    @property
+    def _row_function(self) -> RowFunction:
+        k = self.k
+        return self.rows if k is None else lambda log_p, log_q: self.rows(*_lump(log_p, log_q, k))
+
+    def with_reduced_drafter(self, p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor | None) -> Tensor:
+        """D(p, q) where the drafter's logits cover only the target's tokens ``draft_ids`` and q is 0 elsewhere.
+
+        p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...].
+        The five plain forms work on Vd + 1 bins; the top-k forms need the target's own ranking and expand q.
+        """
+        if draft_ids is None:
+            return self(p_logits, q_logits)
+        if self.k is None:
+            return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
+        return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))
+
+    @property
+    def infinite_on_reduced_vocabulary(self) -> bool:
+        """Is it infinite wherever the target has mass that the drafter cannot have."""
+        return self.k is None and self.rows in (_reverse_kl, _ag)
+
+    def describe(self) -> dict[str, object]:
+        """Name, direction, formula and unit, as records of runs store them."""
+        unit = "dimensionless" if self.rows is _tv else "nats"
+        return {"divergence": self.name, "direction": self.direction, "formula": self.formula, "unit": unit}
+
+
+DIVERGENCES: Registry[Divergence] = Registry("divergence")
+
+_PLAIN = (
+    Divergence("kl", "sum q ln(q/p)", "KL(q||p), draft from target", (0.0, math.inf), False, _kl),
+    Divergence("reverse_kl", "sum p ln(p/q)", "KL(p||q), target from draft", (0.0, math.inf), False, _reverse_kl),
+    Divergence("js", "KL(p||m)/2 + KL(q||m)/2, m = (p+q)/2", "symmetric", (0.0, LN2), True, _js),
+    Divergence("ag", "KL(m||p)/2 + KL(m||q)/2, m = (p+q)/2", "symmetric", (0.0, math.inf), True, _ag),
+    Divergence("tv", "sum |p-q| / 2", "symmetric", (0.0, 1.0), True, _tv),
+)
+
+
+def _top_k(plain: Divergence, k: int, name: str) -> Divergence:
+    formula = f"{plain.formula}, over the {k} tokens most likely under p and one bin for the rest"
+    return replace(plain, name=name, formula=formula, symmetric=False, k=k)  # p alone picks the bins
+
+
+for _plain in _PLAIN:
+    DIVERGENCES.register(_plain.name)(_plain)
+    DIVERGENCES.register(f"top_k_{_plain.name}")(_top_k(_plain, DEFAULT_K, f"top_k_{_plain.name}"))
+
+
+def divergence(name: str | Divergence) -> Divergence:
+    """The divergence called ``name``; ``top_k_<plain>:<k>`` sets k (50 if not given). A Divergence passes through.
+
+    Raises:
+        UnknownNameError: no such name.
+        FsdError: a k that is not a positive integer, or a k on a form that has none.
+    """
+    if isinstance(name, Divergence):
+        return name
+    stem, colon, parameter = str(name).partition(":")
+    found = DIVERGENCES.get(stem)
+    if not colon:
+        return found
+    if found.k is None:
+        raise FsdError(f"divergence {name!r}: {stem!r} takes no parameter; only top_k_* forms do, as in top_k_js:20.")
+    if not (parameter.isascii() and parameter.isdigit()) or int(parameter) < 1:
+        raise FsdError(f"divergence {name!r}: k must be a positive integer, not {parameter!r}.")
+    return _top_k(DIVERGENCES.get(stem.removeprefix("top_k_")), int(parameter), name)
+
+
+def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Drafter logits over the target's vocabulary: [..., Vd], [Vd] -> [..., V], -inf outside ``draft_ids``."""
+    if draft_ids is None:
+        return q_logits
+    whole = q_logits.new_full((*q_logits.shape[:-1], vocab_size), -math.inf)
+    return whole.index_copy(-1, draft_ids, q_logits)
+
+
+def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Both distributions on the drafter's vocabulary plus one bin for every other token, where q is 0.
+
+    Exact for kl, reverse_kl, js, ag and tv: each is a sum of f(p_i, q_i), and at q_i = 0 the term is linear in p_i:
+    f(p_i, 0) is 0 for kl, p_i ln(2)/2 for js, p_i/2 for tv, and for reverse_kl and ag it is infinite times p_i, which
+    is 0 or inf. So the terms of all tokens outside the drafter's vocabulary add up to the term of their lump. The
+    top-k forms are not sums over fixed bins (p picks them): use :meth:`Divergence.with_reduced_drafter` for those.
+
+    Args:
+        p_logits: [..., V] the target's logits.
+        q_logits: [..., Vd] the drafter's, over the tokens ``draft_ids``.
+        draft_ids: [Vd] distinct target ids.
+
+    Returns:
+        log p [..., Vd + 1] and log q [..., Vd + 1], fp32 (fp64 if the argument is), the lump last. Differentiable.
+
+    Raises:
+        VocabularyMismatchError: ``draft_ids`` does not fit ``q_logits``.
+    """
+    if q_logits.shape[-1] != draft_ids.shape[0]:
+        raise VocabularyMismatchError(
+            f"the drafter has {q_logits.shape[-1]} logits but draft_ids names {draft_ids.shape[0]} tokens; "
+            "they must be equally many."
+        )
+    p_logits = p_logits if p_logits.dtype == torch.float64 else p_logits.float()
+    q_logits = q_logits if q_logits.dtype == torch.float64 else q_logits.float()
+    inside = p_logits.index_select(-1, draft_ids)
+    outside = p_logits.index_fill(-1, draft_ids, ZERO).clamp_min(ZERO).logsumexp(-1, keepdim=True)
+    outside = outside.masked_fill(outside <= ZERO, -math.inf)  # no gradient there, and no inf - inf in it
+    log_p = torch.cat([inside, outside], dim=-1).log_softmax(-1)
+    log_q = F.pad(q_logits.log_softmax(-1), (0, 1), value=-math.inf)
+    return log_p, log_q

@@ -1,0 +1,114 @@
+"""What a drafter is: it proposes token trees and knows nothing of rules.
+
+A :class:`Drafter` holds weights and options; :meth:`Drafter.start` opens a :class:`DraftSession`, which holds the
+state of one batch. The engine tells the session how the text grew and asks it for trees.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.registry import Registry
+from fsd_infer.tree import DraftTree
+
+
+@dataclass
+class DraftRequest:
+    """What of a request a drafter may need.
+
+    Attributes:
+        batch: B.
+        slots: longest text, in tokens, that the batch can reach (prompt and answer).
+        greedy: temperature 0: chains are drafted by argmax instead of sampled.
+        process: the request's context-free logits processors, [..., V] -> [..., V], or None.
+        generator: source of randomness for sampled chains, or None for torch's global one.
+    """
+
+    batch: int
+    slots: int
+    greedy: bool = True
+    process: Callable[[Tensor], Tensor] | None = None
+    generator: torch.Generator | None = None
+
+
+class DraftSession(ABC):
+    """The drafter's state for one batch of texts."""
+
+    @abstractmethod
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        """The text of each row grew.
+
+        Args:
+            tokens: [B, K] new tokens of the text, right-padded; the last of each row is the next tree's root.
+            features: [B, K, H] the target's feature at the position *before* each token.
+            counts: [B] how many of the K are real (0 for a row that is finished).
+        """
+
+    @abstractmethod
+    def draft(self, roots: Tensor) -> DraftTree:
+        """A tree under each root [B] (the last token of each text)."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'] of the batch."""
+
+
+class Drafter(ABC):
+    """Weights and options of one way to draft."""
+
+    name: str = ""
+
+    @property
+    @abstractmethod
+    def max_nodes(self) -> int:
+        """Largest tree, root included."""
+
+    @property
+    @abstractmethod
+    def max_depth(self) -> int:
+        """Deepest node of any tree."""
+
+    @abstractmethod
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        """Open a session for a batch whose texts begin with first_tokens [B]; the rest arrives by ``extend``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name and options, for records of runs."""
+        return {"name": self.name, "nodes": self.max_nodes, "depth": self.max_depth}
+
+
+DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: a tree of the root alone."""
+
+    name = "none"
+    max_nodes = 1
+    max_depth = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        return _NoSession(self.vocab_size)
+
+
+class _NoSession(DraftSession):
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        pass
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        return DraftTree.root_only(roots, self.vocab_size)
+
+    def select(self, rows: Tensor) -> None:
+        pass

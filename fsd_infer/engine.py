@@ -1,0 +1,327 @@
+"""The decoding loop: draft a tree, verify it in one target forward, let the rule choose, keep the accepted path.
+
+Everything family-specific is in the target, everything about proposing in the drafter, everything about accepting
+in the rule. Each row of a batch has its own text length and accepted length; nothing is padded on the left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from fsd_infer.drafters.base import Drafter, DraftRequest
+from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.processing import TreeProcessors
+from fsd_infer.rules.base import Rule, Verdict, Verification
+from fsd_infer.stats import GenerationStats, RowRecord
+from fsd_infer.target import Target
+from fsd_infer.tree import DraftTree, visible_slots
+
+PREFILL_CHUNK = 512
+
+
+@dataclass
+class Request:
+    """One batch to decode, as ``generate`` would prepare it.
+
+    Attributes:
+        prompts: token ids per row, without padding, none empty.
+        max_new_tokens: upper bound of each answer's length.
+        greedy: temperature 0.
+        processors: prepared logits processors, temperature included.
+        criteria: prepared stopping criteria other than end-of-sequence and length.
+        eos_token_ids: tokens that end an answer.
+        generator: randomness; None for torch's global generator.
+        on_tokens: called with (row, tokens) as soon as tokens of an answer are final.
+        on_end: called when all answers are complete.
+        padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), or None.
+        measure_log_likelihood: record the target's log-probability of each emitted token.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    greedy: bool = True
+    processors: LogitsProcessorList | None = None
+    criteria: StoppingCriteriaList | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    generator: torch.Generator | None = None
+    on_tokens: Callable[[int, list[int]], None] | None = None
+    on_end: Callable[[], None] | None = None
+    padded_prompts: list[Tensor] | None = None
+    measure_log_likelihood: bool = False
+
+
+@dataclass
+class Outcome:
+    """Answers (new tokens only), per-token records and statistics."""
+
+    sequences: list[list[int]]
+    records: list[RowRecord]
+    stats: GenerationStats
+
+
+@torch.inference_mode()
+def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Outcome:
+    """Decode a batch.
+
+    Raises:
+        FsdError: an empty prompt.
+        ContextLengthError: a prompt that leaves no room in the target's context.
+        NonFiniteLogitsError: NaN, +inf or all -inf logits.
+    """
+    batch = _Batch(target, drafter, rule, request)
+    batch.prefill()
+    while batch.active:
+        tree = batch.draft()
+        logits, features = batch.verify(tree)
+        verdict = batch.judge(tree, logits)
+        batch.keep(verdict)
+        batch.grow(verdict, features)
+    if request.on_end is not None:
+        request.on_end()
+    return batch.outcome()
+
+
+@dataclass
+class _Clock:
+    """Seconds by phase."""
+
+    spent: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.spent[phase] = self.spent.get(phase, 0.0) + now - self.last
+        self.last = now
+
+
+class _Batch:
+    """The rows being decoded. ``lengths`` [B] is what of each text the target has read; the root comes after."""
+
+    def __init__(self, target: Target, drafter: Drafter, rule: Rule, request: Request) -> None:
+        for row, prompt in enumerate(request.prompts):
+            if not prompt:
+                raise FsdError(f"prompt {row} is empty: give at least one token.")
+        self.target, self.drafter, self.rule, self.request = target, drafter, rule, request
+        longest = max(len(prompt) for prompt in request.prompts)
+        self.max_new_tokens = _room(target, longest, request.max_new_tokens)
+        self.processors = TreeProcessors(request.processors)
+        self.device = target.device
+        count = len(request.prompts)
+        self.capacity = longest + self.max_new_tokens + drafter.max_nodes
+        self.cache = target.new_cache(count, self.capacity)
+        self.lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=self.device)
+        self.rows = list(range(count))  # which request row each batch row is
+        self.records = [RowRecord() for _ in range(count)]
+        self.budget: Tensor | None = None  # nats left per row
+        if rule.budget is not None:
+            self.budget = torch.full((count,), rule.budget, dtype=torch.float64, device=self.device)
+        process = self.processors.context_free if self.processors else None
+        first = torch.tensor([prompt[0] for prompt in request.prompts], device=self.device)
+        self.session = drafter.start(
+            first, DraftRequest(count, longest + self.max_new_tokens + 1, request.greedy, process, request.generator)
+        )
+        self.roots = first
+        self.clock = _Clock()
+        self.prefill_seconds = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.rows)
+
+    def prefill(self) -> None:
+        """Read the prompts, emit each row's first token, hand the prompts' features to the drafter."""
+        prompts = self.request.prompts
+        longest = max(len(prompt) for prompt in prompts)
+        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device)
+        ends = (self.lengths - 1)[:, None]
+        features = torch.cat([self._read(tokens, start) for start in range(0, longest, PREFILL_CHUNK)], 1)
+        logits = self._last_logits(features, ends)
+        tree = DraftTree.root_only(tokens.gather(1, ends)[:, 0], logits.shape[-1])
+        verdict = self._apply_rule(tree, logits)
+        self._emit(verdict, logits)
+        # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
+        following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
+        self._advance(following, features, self.lengths, roots=verdict.tokens[:, 0])
+        self.clock.lap("prefill")
+        self.prefill_seconds = self.clock.spent["prefill"]
+
+    def draft(self) -> DraftTree:
+        tree = self.session.draft(self.roots)
+        self.clock.lap("draft")
+        return tree
+
+    def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """One target forward over all nodes: logits [B, N, V] fp32, features [B, N, H]."""
+        slots = self.lengths[:, None] + torch.arange(tree.tokens.shape[1], device=self.device)
+        positions = self.lengths[:, None] + tree.depths
+        visible = visible_slots(self.lengths, tree.ancestors)
+        slot_positions = torch.arange(visible.shape[-1], device=self.device).repeat(len(self.rows), 1)
+        slot_positions.scatter_(1, slots, positions)
+        limit = self.target.max_positions
+        if limit is not None:  # nodes beyond the context exist only where the answer ends before they matter
+            positions = positions.clamp_max(limit - 1)
+        self.cache.aim(slots, int(self.lengths[0]) if len(self.rows) == 1 else None, visible.shape[-1])
+        logits, features = self.target.forward(tree.tokens, positions, visible, slot_positions, self.cache)
+        logits = logits.float()
+        self.clock.lap("target")
+        return logits, features
+
+    def judge(self, tree: DraftTree, logits: Tensor) -> Verdict:
+        """Let the rule choose; emit what it accepted."""
+        verdict = self._apply_rule(tree, logits)
+        for row in self.rows:
+            self.records[row].target_forwards += 1
+        self._emit(verdict, logits)
+        self.clock.lap("rule")
+        return verdict
+
+    def keep(self, verdict: Verdict) -> None:
+        """Move the accepted path's keys and values to where the text ends. The root is in place already."""
+        path = verdict.path[:, 1:]
+        steps = torch.arange(1, path.shape[1] + 1, device=self.device)
+        moves = (path != steps) & (steps <= verdict.accepted[:, None])
+        if bool(moves.any()):
+            destinations = self.lengths[:, None] + steps
+            self.cache.move(torch.where(moves, self.lengths[:, None] + path, destinations), destinations)
+        self.clock.lap("cache")
+
+    def grow(self, verdict: Verdict, features: Tensor) -> None:
+        """Lengthen each text by its accepted path and tell the drafter what came behind it."""
+        counts = verdict.accepted + 1
+        self.lengths = self.lengths + counts
+        if self.budget is not None:
+            self.budget = (self.budget - verdict.spent.sum(1)).clamp_min(0.0)
+        path_features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+        roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+        self._advance(verdict.tokens, path_features, counts, roots)
+        self.clock.lap("draft")
+
+    def outcome(self) -> Outcome:
+        stats = GenerationStats(
+            rows=[record.finish(self.prefill_seconds) for record in self.records],
+            rule=self.rule.describe(),
+            drafter=self.drafter.describe(),
+            seconds=sum(self.clock.spent.values()),
+            prefill_seconds=self.prefill_seconds,
+            phases=dict(self.clock.spent),
+        )
+        return Outcome([record.tokens for record in self.records], self.records, stats)
+
+    # parts -----------------------------------------------------------------------------------------------------------
+
+    def _read(self, tokens: Tensor, start: int) -> Tensor:
+        """Causal forward over one chunk of the prompts [B, M], which begins at slot ``start``; its features."""
+        chunk = tokens[:, start : start + PREFILL_CHUNK]
+        slots = (start + torch.arange(chunk.shape[1], device=self.device)).expand_as(chunk)
+        everything = torch.arange(start + chunk.shape[1], device=self.device).expand(len(self.rows), -1)
+        self.cache.aim(slots, start, everything.shape[1])
+        visible = everything[:, None] <= slots[..., None]
+        self._chunk_logits, features = self.target.forward(chunk, slots, visible, everything, self.cache, keep=1)
+        return features
+
+    def _last_logits(self, features: Tensor, ends: Tensor) -> Tensor:
+        """[B, 1, V] fp32 logits at each prompt's last token."""
+        if int(self.lengths.min()) == features.shape[1]:
+            return self._chunk_logits.float()
+        # Prompts of different lengths: the model computed logits at the end of the longest only.
+        self.target.check_lm_head()
+        last = features.gather(1, ends[..., None].expand(-1, 1, features.shape[-1]))
+        return self.target.lm_logits(last).float()
+
+    def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
+        texts = [self._text(row)[:-1] for row in self.rows] if self.processors.contextual else []
+        processors = self.processors
+        return self.rule(
+            Verification(
+                tree=tree,
+                logits=logits,
+                scores=processors.nodes(logits, tree, texts),
+                greedy=self.request.greedy,
+                uniforms=torch.rand(*tree.tokens.shape, 3, generator=self.request.generator, device=self.device),
+                budget_left=self.budget,
+                process_draft=(lambda drafted: processors.drafts(drafted, logits.shape[-1], texts))
+                if processors
+                else None,
+            )
+        )
+
+    def _emit(self, verdict: Verdict, logits: Tensor) -> None:
+        """Append each row's new tokens, up to and including the first that ends its answer."""
+        tokens, counts = verdict.tokens.tolist(), (verdict.accepted + 1).tolist()
+        sources, gates, spent = verdict.sources.tolist(), verdict.gate_open.tolist(), verdict.spent.tolist()
+        log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
+        elapsed = sum(self.clock.spent.values()) - self.prefill_seconds + time.perf_counter() - self.clock.last
+        for index, row in enumerate(self.rows):
+            record, first = self.records[row], len(self.records[row].tokens)
+            for token in tokens[index][: counts[index]]:
+                record.tokens.append(token)
+                record.finish_reason = self._finish_reason(row, token)
+                if record.finish_reason:
+                    break
+            new = len(record.tokens) - first
+            record.sources += sources[index][:new]
+            record.gates += gates[index][:new]
+            record.spent += spent[index][:new]
+            if log_p is not None:
+                record.log_likelihoods += log_p[index][:new]
+            record.decode_seconds = elapsed if self.prefill_seconds else 0.0
+            if self.request.on_tokens is not None:
+                self.request.on_tokens(row, record.tokens[first:])
+
+    def _finish_reason(self, row: int, token: int) -> str | None:
+        """Why the answer ends with its newest token, or None."""
+        if token in self.request.eos_token_ids:
+            return "stop"
+        if self.request.criteria and bool(self.request.criteria(self._text(row)[None], None)[0]):
+            return "stop"
+        return "length" if len(self.records[row].tokens) >= self.max_new_tokens else None
+
+    def _text(self, row: int) -> Tensor:
+        """The row's text as ``generate`` would show it to processors and criteria, [T]."""
+        padded = self.request.padded_prompts
+        prompt = torch.tensor(self.request.prompts[row], device=self.device) if padded is None else padded[row]
+        return torch.cat([prompt, prompt.new_tensor(self.records[row].tokens)])
+
+    def _advance(self, tokens: Tensor, features: Tensor, counts: Tensor, roots: Tensor) -> None:
+        """Drop rows whose answer ended, then show the drafter the rest's new tokens [B, K] with their features."""
+        self.roots = roots
+        going = [i for i, row in enumerate(self.rows) if self.records[row].finish_reason is None]
+        if len(going) < len(self.rows):
+            self.rows = [self.rows[i] for i in going]
+            if not going:
+                return
+            index = torch.tensor(going, device=self.device)
+            tokens, features, counts = tokens[index], features[index], counts[index]
+            self.roots, self.lengths = self.roots[index], self.lengths[index]
+            self.budget = None if self.budget is None else self.budget[index]
+            self.cache.select(index)
+            self.session.select(index)
+        longest = int(counts.max())
+        self.session.extend(tokens[:, :longest], features[:, :longest], counts)
+
+
+def _room(target: Target, longest_prompt: int, max_new_tokens: int) -> int:
+    """How many tokens may be generated: max_new_tokens, or what the context leaves."""
+    if max_new_tokens < 1:
+        raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+    limit = target.max_positions
+    if limit is None:
+        return max_new_tokens
+    if longest_prompt >= limit:
+        raise ContextLengthError(
+            f"a prompt has {longest_prompt} tokens, but {target.name} has a context of {limit} tokens, "
+            "and an answer needs room too: shorten the prompt."
+        )
+    return min(max_new_tokens, limit - longest_prompt)
+
+
+def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:
+    """The target's raw log-probability of each emitted token, [B][D+1]."""
+    at_path = logits.gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1]))
+    return at_path.log_softmax(-1).gather(2, verdict.tokens[..., None])[..., 0].tolist()

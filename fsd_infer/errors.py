@@ -1,0 +1,38 @@
+"""Errors a user can mend. Every message names the thing that is wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class FsdError(ValueError):
+    """Base class of all errors raised for bad input."""
+
+
+class UnknownNameError(FsdError, KeyError):
+    """A name (rule, divergence, drafter, loss, built-in target) that nothing is registered under."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0])
+
+
+class ModelLoadError(FsdError):
+    """A target or drafter that cannot be found, fetched, verified or used."""
+
+
+class CheckpointError(FsdError):
+    """A drafter checkpoint that is truncated, malformed or was trained for another target."""
+
+
+class VocabularyMismatchError(FsdError):
+    """Target and drafter do not share one vocabulary."""
+
+
+class ContextLengthError(FsdError):
+    """A request that does not fit the target's context."""
+
+
+class NonFiniteLogitsError(FsdError):
+    """The target or the drafter produced NaN, +inf or only -inf logits."""
+
+
+class DataError(FsdError):
+    """A malformed row in a data file. The message names file and line."""

@@ -1,0 +1,209 @@
+"""Load a target: a built-in one, or anything transformers loads from a directory or the hub, unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fsd_infer.builtin import BUILTIN_TARGETS, builtin_dir, is_builtin, shipped_drafter
+from fsd_infer.errors import CheckpointError, ModelLoadError, UnknownNameError
+
+__all__ = [
+    "BUILTIN_TARGETS",
+    "attention_for",
+    "builtin_dir",
+    "check_safetensors",
+    "default_device",
+    "is_builtin",
+    "load_target",
+    "parse_dtype",
+    "resolve_target",
+    "shipped_drafter",
+]
+
+# Their attention (soft-capped scores; sinks) is only complete in the eager implementation.
+EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def attention_for(config: PretrainedConfig) -> str:
+    """Attention implementation that takes our tree masks and gives the model's own results: "sdpa", else "eager"."""
+    if config.model_type in EAGER_FAMILIES or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "eager"
+    return "sdpa" if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False) else "eager"
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    """ "bf16", "fp16", "fp32" or torch's own names -> torch.dtype; None is bf16. Raises UnknownNameError."""
+    if dtype is None:
+        return torch.bfloat16
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    try:
+        return _DTYPES[dtype.removeprefix("torch.")]
+    except KeyError:
+        raise UnknownNameError(f"unknown dtype {dtype!r}. Known: {', '.join(sorted(_DTYPES))}.") from None
+
+
+def default_device() -> torch.device:
+    """The first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True) -> str:
+    """What transformers should load for ``name_or_dir``: a local directory, or a hub id.
+
+    Raises:
+        UnknownNameError: neither a built-in name, nor a directory, nor of the form owner/model.
+        ModelLoadError: a directory without a model in it, or the built-in target cannot be fetched.
+        CheckpointError: a truncated or malformed safetensors file in the directory.
+    """
+    name = os.fspath(name_or_dir)
+    if is_builtin(name):
+        return str(builtin_dir(name, progress=progress))
+    directory = Path(name).expanduser()
+    if name and directory.is_dir():
+        _check_directory(directory)
+        return str(directory)
+    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return name
+    try:
+        BUILTIN_TARGETS.get(name)
+    except UnknownNameError as error:
+        raise UnknownNameError(
+            f"{error} A target is one of these built-in names, an existing local model directory, or a hub id "
+            "in the form owner/model."
+        ) from None
+    raise AssertionError("unreachable: built-in names are resolved above")
+
+
+def _check_directory(directory: Path) -> None:
+    """Find the usual damage before transformers does, with the file's name in the message."""
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted({directory / file for file in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is malformed ({error}); copy it again.") from error
+    else:
+        shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise ModelLoadError(
+            f"{directory} has no safetensors weights. Other formats are not loaded, because they can run code; "
+            "convert them with save_pretrained of transformers."
+        )
+    for shard in shards:
+        if not shard.is_file():
+            raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
+        check_safetensors(shard)
+
+
+def check_safetensors(path: Path) -> None:
+    """Read the header of a safetensors file and compare it with the file's size.
+
+    Raises:
+        CheckpointError: truncated or malformed.
+    """
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({error}); copy or fetch it again."
+        ) from None
+
+
+def load_target(
+    name_or_dir: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    progress: bool = True,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a target by transformers, unchanged, in eval mode and without gradients.
+
+    Args:
+        name_or_dir: a built-in name, a local directory or a hub id. Weights must be safetensors.
+        dtype: of the weights; default bf16.
+        device: default CUDA where available, else CPU.
+        trust_remote_code: let a model bring its own Python code. Off: such models are refused.
+        attn_implementation: default ``attention_for(config)``.
+        revision: branch, tag or commit, for hub ids only.
+        progress: say on stderr when a built-in target is being fetched.
+
+    Returns:
+        (model, tokenizer). The tokenizer is None for a local directory that holds none.
+
+    Raises:
+        UnknownNameError, ModelLoadError, CheckpointError: see ``resolve_target``; also ModelLoadError for whatever
+            transformers refuses, and for weights that do not fill the model.
+    """
+    source = resolve_target(name_or_dir, progress=progress)
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    try:
+        config = AutoConfig.from_pretrained(source, **common)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=parse_dtype(dtype),
+            use_safetensors=True,
+            attn_implementation=attn_implementation or attention_for(config),
+            output_loading_info=True,
+            **common,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **common) if _has_tokenizer(source) else None
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"the weights of {source} are truncated or malformed ({error}); fetch them again."
+        ) from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        if isinstance(error, UnknownNameError):
+            raise
+        raise ModelLoadError(
+            f"target {os.fspath(name_or_dir)!r} cannot be loaded: {error}\n"
+            f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "
+            "they would be random. Check that config.json belongs to these weights."
+        )
+    model.requires_grad_(False)
+    return model.eval().to(device or default_device()), tokenizer
+
+
+def _has_tokenizer(source: str) -> bool:
+    directory = Path(source)
+    return not directory.is_dir() or any((directory / file).is_file() for file in _TOKENIZER_FILES)

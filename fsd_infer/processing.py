@@ -1,0 +1,109 @@
+"""The request's logits processors, applied to every node of a draft tree as ``generate`` would at that context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from fsd_infer.errors import FsdError
+from fsd_infer.tree import DraftTree
+
+# Processors that look at the scores alone: one call serves all nodes. Any other is given each node's own context.
+_CONTEXT_FREE = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TopHLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "LogitNormalization",
+}
+_REFUSED = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "AssistedVolumeLogitsProcessor"}
+
+
+class TreeProcessors:
+    """Applies a ``LogitsProcessorList`` to trees.
+
+    Args:
+        processors: as ``generate`` prepares them (may be empty).
+
+    Raises:
+        FsdError: for a processor that keeps a model's state of its own and so cannot look at a tree.
+    """
+
+    def __init__(self, processors: LogitsProcessorList | None) -> None:
+        self.processors: Any = LogitsProcessorList(processors or [])
+        names = [type(p).__name__ for p in self.processors]
+        for name in names:
+            if name in _REFUSED:
+                raise FsdError(
+                    f"{name} (guidance_scale) runs a model of its own and cannot be applied to a draft tree."
+                )
+        self.contextual = any(name not in _CONTEXT_FREE for name in names)
+        self._free: Any = LogitsProcessorList(
+            [p for p, name in zip(self.processors, names, strict=True) if name in _CONTEXT_FREE]
+        )
+
+    def __bool__(self) -> bool:
+        return len(self.processors) > 0
+
+    def context_free(self, logits: Tensor) -> Tensor:
+        """[..., V] -> [..., V] through the context-free processors only (for sampling drafts)."""
+        flat = logits.reshape(-1, logits.shape[-1])
+        return self._free(_no_context(flat), flat.clone()).view_as(logits)
+
+    def nodes(self, logits: Tensor, tree: DraftTree, texts: list[Tensor]) -> Tensor:
+        """Processed scores of the target at every node.
+
+        Args:
+            logits: [B, N, V] raw, fp32.
+            tree: the tree.
+            texts: per row the token ids before the root, [T_b], as ``generate`` would pass them to processors.
+
+        Returns:
+            [B, N, V]; ``logits`` itself if there are no processors.
+        """
+        if not self.processors:
+            return logits
+        if not self.contextual:
+            return self.context_free(logits)
+        scores = torch.empty_like(logits)
+        for row, text in enumerate(texts):
+            for node_depth in tree.depths[row].unique().tolist():
+                nodes = (tree.depths[row] == node_depth).nonzero()[:, 0]
+                context = self._contexts(tree, row, nodes, text)
+                scores[row, nodes] = self.processors(context, logits[row, nodes].clone())
+        return scores
+
+    def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor]) -> Tensor:
+        """Processed scores of the drafter at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""
+        q_logits = tree.q_logits
+        if tree.draft_ids is not None:
+            full = q_logits.new_full((*q_logits.shape[:-1], vocab_size), float("-inf"))
+            full[..., tree.draft_ids] = q_logits
+            q_logits = full
+        if not self.contextual:
+            return self.context_free(q_logits) if self.processors else q_logits
+        # every node borrows its q (or zeros), is processed in its context, and the inner ones are taken back
+        inner = tree.q_index >= 0
+        rows = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
+        processed = self.nodes(q_logits.gather(1, rows), tree, texts)
+        scores = torch.zeros_like(q_logits)
+        batch, nodes = inner.nonzero(as_tuple=True)
+        scores[batch, tree.q_index[batch, nodes]] = processed[batch, nodes]
+        return scores
+
+    def _contexts(self, tree: DraftTree, row: int, nodes: Tensor, text: Tensor) -> Tensor:
+        """[M, T + depth + 1] ids up to and including each of the nodes, which share one depth."""
+        paths = [tree.tokens[row, tree.ancestors[row, node].nonzero()[:, 0]] for node in nodes.tolist()]
+        return torch.stack([torch.cat([text, path]) for path in paths])
+
+
+def _no_context(scores: Tensor) -> Tensor:
+    return torch.zeros(scores.shape[0], 1, dtype=torch.long, device=scores.device)

@@ -1,0 +1,31 @@
+"""Exact speculative decoding: the output's law is the target's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fsd_infer.rules._laws import exact_law
+from fsd_infer.rules._walk import Contexts, Decision, walk
+from fsd_infer.rules.base import RULES, Rule, Verdict, Verification
+
+
+@dataclass(frozen=True)
+class Exact(Rule):
+    """Lossless. On a deterministic tree y ~ p and y goes down if it is a child, which no rule with law p betters; a
+    sampled draft x is accepted with probability min(1, p(x)/q(x)), else the residual (p - q)+ is drawn from."""
+
+    name = "exact"
+
+    def decide(self, at: Contexts, left: Tensor) -> Decision:
+        return Decision.closed(exact_law(at))
+
+    def __call__(self, round: Verification) -> Verdict:
+        return walk(round, self.decide)
+
+    def describe(self) -> dict[str, object]:
+        return {"rule": self.name}
+
+
+RULES.register("exact")(Exact)

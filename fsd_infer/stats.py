@@ -1,0 +1,136 @@
+"""What a run reports, always together: speed, accepted length, answer length, open gates, divergence spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsd_infer.rules.base import Source
+
+
+@dataclass
+class RowStats:
+    """One answer.
+
+    Attributes:
+        new_tokens: answer length in tokens (an emitted end-of-sequence token counted).
+        target_forwards: verifying forwards of the target, prefill not counted.
+        tau: accepted length: tokens emitted per target forward, the target's own token counted, the prefill and its
+            one token left out. NaN if there was no verifying forward.
+        gate_open_fraction: share of tokens emitted at a context whose gate was open.
+        gate_accepted_fraction: share of tokens that only an open gate let through.
+        divergence_spent: nats (temperature > 0: KL of the law to the target; 0: greedy regret), summed.
+        finish_reason: "stop" (end of sequence or a stopping criterion) or "length".
+        mean_log_likelihood: mean of the target's raw log-probability of the emitted tokens, nats, if measured.
+    """
+
+    new_tokens: int
+    target_forwards: int
+    tau: float
+    gate_open_fraction: float
+    gate_accepted_fraction: float
+    divergence_spent: float
+    finish_reason: str
+    prefill_seconds: float
+    decode_seconds: float
+    mean_log_likelihood: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second, prefill included."""
+        return self.new_tokens / self.seconds if self.seconds else float("nan")
+
+
+@dataclass
+class GenerationStats:
+    """A batch of answers: the rows, and what they add up to."""
+
+    rows: list[RowStats]
+    rule: dict[str, Any]
+    drafter: dict[str, Any]
+    seconds: float
+    prefill_seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(row.new_tokens for row in self.rows)
+
+    @property
+    def target_forwards(self) -> int:
+        return sum(row.target_forwards for row in self.rows)
+
+    @property
+    def tau(self) -> float:
+        """Over all rows: tokens emitted by verifying forwards / verifying forwards."""
+        forwards = self.target_forwards
+        return sum(row.new_tokens - 1 for row in self.rows) / forwards if forwards else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else float("nan")
+
+    @property
+    def divergence_spent(self) -> float:
+        return sum(row.divergence_spent for row in self.rows)
+
+    @property
+    def gate_open_fraction(self) -> float:
+        return self._weighted("gate_open_fraction")
+
+    @property
+    def gate_accepted_fraction(self) -> float:
+        return self._weighted("gate_accepted_fraction")
+
+    def _weighted(self, name: str) -> float:
+        return sum(getattr(row, name) * row.new_tokens for row in self.rows) / max(self.new_tokens, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        totals = ("new_tokens", "target_forwards", "tau", "tokens_per_second", "divergence_spent")
+        fractions = ("gate_open_fraction", "gate_accepted_fraction")
+        record = {name: getattr(self, name) for name in (*totals, *fractions)}
+        record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
+        record.update(rule=self.rule, drafter=self.drafter)
+        record["rows"] = [
+            {**asdict(row), "seconds": row.seconds, "tokens_per_second": row.tokens_per_second} for row in self.rows
+        ]
+        return record
+
+
+@dataclass
+class RowRecord:
+    """One answer while it grows: per emitted token its id, :class:`Source`, gate flag and nats spent."""
+
+    tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    gates: list[bool] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+    log_likelihoods: list[float] = field(default_factory=list)
+    target_forwards: int = 0
+    finish_reason: str | None = None
+    decode_seconds: float = 0.0
+
+    def finish(self, prefill_seconds: float) -> RowStats:
+        count = len(self.tokens)
+        forwards = self.target_forwards
+        return RowStats(
+            new_tokens=count,
+            target_forwards=forwards,
+            tau=(count - 1) / forwards if forwards else float("nan"),
+            gate_open_fraction=_share(self.gates),
+            gate_accepted_fraction=_share([source == Source.GATE for source in self.sources]),
+            divergence_spent=float(sum(self.spent)),
+            finish_reason=self.finish_reason or "length",
+            prefill_seconds=prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            mean_log_likelihood=sum(self.log_likelihoods) / count if self.log_likelihoods else None,
+        )
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags) if flags else 0.0

@@ -1,0 +1,251 @@
+"""The target: a transformers causal LM, unchanged, seen through the few operations decoding needs."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.cache import SlotCache
+from fsd_infer.errors import ModelLoadError
+from fsd_infer.models import load_target
+
+
+class Target:
+    """A frozen causal LM with its tokenizer.
+
+    ``features`` are what enters the LM head: the last hidden state after the final norm, [B, M, H].
+
+    Args:
+        model: any decoder-only ``PreTrainedModel`` with a language-model head.
+        tokenizer: its tokenizer, or None (then only token ids can be decoded).
+        name: how the target was asked for; kept in records of runs.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config(decoder=True)
+        self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
+        self._head: nn.Module | None = model.get_output_embeddings()
+        if self._head is None:
+            raise ModelLoadError(f"{type(model).__name__} has no language-model head: a causal LM is needed as target.")
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._features: Tensor | None = None
+        self.decoder: nn.Module = model.get_decoder()
+        if self.decoder is model or self.decoder is None:
+            raise ModelLoadError(f"{type(model).__name__} does not say which module is its decoder (`get_decoder`).")
+        self.decoder.register_forward_hook(self._remember_features)
+        self._eager = self.config._attn_implementation == "eager"
+        self._lm_head_checked = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+    ) -> Target:
+        """Load a built-in name, a local directory or a hub id. Raises ModelLoadError or CheckpointError."""
+        model, tokenizer = load_target(
+            name,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+            revision=revision,
+        )
+        return cls(model, tokenizer, name=str(name))
+
+    # facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits (may exceed the tokenizer's length by padding rows)."""
+        return int(self.lm_head_weight.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the features."""
+        return int(self.lm_head_weight.shape[1])
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            return []
+        return [int(e) for e in eos] if isinstance(eos, list | tuple) else [int(eos)]
+
+    @property
+    def layer_windows(self) -> dict[str, int | None]:
+        """Attention window by layer type (None: full), e.g. {"full_attention": None, "sliding_attention": 4096}."""
+        window = getattr(self.config, "sliding_window", None)
+        if hasattr(self.config, "use_sliding_window") and not self.config.use_sliding_window:
+            window = None
+        types = getattr(self.config, "layer_types", None)
+        if types is None:
+            return {"all": window}
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ModelLoadError(
+                f"{self.config.model_type} has layers of type {', '.join(sorted(unknown))}; a token tree "
+                "can be verified in one forward only through full or sliding-window attention. Use another target."
+            )
+        return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(set(types))}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a drafter checkpoint must match: family, hidden size, vocabulary size and the tokenizer's table."""
+        digest = None
+        if self.tokenizer is not None:
+            vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=False)
+            digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+        return {
+            "model_type": self.config.model_type,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "vocabulary_sha256": digest,
+        }
+
+    # operations ----------------------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [...] -> input embeddings [..., H_embed], as the target's first layer sees them before any scaling."""
+        return self.model.get_input_embeddings()(ids)
+
+    def lm_logits(self, features: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """features [..., H] -> logits [..., V], with the family's scale and soft cap.
+
+        ``weight`` [Vd, H] and ``bias`` [Vd], rows of the LM head, restrict the result to a reduced vocabulary
+        (see :meth:`lm_head_rows`).
+        """
+        head = self.model.get_output_embeddings()
+        logits = head(features) if weight is None else nn.functional.linear(features, weight, bias)
+        scale = getattr(self.config, "logit_scale", None)  # cohere multiplies
+        if scale is not None:
+            logits = logits * scale
+        scale = getattr(self.config, "logits_scaling", None)  # granite divides
+        if scale is not None:
+            logits = logits / scale
+        cap = getattr(self.config, "final_logit_softcapping", None)  # gemma
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd], or the whole head."""
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        if ids is None:
+            return head.weight, bias
+        return head.weight[ids].contiguous(), None if bias is None else bias[ids].contiguous()
+
+    @torch.no_grad()
+    def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Features [B, M, H] of right-padded sequences ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
+        self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
+        return self._take_features()
+
+    @torch.no_grad()
+    def check_lm_head(self) -> None:
+        """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits (drafters rely on it)."""
+        if self._lm_head_checked:
+            return
+        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        logits = self.model(input_ids=probe, use_cache=False).logits.float()
+        ours = self.lm_logits(self._take_features()).float()
+        if not torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2):
+            raise ModelLoadError(
+                f"{self.config.model_type}: the LM head does more than a linear map, a scale and a soft cap, so a "
+                "draft head cannot share it. Use an independent small model as drafter."
+            )
+        self._lm_head_checked = True
+
+    def new_cache(self, batch: int, slots: int) -> SlotCache:
+        """An empty key-value cache with room for ``slots`` tokens per row."""
+        return SlotCache(self.config, batch, slots)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: SlotCache,
+        keep: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """One forward over new tokens that see chosen cache slots.
+
+        Args:
+            tokens: [B, M] new token ids, written to the slots the cache was aimed at.
+            positions: [B, M] their positions.
+            visible: [B, M, S] bool, slot s may be attended by token i (window not yet applied).
+            slot_positions: [B, S] position of the token in each slot.
+            cache: aimed with :meth:`SlotCache.aim`.
+            keep: logits of the last ``keep`` tokens only (0: all).
+
+        Returns:
+            (logits [B, M or keep, V] in the model's dtype, features [B, M, H])
+        """
+        masks = {
+            kind: self._additive(mask) if self._eager else mask
+            for kind, mask in self._windowed(visible, positions, slot_positions).items()
+        }
+        extra: dict[str, Any] = {"logits_to_keep": keep} if keep and self._takes_logits_to_keep else {}
+        out = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+            past_key_values=cache,
+            use_cache=True,
+            **extra,
+        )
+        logits = out.logits[:, -keep:] if keep else out.logits
+        return logits, self._take_features()
+
+    def _windowed(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> dict[str, Tensor]:
+        """[B, 1, M, S] masks by layer type; windows count positions, not slots (tree siblings share a position)."""
+        masks = {}
+        for kind, window in self.layer_windows.items():
+            mask = visible
+            if window is not None:
+                mask = mask & (positions[:, :, None] - slot_positions[:, None, :] < window)
+            masks[kind] = mask[:, None]
+        return masks
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
+            ~mask, torch.finfo(self.dtype).min
+        )
+
+    def _remember_features(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._features = output[0]
+
+    def _take_features(self) -> Tensor:
+        features, self._features = self._features, None
+        assert features is not None, "the base model was not run"
+        return features

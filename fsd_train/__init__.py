@@ -1,0 +1,1 @@
+"""Training of draft heads and small draft models for fsd_infer."""

@@ -1,0 +1,80 @@
+"""`fsd-train`: fit and validate by LightningCLI, and the commands around training."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsd_infer.errors import FsdError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the function that runs it (``module:function``, taking the arguments) and one line of help."""
+
+    function: str
+    help: str
+
+
+COMMANDS = {
+    "fit": Command("fsd_train.cli:lightning", "train a head: fsd-train fit --config recipes/smollm2-135m.yaml"),
+    "validate": Command("fsd_train.cli:lightning", "measure a checkpoint on the validation split"),
+    "regenerate": Command("fsd_train.regenerate:main", "let the target answer prompts, to train on its answers"),
+    "cache-features": Command("fsd_train.features:main", "store the target's features of the answers"),
+    "export": Command("fsd_train.module:export_main", "write a checkpoint's head as config.json and safetensors"),
+}
+
+
+def lightning(argv: Sequence[str]) -> int:
+    """Runs LightningCLI with ``argv`` (the subcommand first); every option of Trainer, module and data is in --help."""
+    from lightning.pytorch.cli import LightningCLI
+
+    from fsd_train.data import AnswersDataModule
+
+    module = importlib.import_module("fsd_train.module")
+    LightningCLI(
+        module.EagleModule,
+        AnswersDataModule,
+        seed_everything_default=0,
+        # the data module's batch sampler splits the batches among replicas itself
+        trainer_defaults={"use_distributed_sampler": False},
+        # a run that is continued must not be stopped by the record of its own settings
+        save_config_kwargs={"overwrite": True},
+        args=list(argv),
+    )
+    return 0
+
+
+def usage() -> str:
+    """The text of `fsd-train --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: fsd-train COMMAND [options]", "", "Trains draft heads for fsd-infer.", "", "commands:", *lines, "",
+         "`fsd-train COMMAND --help` tells a command's options."]
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console command. Returns the exit status; bad input is told on stderr in one line."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(usage(), file=sys.stderr if not args else sys.stdout)
+        return 0 if args else 2
+    command = COMMANDS.get(args[0])
+    if command is None:
+        print(f"fsd-train: unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    module_name, function_name = command.function.split(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+        return int(function(args if function_name == "lightning" else args[1:]) or 0)
+    except FsdError as error:
+        print(f"fsd-train {args[0]}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""Answers to train on: rows of regenerated JSONL as token ids with a mask on what the target said, in batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import NotRequired
+
+from fsd_infer.errors import DataError
+from fsd_infer.prompts import Message, check_messages, encode_conversation, read_jsonl, row_id, row_messages
+from fsd_train.backends import stable_seed
+from fsd_train.features import FeatureStore, WithFeatures, sequence_key
+from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
+
+log = logging.getLogger(__name__)
+
+
+class Item(TypedDict):
+    """One conversation: ``input_ids`` and ``loss_mask`` [M]; ``index``: place in the dataset; ``id``: its row's."""
+
+    index: int
+    id: str
+    input_ids: Tensor
+    loss_mask: Tensor
+
+
+class Batch(TypedDict):
+    """Right-padded conversations: tensors [B, M]; ``index`` [B]; ``ids`` the rows' ids."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    index: Tensor
+    ids: list[str]
+    features: NotRequired[Tensor]  # [B, M, H], where they are cached
+
+
+class AnswersDataset(Dataset[Item]):
+    """Conversations in memory, in the order of their files; the index of a row never changes while the files do not.
+
+    Args:
+        rows: (id, ids, loss mask) per conversation.
+    """
+
+    def __init__(self, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+        self.row_ids = [name for name, _, _ in rows]
+        self.lengths = [len(ids) for _, ids, _ in rows]
+        self._ids = [torch.tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
+        self._masks = [torch.tensor(mask, dtype=torch.bool) for _, _, mask in rows]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def __getitem__(self, index: int) -> Item:
+        return {
+            "index": index,
+            "id": self.row_ids[index],
+            "input_ids": self._ids[index].long(),
+            "loss_mask": self._masks[index].long(),
+        }
+
+    def subset(self, indices: Sequence[int]) -> AnswersDataset:
+        """The rows with these indices, in this order, as a dataset of its own."""
+        chosen = AnswersDataset([])
+        chosen.row_ids = [self.row_ids[i] for i in indices]
+        chosen.lengths = [self.lengths[i] for i in indices]
+        chosen._ids = [self._ids[i] for i in indices]
+        chosen._masks = [self._masks[i] for i in indices]
+        return chosen
+
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """[V] how often each id occurs under the loss mask."""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for ids, mask in zip(self._ids, self._masks, strict=True):
+            counts += torch.bincount(ids[mask], minlength=vocab_size)
+        return counts
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens under the loss mask."""
+        return sum(int(mask.sum()) for mask in self._masks)
+
+
+def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of one row of answers.
+
+    Rows with ``prompt_ids`` and ``response_ids`` are taken as they are: these are the target's own tokens. Others are
+    encoded with the chat template, as decoding does: ``messages`` and ``response``, or ``messages`` that end with an
+    assistant turn. There every assistant turn is an answer.
+
+    Args:
+        row: the row.
+        tokenizer: needed for rows without ids only; may be None otherwise.
+        where: how errors name the row, "file:line".
+
+    Raises:
+        DataError: the row has neither form, its ids are no token ids, or the template does not allow it.
+    """
+    if "response_ids" in row or "prompt_ids" in row:
+        prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
+        return prompt + response, [0] * len(prompt) + [1] * len(response)
+    if tokenizer is None:
+        raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer was given to encode the text.")
+    try:
+        return encode_conversation(tokenizer, conversation(row, where), row.get("finish_reason", "stop") == "stop")
+    except DataError as error:
+        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+
+
+def conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:
+    """The row's messages with the answer as last turn."""
+    if "response" not in row:
+        messages = check_messages(row.get("messages"), where)
+        if messages[-1]["role"] != "assistant":
+            raise DataError(f"{where}: no answer. Give `response`, or end `messages` with an assistant turn.")
+        return messages
+    if not isinstance(row["response"], str):
+        raise DataError(f"{where}: `response` must hold text, found {type(row['response']).__name__}.")
+    return [*row_messages(row, where), {"role": "assistant", "content": row["response"]}]
+
+
+def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
+    ids = row.get(field)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise DataError(f"{where}: `{field}` must be a list of token ids (whole numbers from 0), and not empty.")
+    return ids
+
+
+def held_out(messages: Sequence[Mapping[str, str]] | Sequence[int], fraction: float) -> bool:
+    """Whether a prompt belongs to the validation split: by its hash, so equal prompts never stand on both sides."""
+    return stable_seed("validation", messages) / 2**31 < fraction
+
+
+def read_answers(
+    paths: Sequence[str | Path],
+    tokenizer: Any = None,
+    *,
+    max_length: int = 1024,
+    validation_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> tuple[AnswersDataset, AnswersDataset]:
+    """Reads files of answers.
+
+    Args:
+        paths: .jsonl or .jsonl.gz files.
+        tokenizer: for rows without ids.
+        max_length: longer conversations are cut to their first tokens, and left out if no answer token remains.
+        validation_fraction: share of the prompts that goes to the second dataset.
+        vocab_size: the target's; ids beyond it are an error.
+
+    Returns:
+        (training, validation)
+
+    Raises:
+        DataError: a malformed row, with file and line, or no row at all.
+    """
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for path in map(Path, paths):
+        for line, row in read_jsonl(path):
+            where = f"{path}:{line}"
+            ids, mask = encode_row(row, tokenizer, where)
+            if vocab_size is not None and max(ids) >= vocab_size:
+                raise DataError(
+                    f"{where}: token id {max(ids)} is outside the target's vocabulary of {vocab_size}. "
+                    "Regenerate the answers with this target."
+                )
+            # what was asked, without the answers: by text where there is one, since ids depend on the target
+            turns = check_messages(row["messages"], where) if "messages" in row else []
+            asked = [turn for turn in turns if turn["role"] != "assistant"]
+            key: Any = [(turn["role"], turn["content"]) for turn in asked] or ids[: mask.index(1)]
+            name = row["id"] if isinstance(row.get("id"), str) else row_id(path.name, line, asked)
+            if any(mask[:max_length]):
+                parts[held_out(key, validation_fraction)].append((name, ids[:max_length], mask[:max_length]))
+    if not parts[0]:
+        raise DataError(f"{', '.join(map(str, paths))}: no row to train on (max_length {max_length}).")
+    return AnswersDataset(parts[0]), AnswersDataset(parts[1])
+
+
+def collate(items: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Batch:
+    """Items of a dataset as one right-padded batch."""
+    width = max(len(item["input_ids"]) for item in items)
+    shape = (len(items), width)
+    batch: Batch = {
+        "input_ids": torch.full(shape, pad_id, dtype=torch.long),
+        "attention_mask": torch.zeros(shape, dtype=torch.long),
+        "loss_mask": torch.zeros(shape, dtype=torch.long),
+        "index": torch.tensor([item["index"] for item in items]),
+        "ids": [item["id"] for item in items],
+    }
+    for row, item in enumerate(items):
+        length = len(item["input_ids"])
+        batch["input_ids"][row, :length] = item["input_ids"]
+        batch["attention_mask"][row, :length] = 1
+        batch["loss_mask"][row, :length] = item["loss_mask"]
+    if "features" in items[0]:
+        features = items[0]["features"]
+        batch["features"] = torch.zeros(*shape, features.shape[-1], dtype=features.dtype)
+        for row, item in enumerate(items):
+            batch["features"][row, : len(item["features"])] = item["features"]
+    return batch
+
+
+class AnswersDataModule(LightningDataModule):
+    """Batches of answers for training and validation.
+
+    The sampler shares batches out among replicas itself; set ``use_distributed_sampler: false`` on Trainer, which
+    cannot know how to split a batch sampler of this kind (`fsd-train` does so). The place within an epoch is stored in
+    checkpoints and resumed from.
+
+    Args:
+        train_files: .jsonl or .jsonl.gz files that `fsd-train regenerate` wrote, or rows with messages and a response.
+        validation_files: rows to validate on; without them a share of the training prompts is held out.
+        validation_fraction: that share, chosen by the hash of the prompt.
+        max_length: tokens per conversation at most; longer ones are cut.
+        batch_tokens: padded tokens per training batch.
+        validation_batch_tokens: the same for validation; as ``batch_tokens`` by default.
+        tokenizer: built-in name, directory or hub id; needed only for rows without token ids.
+        vocab_size: the target's, to check the rows against.
+        features: directory that `fsd-train cache-features` wrote; rows it does not hold are left out. Without it the
+            target runs in every step.
+        num_workers: processes that collate; 0 is fastest for answers without cached features.
+        pin_memory: for training on CUDA devices.
+        seed: of the order of batches.
+    """
+
+    def __init__(
+        self,
+        train_files: list[str],
+        validation_files: list[str] | None = None,
+        validation_fraction: float = 0.02,
+        max_length: int = 1024,
+        batch_tokens: int = 4096,
+        validation_batch_tokens: int | None = None,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        features: str | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= validation_fraction < 1:
+            raise DataError(
+                f"validation_fraction is {validation_fraction}; give a share from 0 up to, not including, 1."
+            )
+        if max_length < 2:
+            raise DataError(f"max_length is {max_length}; a conversation needs at least 2 tokens.")
+        self.train_files, self.validation_files = list(train_files), list(validation_files or [])
+        self.validation_fraction, self.max_length = validation_fraction, max_length
+        self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
+        self.tokenizer_name, self.vocab_size = tokenizer, vocab_size
+        self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
+        self.features = features
+        self._store: FeatureStore | None = None
+        self.train_set: AnswersDataset | None = None
+        self.validation_set: AnswersDataset | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the files, once. Raises DataError on a malformed row."""
+        if self.train_set is not None:
+            return
+        tokenizer = self._tokenizer()
+        options: dict[str, Any] = {"max_length": self.max_length, "vocab_size": self.vocab_size}
+        fraction = 0.0 if self.validation_files else self.validation_fraction
+        self.train_set, held = read_answers(self.train_files, tokenizer, validation_fraction=fraction, **options)
+        if self.validation_files:
+            held, _ = read_answers(self.validation_files, tokenizer, **options)
+        self.validation_set = held
+        if self.features is not None:
+            self._store = FeatureStore(self.features)
+            self.train_set = self._cached(self.train_set, self._store)
+            self.validation_set = self._cached(held, self._store) if len(held) else held
+
+    def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
+        """The rows whose features are in the cache. Raises DataError if there are none."""
+        keep = [i for i in range(len(rows)) if sequence_key(rows[i]["input_ids"]) in store]
+        if not keep:
+            raise DataError(
+                f"{self.features} holds the features of none of the {len(rows)} rows: run `fsd-train cache-features` "
+                f"on these files with --max-length {self.max_length}."
+            )
+        if len(keep) < len(rows):
+            log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
+        return rows.subset(keep)
+
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it)."""
+        assert self.train_set is not None, "setup() has not run"
+        return self.train_set.answer_counts(vocab_size)
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer_name is None:
+            return None
+        from transformers import AutoTokenizer
+
+        from fsd_infer.models import resolve_target
+
+        return AutoTokenizer.from_pretrained(resolve_target(self.tokenizer_name))
+
+    def train_dataloader(self) -> DataLoader[Item]:
+        """Batches of the training rows, in another order each epoch."""
+        assert self.train_set is not None, "setup() has not run"
+        sampler = self._make_sampler(self.train_set, self.batch_tokens, shuffle=True)
+        return ResumableLoader(self._with_features(self.train_set), sampler, **self._loader_options())
+
+    def val_dataloader(self) -> DataLoader[Item] | list[Any]:
+        """Batches of the held-out rows, always in the same order; an empty list if there are none."""
+        if not self.validation_set:
+            return []
+        sampler = self._make_sampler(self.validation_set, self.validation_batch_tokens, shuffle=False)
+        return DataLoader(self._with_features(self.validation_set), batch_sampler=sampler, **self._loader_options())
+
+    def _make_sampler(self, dataset: AnswersDataset, tokens: int, shuffle: bool) -> TokenBudgetSampler:
+        trainer = self.trainer
+        rank, replicas = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        return TokenBudgetSampler(dataset.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
+
+    def _with_features(self, rows: AnswersDataset) -> Dataset[Any]:
+        return rows if self._store is None else WithFeatures(rows, self._store)
+
+    def _loader_options(self) -> dict[str, Any]:
+        return {
+            "collate_fn": collate,
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "persistent_workers": self.num_workers > 0,
+        }

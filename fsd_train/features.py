@@ -1,0 +1,340 @@
+"""Cached target features: computed once, read by every epoch.
+
+A cache is a directory:
+
+    index.json               format, target fingerprint, hidden size
+    shard-00000.safetensors  features [tokens, H] bf16, the sequences one after the other
+    shard-00000.json         keys and offsets of the sequences, checksum of the file above
+
+A sequence's key is a digest of its token ids, so a cache serves any file that holds the same sequences. A shard is
+complete once its .json is there (written last, by renaming), so an interrupted run goes on with the shard it was at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from fsd_infer.errors import DataError
+from fsd_infer.target import Target
+
+FORMAT = "fsd-features"
+VERSION = 1
+_DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
+_Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
+
+
+def sequence_key(ids: Sequence[int] | Tensor) -> str:
+    """16 hexadecimal digits that identify a sequence of token ids."""
+    values = torch.as_tensor(ids, dtype=torch.int32).contiguous().numpy().astype("<i4", copy=False)
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+
+
+class FeatureStore:
+    """Read access to a cache.
+
+    Args:
+        directory: the cache.
+        fingerprint: :meth:`Target.fingerprint` of the target in use; refused if the cache is another target's.
+        verify: compare every shard with its checksum now (reads everything once).
+
+    Raises:
+        DataError: no cache, another format or target, or a damaged shard.
+    """
+
+    def __init__(
+        self, directory: str | Path, fingerprint: Mapping[str, Any] | None = None, verify: bool = False
+    ) -> None:
+        self.directory = Path(directory)
+        self.header = _read_header(self.directory)
+        if fingerprint is not None:
+            _check_target(self.directory, self.header, fingerprint)
+        self.hidden_size = int(self.header["target"]["hidden_size"])
+        self._shards: list[Path] = []
+        self._where: dict[str, tuple[int, int, int]] = {}
+        self._open: dict[int, Any] = {}
+        self._pid = os.getpid()
+        for record in _records(self.directory):
+            path = self.directory / record["file"]
+            if not path.is_file() or path.stat().st_size != record["bytes"]:
+                raise DataError(f"{path} is missing or truncated: delete {path.with_suffix('.json')} and cache again.")
+            if verify and _sha256(path) != record["sha256"]:
+                raise DataError(f"{path} does not match its checksum: delete it and its .json, and cache again.")
+            offsets = record["offsets"]
+            for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
+                self._where[key] = (len(self._shards), start, stop)
+            self._shards.append(path)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._where)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._where
+
+    @property
+    def tokens(self) -> int:
+        return sum(stop - start for _, start, stop in self._where.values())
+
+    def get(self, key: str) -> Tensor:
+        """Features [M, H] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged."""
+        if key not in self._where:
+            raise DataError(f"{self.directory} lacks the features of sequence {key}: run `fsd-train cache-features`.")
+        shard, start, stop = self._where[key]
+        if self._pid != os.getpid():  # a data worker must not share its parent's file handles
+            self._open, self._pid = {}, os.getpid()
+        if shard not in self._open:
+            try:
+                self._open[shard] = safe_open(self._shards[shard], framework="pt").get_slice("features")
+            except SafetensorError as error:
+                raise DataError(f"{self._shards[shard]} is damaged ({error}): delete it and its .json.") from error
+        return self._open[shard][start:stop]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+
+class WithFeatures(Dataset[dict[str, Any]]):
+    """A dataset whose items also carry ``features`` [M, H] from a cache.
+
+    Args:
+        dataset: items are dicts with ``input_ids``.
+        store: the cache.
+    """
+
+    def __init__(self, dataset: Any, store: FeatureStore) -> None:
+        self.dataset = dataset
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = dict(self.dataset[index])
+        item["features"] = self.store.get(sequence_key(item["input_ids"]))
+        return item
+
+
+def cache_features(
+    target: Target,
+    sequences: Sequence[Sequence[int] | Tensor],
+    directory: str | Path,
+    *,
+    shard_tokens: int = 65536,
+    batch_tokens: int = 2048,
+    max_tokens: int | None = None,
+    progress: bool = True,
+) -> FeatureStore:
+    """Compute and store the features of sequences that the cache does not hold yet.
+
+    Args:
+        target: whose features; bf16 is what is stored, whatever its dtype.
+        sequences: token ids.
+        directory: of the cache, made if missing.
+        shard_tokens: tokens per shard, the unit of work that an interruption can lose.
+        batch_tokens: padded tokens per forward; sequences of similar length go together.
+        max_tokens: stop adding sequences once the cache holds this many tokens.
+        progress: show a progress bar.
+
+    Raises:
+        DataError: the cache is another target's, or the disk has no room for it.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    header = directory / "index.json"
+    if header.exists():
+        _check_target(directory, _read_header(directory), target.fingerprint())
+    else:
+        _write_json(header, {"format": FORMAT, "version": VERSION, "target": target.fingerprint()})
+    held = FeatureStore(directory)
+    todo: dict[str, Sequence[int] | Tensor] = {}
+    total = held.tokens
+    for ids in sequences:
+        key = sequence_key(ids)
+        if key in held or key in todo or not len(ids):
+            continue
+        if max_tokens is not None and total + len(ids) > max_tokens:
+            break
+        todo[key] = ids
+        total += len(ids)
+    wanted = total - held.tokens
+    _check_disk(directory, wanted * target.hidden_size * 2)
+    number = len(list(_records(directory)))
+    bar = tqdm(
+        total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
+    )
+    with bar:
+        for shard in _shards(todo, shard_tokens):
+            _write_shard(target, shard, directory, number, batch_tokens, bar)
+            number += 1
+    return FeatureStore(directory)
+
+
+def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int, batch_tokens: int, bar: Any) -> None:
+    lengths = torch.tensor([len(ids) for _, ids in rows])
+    offsets = [0, *lengths.cumsum(0).tolist()]
+    features = torch.empty(offsets[-1], target.hidden_size, dtype=torch.bfloat16)
+    for batch in length_batches(lengths.tolist(), batch_tokens):
+        longest = max(int(lengths[row]) for row in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for line, row in enumerate(batch):
+            ids[line, : lengths[row]] = torch.as_tensor(rows[row][1])
+        # padding stands on the right, where causal attention never looks: no mask is needed
+        with torch.inference_mode():
+            out = target.features(ids.to(target.device)).to(torch.bfloat16).cpu()
+        for line, row in enumerate(batch):
+            features[offsets[row] : offsets[row + 1]] = out[line, : lengths[row]]
+        bar.update(int(lengths[batch].sum()))
+    path = directory / f"shard-{number:05d}.safetensors"
+    draft = path.with_suffix(".partial")
+    save_file({"features": features}, draft)
+    record = {
+        "file": path.name,
+        "bytes": draft.stat().st_size,
+        "sha256": _sha256(draft),
+        "offsets": offsets,
+        "keys": [key for key, _ in rows],
+    }
+    os.replace(draft, path)
+    _write_json(path.with_suffix(".json"), record)
+
+
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Groups row numbers by length so that rows × longest ≤ ``batch_tokens`` (one row at least), longest first."""
+    batches: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if not batches or (len(batches[-1]) + 1) * longest > batch_tokens:
+            batches.append([])
+            longest = lengths[row]
+        batches[-1].append(row)
+    return batches
+
+
+def _shards(todo: Mapping[str, Sequence[int] | Tensor], shard_tokens: int) -> Iterator[list[_Row]]:
+    shard: list[_Row] = []
+    size = 0
+    for key, ids in todo.items():
+        if shard and size + len(ids) > shard_tokens:
+            yield shard
+            shard, size = [], 0
+        shard.append((key, ids))
+        size += len(ids)
+    if shard:
+        yield shard
+
+
+def _records(directory: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(directory.glob("shard-*.json")):
+        try:
+            yield json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Delete it and cache again.") from error
+
+
+def _read_header(directory: Path) -> dict[str, Any]:
+    path = directory / "index.json"
+    if not path.is_file():
+        raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
+    try:
+        header = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Delete the cache, make it again.") from error
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
+    return header
+
+
+def _check_target(directory: Path, header: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
+    for key, ours in fingerprint.items():
+        theirs = header["target"].get(key)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise DataError(
+                f"the features in {directory} are another target's ({key}: {theirs!r}, the target has {ours!r}). "
+                "Give another directory, or delete this one."
+            )
+
+
+def _check_disk(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if needed and needed + _DISK_RESERVE > free:
+        raise DataError(
+            f"{directory}: the features need {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free. "
+            "Give another --output, lower --max-tokens or --max-length, or train with online features (no cache)."
+        )
+
+
+def _write_json(path: Path, value: Any) -> None:
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text(json.dumps(value) + "\n")
+    os.replace(draft, path)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _complete_lines(path: Path, scratch: Path) -> Path:
+    """The file itself, or a copy without its last line if that is still being written."""
+    if not path.is_file() or path.suffix == ".gz":
+        return path
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read())[1] == b"\n":
+            return path
+        file.seek(0)
+        content = file.read()
+    copy = scratch / path.name
+    copy.write_bytes(content[: content.rfind(b"\n") + 1])
+    return copy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train cache-features`."""
+    from fsd_train.data import read_answers
+
+    parser = argparse.ArgumentParser("fsd-train cache-features", description="Store the target's features of answers.")
+    parser.add_argument("--target", required=True, help="built-in name, directory or hub id")
+    parser.add_argument("--data", required=True, action="append", help="answers (.jsonl); may be given more than once")
+    parser.add_argument("--output", required=True, help="directory of the cache")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens kept per sequence, as in training")
+    parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per forward")
+    parser.add_argument("--shard-tokens", type=int, default=65536, help="tokens per shard")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
+    args = parser.parse_args(argv)
+    target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]
+        rows, _ = read_answers(paths, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
+    sequences = [rows[number]["input_ids"] for number in range(len(rows))]
+    size = sum(rows.lengths) * target.hidden_size * 2
+    print(f"{len(rows)} sequences, {sum(rows.lengths)} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
+    store = cache_features(
+        target, sequences, args.output, shard_tokens=args.shard_tokens, batch_tokens=args.batch_tokens,
+        max_tokens=args.max_tokens,
+    )  # fmt: skip
+    print(f"{args.output}: {len(store)} sequences, {store.tokens} tokens", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What every loss sees and returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import DataError
+from fsd_infer.registry import Registry
+
+if TYPE_CHECKING:
+    from fsd_infer.target import Target
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The target's frozen LM head, or the rows of it that belong to the draft vocabulary.
+
+    logits = cap·tanh(scale·(h Wᵀ + b)/cap), without tanh if there is no cap.
+
+    Attributes:
+        weight: [Vd, H].
+        bias: [Vd] or None.
+        scale: factor on the logits (families with a logit scale).
+        cap: soft cap on the logits or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, target: Target, ids: Tensor | None = None) -> LMHead:
+        """The target's LM head, restricted to the ids [Vd] where given."""
+        weight, bias = target.lm_head_rows(ids)
+        factor = getattr(target.config, "logit_scale", None)
+        divisor = getattr(target.config, "logits_scaling", None)
+        scale = float(1.0 if factor is None else factor) / float(1.0 if divisor is None else divisor)
+        return cls(weight.detach(), bias, scale, getattr(target.config, "final_logit_softcapping", None))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> logits [..., Vd] in fp32; the product runs in the weight's dtype."""
+        logits = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def grad_hidden(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient [..., H] on the input, given the logits and the fp32 gradient on them (both [..., Vd])."""
+        if self.cap is not None:
+            grad = grad * (1 - (logits / self.cap) ** 2)
+        if self.scale != 1.0:
+            grad = grad * self.scale
+        return grad.to(self.weight.dtype) @ self.weight
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """One batch of predictions, gathered at the N positions where anything is supervised.
+
+    Row n stands for the position i = ``positions[n]`` (see :mod:`fsd_train.unroll` for the indexing): the estimates
+    there are of feature i+1, whose distribution predicts token i+2.
+
+    Attributes:
+        estimates: [S, N, H], the head's output of unrolled step s.
+        features: [N, H], the target's own feature i+1.
+        weights: [S, N] fp32, 0 where step s is not supervised at that row, the step's weight elsewhere.
+        tokens: [N], token i+2 of the sequence.
+        positions: [N], flat index b·M + i; the chain of step s at a row starts s positions earlier.
+        head: LM head over the draft vocabulary.
+        feature_scale: [H] that the head divides features by, or None.
+    """
+
+    estimates: Tensor
+    features: Tensor
+    weights: Tensor
+    tokens: Tensor
+    positions: Tensor
+    head: LMHead
+    feature_scale: Tensor | None = None
+
+
+@dataclass
+class LossOutput:
+    """A loss and what was seen on the way.
+
+    Attributes:
+        loss: scalar, differentiable.
+        parts: detached scalars by name, logged as they are.
+        agreement: [S, N] bool: the drafter's most likely token is the target's (within the draft vocabulary); None
+            where a loss does not compute it.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    agreement: Tensor | None = None
+
+
+class Loss(Protocol):
+    """The interface of a loss."""
+
+    def __call__(self, batch: DraftBatch) -> LossOutput: ...
+
+
+LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
+
+
+def build_loss(name: str, args: dict[str, Any] | None = None) -> Loss:
+    """The loss called ``name``. Raises UnknownNameError, or DataError for an argument that it does not take."""
+    kind = LOSSES.get(name)
+    known = inspect.signature(kind).parameters
+    unknown = sorted(set(args or {}) - set(known))
+    if unknown:
+        raise DataError(f"loss {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(known)}.")
+    return kind(**(args or {}))

@@ -1,0 +1,104 @@
+"""The loss of EAGLE-1/2: match the target's features, and its distributions over the draft vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fsd_infer.errors import DataError
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Soft cross-entropy at [S, N] rows without ever holding [N, Vd]; see :func:`soft_cross_entropy`.
+
+    The LM head is frozen, so the only gradient wanted is [S, N, H], and it is linear in the incoming one: it is
+    computed with the loss, chunk by chunk while the chunk's logits are in the cache, and only scaled in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int) -> tuple[Tensor, Tensor]:
+        steps, rows, width = estimates.shape
+        losses = torch.empty(steps, rows, dtype=torch.float32, device=estimates.device)
+        agree = torch.empty(steps, rows, dtype=torch.bool, device=estimates.device)
+        grad = torch.empty_like(estimates) if ctx.needs_input_grad[0] else None
+        for start in range(0, rows, chunk_size):
+            piece = slice(start, start + chunk_size)
+            p = head(features[piece])  # [n, Vd]
+            best = p.argmax(-1)
+            p = p.softmax(-1)
+            for step in range(steps):
+                logits = head(estimates[step, piece])
+                log_q = logits.log_softmax(-1)
+                agree[step, piece] = log_q.argmax(-1) == best
+                losses[step, piece] = -torch.linalg.vecdot(p, log_q)
+                if grad is not None:
+                    slope = log_q.exp_().sub_(p)
+                    grad[step, piece] = head.grad_hidden(logits, slope).to(grad.dtype)
+        ctx.save_for_backward(*([] if grad is None else [grad]))
+        ctx.mark_non_differentiable(agree)
+        return losses, agree
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return (grads[0][..., None] * grad).to(grad.dtype), None, None, None
+
+
+def soft_cross_entropy(
+    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int = 256
+) -> tuple[Tensor, Tensor]:
+    """−Σ_v p(v) log q(v) in nats, p and q being softmaxes over the draft vocabulary (p renormalised within it).
+
+    Args:
+        estimates: [S, N, H], the drafter's; the only differentiable argument.
+        features: [N, H], the target's.
+        head: LM head rows of the draft vocabulary.
+        chunk_size: rows whose logits are alive at a time (memory: four fp32 tensors [chunk_size, Vd]).
+
+    Returns:
+        (loss [S, N] fp32, agreement [S, N] bool: the two most likely tokens are the same)
+    """
+    with torch.autocast(estimates.device.type, enabled=False):
+        losses, agree = _SoftCrossEntropy.apply(estimates, features, head, chunk_size)
+    return losses, agree
+
+
+@LOSSES.register("eagle")
+class EagleLoss:
+    """w_feature·SmoothL1(estimate, feature) + w_ce·soft cross-entropy, each a weighted mean over supervised rows.
+
+    SmoothL1 (averaged over the H dimensions) is taken in the space the head reads: divided by ``feature_scale`` where
+    the head has one, so that outlier dimensions do not drown the others.
+
+    Args:
+        w_feature: weight of the feature term.
+        w_ce: weight of the cross-entropy.
+        chunk_size: rows of logits alive at a time.
+    """
+
+    def __init__(self, w_feature: float = 1.0, w_ce: float = 0.1, chunk_size: int = 256) -> None:
+        if w_feature < 0 or w_ce < 0 or w_feature + w_ce == 0:
+            raise DataError(f"loss weights must be positive, got w_feature={w_feature}, w_ce={w_ce}.")
+        if chunk_size < 1:
+            raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
+        self.w_feature = w_feature
+        self.w_ce = w_ce
+        self.chunk_size = chunk_size
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        total = batch.weights.sum().clamp_min(1e-6)
+        entropy, agree = soft_cross_entropy(batch.estimates, batch.features, batch.head, self.chunk_size)
+        ce = (entropy * batch.weights).sum() / total
+        estimates, features = batch.estimates, batch.features
+        if batch.feature_scale is not None:
+            estimates = estimates / batch.feature_scale.to(estimates.dtype)
+            features = features / batch.feature_scale.to(features.dtype)
+        wanted = features.to(estimates.dtype).expand_as(estimates)
+        distance = functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
+        feature = (distance * batch.weights).sum() / total
+        loss = self.w_feature * feature + self.w_ce * ce
+        return LossOutput(loss, {"feature_loss": feature.detach(), "ce_loss": ce.detach()}, agree)

@@ -1,0 +1,327 @@
+"""The training of an EAGLE-style head as a LightningModule, and the export of its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from fsd_infer.checkpoint import save_head
+from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.prompts import special_ids
+from fsd_infer.target import Target
+from fsd_train.losses import DraftBatch, LMHead, build_loss
+from fsd_train.metrics import ChainLength, StepAgreement, greedy_agreement
+from fsd_train.unroll import supervised, unroll
+
+MAX_UNROLL = 7
+
+
+class _Frozen:
+    """Holds the target outside the module tree: never in a state_dict, an optimiser, or a deep copy (EMA makes one)."""
+
+    def __init__(self) -> None:
+        self.target: Target | None = None
+        self.draft_head: LMHead | None = None
+        self.full_head: LMHead | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
+        return self
+
+
+class EagleModule(LightningModule):
+    """Trains a draft head on a frozen target's features.
+
+    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
+    they are cached, ``features`` [B, M, H]; without the last the target runs in the step.
+
+    Args:
+        target: built-in name, directory or hub id.
+        head: options of :class:`fsd_infer.head.EagleConfig` (final_norm, feature_scale, num_layers ...), and ``layer``.
+        draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
+            and always the target's end-of-sequence tokens. None: the whole vocabulary.
+        unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
+        step_decay: weight of step s is step_decay^s.
+        loss: name of a loss.
+        loss_args: its arguments.
+        noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
+            feature_scale).
+        lr: peak learning rate.
+        weight_decay: of matrices; norms and biases have none.
+        betas: of AdamW.
+        warmup_steps: linear warm-up.
+        final_lr: learning rate at the end, as a share of ``lr``.
+        ema_decay: decay of an exponential moving average of the weights, which is then what is validated and
+            exported; None for none.
+        eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
+        seed: of initial weights and noise.
+    """
+
+    head: EagleHead
+
+    def __init__(
+        self,
+        target: str,
+        head: dict[str, Any] | None = None,
+        draft_vocab_size: int | None = None,
+        unroll_steps: int = 1,
+        step_decay: float = 1.0,
+        loss: str = "eagle",
+        loss_args: dict[str, Any] | None = None,
+        noise: float = 0.0,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 100,
+        final_lr: float = 0.0,
+        ema_decay: float | None = None,
+        eval_steps: int = 4,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 1 <= unroll_steps <= MAX_UNROLL:
+            raise DataError(f"unroll_steps must be between 1 and {MAX_UNROLL}, got {unroll_steps}.")
+        if noise < 0 or lr <= 0 or not 0 < step_decay <= 1:
+            raise DataError("noise must not be negative, lr must be positive and step_decay in (0, 1].")
+        self.save_hyperparameters()
+        self.loss = build_loss(loss, loss_args)
+        steps = max(unroll_steps, eval_steps)
+        self.val_agreement = StepAgreement(steps)
+        self.val_chain = ChainLength()
+        self._frozen = _Frozen()
+
+    # setting up ----------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load the target and build the head (idempotent)."""
+        if hasattr(self, "head"):
+            return
+        options = dict(self.hparams["head"] or {})
+        target = self.target
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.hparams["seed"])
+            config = EagleConfig.for_target(target, draft_vocab_size=self.hparams["draft_vocab_size"], **options)
+            self.head = EagleHead(config).float()
+            self.head.initialise_from(target)
+        # here rather than in setup(): an averaging callback copies the module before that runs
+        if self._trainer is not None and self.trainer.training and self.head.draft_ids is not None:
+            self.head.draft_ids.copy_(self._choose_draft_ids(len(self.head.draft_ids)))
+
+    def _choose_draft_ids(self, size: int) -> Tensor:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "answer_counts"):
+            raise DataError("draft_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
+        return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self._always_drafted())
+
+    def _always_drafted(self) -> list[int]:
+        """Ids that end an answer or a turn: end-of-sequence, and the tokenizer's special tokens."""
+        target = self.target
+        special = set() if target.tokenizer is None else special_ids(target.tokenizer)
+        return sorted(i for i in {*target.eos_token_ids, *special} if i < target.vocab_size)
+
+    @property
+    def target(self) -> Target:
+        """The frozen target, loaded when first asked for."""
+        if self._frozen.target is None:
+            device = self.device if self.device.type != "meta" else None
+            self._frozen.target = Target.from_pretrained(
+                self.hparams["target"], dtype=torch.bfloat16 if self._half else torch.float32, device=device
+            )
+            self._frozen.target.check_lm_head()
+        return self._frozen.target
+
+    @property
+    def _half(self) -> bool:
+        trainer = self._trainer
+        return trainer is not None and "bf16" in str(trainer.precision)
+
+    def setup(self, stage: str) -> None:
+        self.configure_model()
+
+    def configure_callbacks(self) -> list[Callback]:
+        if self.hparams["ema_decay"] is None:
+            return []
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        return [EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False)]
+
+    def configure_optimizers(self) -> Any:
+        decayed: list[Tensor] = []
+        plain: list[Tensor] = []
+        for parameter in self.head.parameters():
+            (decayed if parameter.ndim >= 2 else plain).append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": self.hparams["weight_decay"]},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=tuple(self.hparams["betas"]), fused=True)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: cosine_factor(step, self.hparams["warmup_steps"], total, self.hparams["final_lr"]),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def lm_head(self) -> LMHead:
+        """The target's LM head over the draft vocabulary, on the module's device."""
+        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
+            self._frozen.draft_head = LMHead.of(self.target, self.head.draft_ids)
+        return self._frozen.draft_head
+
+    def draft(self, batch: dict[str, Tensor], steps: int, noise: float = 0.0) -> DraftBatch | None:
+        """Run the head over a batch and gather what is supervised; None if nothing is."""
+        ids = batch["input_ids"]
+        wanted = supervised(batch["loss_mask"], steps)  # [S, B, M-1]
+        positions = wanted[0].flatten().nonzero().squeeze(1)
+        if not len(positions):
+            return None
+        features = batch.get("features")
+        if features is None:
+            features = self.target.features(ids)
+        features = features.to(self.head.fc.weight.dtype)
+        inputs = features[:, :-1]
+        if noise:
+            inputs = inputs + self._noise(inputs.shape, noise)
+        with torch.no_grad():
+            embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
+        start = int(wanted[1].any(0).int().argmax()) if steps > 1 else 0
+        outputs = unroll(self.head, embeds, inputs, steps, start)
+        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
+        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
+        return DraftBatch(
+            estimates=torch.stack([out.flatten(0, 1)[positions] for out in outputs]),
+            features=features[:, 1:].flatten(0, 1)[positions],
+            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
+            tokens=following.flatten()[positions],
+            positions=positions,
+            head=self.lm_head(),
+            feature_scale=self.head.feature_scale,
+        )
+
+    def _noise(self, shape: Sequence[int], width: float) -> Tensor:
+        """Uniform noise that depends on seed, rank and batch number only, so that a resumed run draws the same."""
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer is not None else 0
+        generator = torch.Generator().manual_seed((self.hparams["seed"] * 1_000_003 + number) * 4096 + self.global_rank)
+        noise = (torch.rand(tuple(shape), generator=generator) * (2 * width) - width).to(self.device)
+        return noise if self.head.feature_scale is None else noise * self.head.feature_scale
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        drafts = self.draft(batch, self.hparams["unroll_steps"], self.hparams["noise"])
+        if drafts is None:
+            return None
+        out = self.loss(drafts)
+        self.log("loss", out.loss, prog_bar=True)
+        for name, value in out.parts.items():
+            self.log(name, value)
+        if out.agreement is not None:
+            counted = drafts.weights > 0
+            share = (out.agreement & counted).sum(1) / counted.sum(1).clamp_min(1)
+            for step, value in enumerate(share):
+                self.log(f"agreement_{step}", value, prog_bar=step == 0)
+        self.log("supervised", float(len(drafts.positions)), reduce_fx="sum")
+        return out.loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        steps = max(self.hparams["unroll_steps"], self.hparams["eval_steps"])
+        drafts = self.draft(batch, steps)
+        if drafts is None:
+            return
+        out = self.loss(drafts)
+        if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
+            self._frozen.full_head = LMHead.of(self.target)
+        agree = greedy_agreement(drafts, self._frozen.full_head, self.head.draft_ids)
+        self.val_agreement.update(agree, drafts.weights)
+        self.val_chain.update(agree, drafts.weights, drafts.positions)
+        self.log("val_loss", out.loss, prog_bar=True, batch_size=len(drafts.positions), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        for step, value in enumerate(self.val_agreement.compute()):
+            self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
+        self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
+        self.val_agreement.reset()
+        self.val_chain.reset()
+
+    # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write the head where :func:`fsd_infer.checkpoint.load_head` finds it."""
+        record = {
+            "steps": int(self.global_step) if self._trainer is not None else None,
+            "hyperparameters": {k: v for k, v in self.hparams.items() if _is_plain(v)},
+            **(extra or {}),
+        }
+        return save_head(directory, self.head, self.target.fingerprint(), extra=record)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def cosine_factor(step: int, warmup: int, total: int, floor: float) -> float:
+    """Linear warm-up over ``warmup`` steps, then a half cosine down to ``floor`` at ``total``."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if total <= warmup:
+        return 1.0
+    share = min((step - warmup) / (total - warmup), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """The ``size`` most frequent ids (ties: the smaller id), among them all of ``always``; ascending.
+
+    Args:
+        counts: [V] occurrences.
+        size: Vd ≤ V.
+        always: ids that must be there.
+    """
+    if size > len(counts) or size < len(set(always)):
+        raise DataError(
+            f"draft_vocab_size is {size}; it must be from {len(set(always))} (the special tokens) to {len(counts)} (all)."
+        )
+    ranked = counts.double()
+    ranked[list(always)] = torch.inf
+    order = torch.sort(ranked, descending=True, stable=True).indices
+    return order[:size].sort().values
+
+
+def load_module(checkpoint: str | Path) -> EagleModule:
+    """An EagleModule from a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
+    path = Path(checkpoint)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint. Give a .ckpt file of `fsd-train fit`.")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is truncated or no Lightning checkpoint ({error}): use another.") from error
+    if not isinstance(state, dict) or "state_dict" not in state or "target" not in state.get("hyper_parameters", {}):
+        raise CheckpointError(f"{path} was not written by `fsd-train fit`: it has no head in it.")
+    options = {k: v for k, v in state["hyper_parameters"].items() if not k.startswith("_")}
+    module = EagleModule(**options)
+    module.configure_model()
+    module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
+    return module
+
+
+def export_main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train export`."""
+    parser = argparse.ArgumentParser(prog="fsd-train export", description="Write a checkpoint's head for fsd-infer.")
+    parser.add_argument("checkpoint", help=".ckpt file of `fsd-train fit`")
+    parser.add_argument("output", help="directory of the head")
+    args = parser.parse_args(argv)
+    print(load_module(args.checkpoint).export(args.output, {"checkpoint": Path(args.checkpoint).name}), file=sys.stderr)
+    return 0

@@ -1,0 +1,137 @@
+"""The order of training batches: like lengths together, within a budget of tokens, resumable inside an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from fsd_infer.errors import DataError
+from fsd_train.backends import stable_seed
+
+
+class TokenBudgetSampler(Sampler[list[int]]):
+    """Batches of conversations of like length whose padded size stays within a budget of tokens.
+
+    Each epoch shuffles the rows, sorts windows of them by length, fills batches up to B·M <= ``max_tokens``, and
+    shuffles the batches. The order follows from seed and epoch alone. With several replicas each gets every n-th batch;
+    the first batches are repeated at the end where needed, so that all replicas have the same number.
+
+    `start_at` makes the next pass begin inside an epoch.
+
+    Args:
+        lengths: tokens per row.
+        max_tokens: padded tokens per batch; a single longer row makes a batch of its own.
+        seed: of the order.
+        shuffle: False keeps one order, by length, in every epoch.
+        window: rows that are sorted together.
+        rank, replicas: which share of the batches to give, of how many.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        window: int = 2048,
+        rank: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        if max_tokens < 1:
+            raise DataError(f"max_tokens is {max_tokens}; a batch needs at least one token.")
+        self.lengths, self.max_tokens, self.seed = list(lengths), max_tokens, seed
+        self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
+        self.epoch = 0
+        self._skip = 0
+        self._batches: tuple[int, list[list[int]]] | None = None
+
+    @property
+    def sampler(self) -> TokenBudgetSampler:
+        """Itself: Trainer looks for `set_epoch` on a batch sampler's inner sampler."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is that of ``epoch``."""
+        if epoch != self.epoch:
+            self.epoch, self._skip = epoch, 0
+
+    def start_at(self, epoch: int, batch: int) -> None:
+        """The next pass is that of ``epoch`` without its first ``batch`` batches, or the one after if none is left."""
+        self.epoch, self._skip = epoch, batch
+        if batch >= len(self):
+            self.epoch, self._skip = epoch + 1, 0
+
+    def batches(self) -> list[list[int]]:
+        """All batches of this replica in the current epoch, whatever `start_at` says."""
+        epoch = self.epoch if self.shuffle else 0
+        if self._batches is None or self._batches[0] != epoch:
+            self._batches = epoch, self._plan(epoch)
+        return self._batches[1]
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        random = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
+        count = len(self.lengths)
+        order = torch.randperm(count, generator=random).tolist() if self.shuffle else list(range(count))
+        window = self.window if self.shuffle else max(count, 1)
+        batches: list[list[int]] = []
+        for start in range(0, count, window):
+            batch: list[int] = []
+            for index in sorted(order[start : start + window], key=self.lengths.__getitem__):
+                # in rising order the newest row is the longest, so it sets the padded width
+                if batch and (len(batch) + 1) * self.lengths[index] > self.max_tokens:
+                    batches.append(batch)
+                    batch = []
+                batch.append(index)
+            batches.append(batch)
+        if self.shuffle:
+            batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
+        if batches and self.replicas > 1:
+            size = math.ceil(len(batches) / self.replicas)
+            batches = [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
+        return batches
+
+    @property
+    def skip(self) -> int:
+        """Batches that the next pass leaves out at its beginning."""
+        return self._skip
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skip, self._skip = self._skip, 0
+        yield from self.batches()[skip:]
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self.batches())
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A DataLoader that knows how far it is: Trainer stores its state in checkpoints and resumes with the next batch.
+
+    Args:
+        dataset: indexed by the sampler's batches.
+        sampler: the order.
+        options: as for DataLoader.
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=sampler, **options)
+        self.order = sampler
+        self._given = 0  # batches of the epoch that were handed out, those before a resumption included
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # a generator, since Trainer asks for the iterator before it sets the epoch
+        self._given = self.order.skip
+        for batch in super().__iter__():
+            self._given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.order.epoch, "batch": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.order.start_at(state["epoch"], state["batch"])
+        self._given = self.order.skip

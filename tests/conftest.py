@@ -1,0 +1,49 @@
+"""Fixtures shared by all tests. Nothing here reaches a hub; the built-in model comes from the user's cache."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsd_infer.models import builtin_dir
+
+# One thread per core unless the caller says otherwise: more of them spin against each other on small machines.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> Iterator[None]:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def builtin_target_dir() -> Path:
+    """Directory of the real smollm2-135m; fetched once (93 MB) where the user's cache does not hold it."""
+    return builtin_dir("smollm2-135m")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,154 @@
+"""Small random models of every family the engine is tested on, and a drafter that knows the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsd_infer import Drafter, Target
+from fsd_infer.drafters import DraftRequest, DraftSession
+from fsd_infer.models import attention_for
+from fsd_infer.tree import DraftTree, ancestors_of
+
+VOCAB = 97
+WINDOW = 8  # shorter than every tested sequence
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=0,
+)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1),
+    "qwen3": dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1, head_dim=8),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8),
+    "gemma2": dict(sliding_window=WINDOW, head_dim=8),
+    "gemma3_text": dict(sliding_window=WINDOW, head_dim=8, num_hidden_layers=7),
+    "mistral": dict(sliding_window=WINDOW),
+    "mixtral": dict(sliding_window=WINDOW, num_local_experts=4),
+    "phi3": dict(sliding_window=WINDOW),
+    "gpt_neox": {},
+    "gpt2": {},
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "olmo2": {},
+    "cohere": {},
+    "stablelm": {},
+    "granite": dict(logits_scaling=2.0, residual_multiplier=0.5, embedding_multiplier=2.0),
+    "falcon": dict(new_decoder_architecture=False, multi_query=True),
+    "gpt_oss": dict(sliding_window=WINDOW, num_local_experts=4, head_dim=8),
+}
+
+
+def tiny_model(family: str, seed: int = 0, scale: float = 4.0, **options: Any) -> Any:
+    """A random fp32 model; weights are scaled up so that its distributions are peaked and its answers varied."""
+    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config)).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.mul_(scale)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tiny_prompts(lengths: tuple[int, ...] = (5, 13, 9, 21), seed: int = 0) -> list[list[int]]:
+    """Random prompts without the padding id."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reference(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """New tokens of ``model.generate``, prompt by prompt."""
+    options = {"max_new_tokens": 24, "do_sample": False, **options}
+    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
+
+
+class OracleDrafter(Drafter):
+    """Random trees in which the target's own greedy continuation hides among wrong siblings.
+
+    How far the right path reaches differs per row and round, and wrong nodes come before right ones, so that
+    accepting a path always moves keys and values.
+    """
+
+    name = "oracle"
+    max_nodes = 12
+    max_depth = 4
+
+    def __init__(self, target: Target, seed: int = 0) -> None:
+        self.target = target
+        self.seed = seed
+        self.generator = torch.Generator()
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        self.generator.manual_seed(self.seed)  # the same trees for the same texts
+        return _OracleSession(self, first_tokens)
+
+
+class _OracleSession(DraftSession):
+    def __init__(self, drafter: OracleDrafter, first_tokens: Tensor) -> None:
+        self.drafter = drafter
+        self.texts = [[token] for token in first_tokens.tolist()]
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        for text, row, count in zip(self.texts, tokens.tolist(), counts.tolist(), strict=True):
+            text += row[:count]
+
+    def select(self, rows: Tensor) -> None:
+        self.texts = [self.texts[row] for row in rows.tolist()]
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        assert [text[-1] for text in self.texts] == roots.tolist()
+        trees = [self._tree(text) for text in self.texts]
+        parents = torch.tensor([parent for _, parent, _ in trees])
+        q_logits = torch.randn(len(trees), self.drafter.max_nodes, VOCAB, generator=self.drafter.generator)
+        inner = torch.zeros_like(parents, dtype=torch.bool).scatter_(1, parents[:, 1:], True)
+        return DraftTree(
+            tokens=torch.tensor([tokens for tokens, _, _ in trees]),
+            parents=parents,
+            depths=torch.tensor([depths for _, _, depths in trees]),
+            ancestors=ancestors_of(parents),
+            q_logits=q_logits,
+            q_index=torch.where(inner, torch.arange(self.drafter.max_nodes), -1),
+        )
+
+    def _tree(self, text: list[int]) -> tuple[list[int], list[int], list[int]]:
+        generator, model = self.drafter.generator, self.drafter.target.model
+        right = int(torch.randint(0, self.drafter.max_depth + 1, (1,), generator=generator))
+        room = min(right, (self.drafter.target.max_positions or 10**6) - len(text))
+        path = []
+        if room > 0:
+            path = model.generate(torch.tensor([text]), max_new_tokens=room, do_sample=False)[0, len(text) :].tolist()
+        right = len(path)
+        tokens, parents, depths = [text[-1]], [0], [0]
+        on_path = 0  # the node that the right path has reached
+        for step in range(self.drafter.max_depth):
+            last = step + 1 == self.drafter.max_depth
+            room = self.drafter.max_nodes - len(tokens)
+            wrong = room if last else min(2, room)
+            follow = step < right
+            choices = [t for t in range(1, VOCAB) if step >= len(path) or t != path[step]]
+            siblings = [
+                choices[int(i)]
+                for i in torch.randperm(len(choices), generator=generator)[: wrong - int(last and follow)]
+            ]
+            if follow:
+                siblings.append(path[step])
+            for token in siblings:
+                tokens.append(token)
+                parents.append(on_path)
+                depths.append(depths[on_path] + 1)
+            on_path = len(tokens) - 1
+        return tokens, parents, depths

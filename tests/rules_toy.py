@@ -1,0 +1,297 @@
+"""Toy models for rule tests: tables of logits per context, an exact enumeration of what a rule emits, a simulation.
+
+Contexts are numbered as in a heap, root 0 and ``child = V * context + 1 + token``, so one table row per context. The
+enumeration is written from the rules' definitions in float64 probabilities and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.special import rel_entr, softmax
+from torch import Tensor
+
+from fsd_infer.rules import Rule, Verification
+from fsd_infer.tree import DraftTree, ancestors_of
+
+V = 4
+LENGTH = 3  # emitted tokens that are compared
+PARENTS = [0, 0, 0, 1, 1, 2]  # the toy tree: two children of the root, two and one below them
+CHAIN = [0, 0, 1]
+LONG_CHAIN = [0, 0, 1, 2]  # no leaf is met within LENGTH tokens
+DEPTH = 3
+CONTEXTS = sum(V**k for k in range(LENGTH + DEPTH + 1))
+
+
+def child_of(context: Tensor, token: Tensor) -> Tensor:
+    return context * V + 1 + token
+
+
+def keep_top(logits: Tensor, keep: int, temperature: float) -> Tensor:
+    """Temperature, then a top-k mask, as a request's processors would."""
+    kth = logits.topk(keep, dim=-1).values[..., -1:]
+    return (logits / temperature).masked_fill(logits < kth, -math.inf)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A target and a drafter, and how the drafter drafts.
+
+    Attributes:
+        p, q: [contexts, V] and [contexts, Vd] raw logits.
+        sampled: chains with drafts sampled from q, else deterministic trees.
+        processed: the request has a temperature of 0.8 and a top-3 mask.
+        draft_ids: reduced drafter vocabulary.
+        parents: the tree's shape.
+    """
+
+    p: Tensor
+    q: Tensor
+    sampled: bool = False
+    processed: bool = False
+    draft_ids: Tensor | None = None
+    parents: tuple[int, ...] = tuple(PARENTS)
+
+    @classmethod
+    def make(
+        cls, seed: int, sampled: bool = False, processed: bool = False, reduced: bool = False, noise: float = 1.0
+    ) -> Toy:
+        generator = torch.Generator().manual_seed(seed)
+        p = torch.randn(CONTEXTS, V, generator=generator) * 1.2
+        # every third context's drafter is nearly right, so that gates differ
+        scale = torch.where(torch.arange(CONTEXTS) % 3 == 0, 0.2, noise)[:, None]
+        q = p + torch.randn(CONTEXTS, V, generator=generator) * scale
+        draft_ids = torch.tensor([0, 1, 3]) if reduced else None
+        q = q if draft_ids is None else q[:, draft_ids]
+        return cls(p, q, sampled, processed, draft_ids, tuple(CHAIN if sampled else PARENTS))
+
+    def full_q(self) -> Tensor:
+        if self.draft_ids is None:
+            return self.q
+        whole = torch.full((self.q.shape[0], V), -math.inf)
+        whole[:, self.draft_ids] = self.q
+        return whole
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return keep_top(logits, 3, 0.8) if self.processed else logits
+
+    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
+        """Trees for roots at ``contexts`` [B], and the context of every node [B, N]."""
+        batch, nodes = contexts.shape[0], len(self.parents)
+        where, tokens = [contexts], [torch.zeros_like(contexts)]
+        raw, processed = self.full_q(), self.scores(self.full_q())
+        for node in range(1, nodes):
+            parent = self.parents[node]
+            sibling = sum(self.parents[j] == parent for j in range(1, node))
+            at = where[parent]
+            if self.sampled:
+                token = torch.multinomial(processed[at].softmax(-1), 1, generator=generator).squeeze(-1)
+            else:
+                token = raw[at].argsort(dim=-1, descending=True, stable=True)[:, sibling]
+            tokens.append(token)
+            where.append(child_of(at, token))
+        contexts_of = torch.stack(where, 1)
+        parents = torch.tensor(self.parents).expand(batch, nodes).contiguous()
+        inner = sorted({self.parents[j] for j in range(1, nodes)})
+        q_index = torch.full((nodes,), -1)
+        q_index[inner] = torch.arange(len(inner))
+        ancestors = ancestors_of(parents[:1]).expand(batch, nodes, nodes)
+        tree = DraftTree(
+            tokens=torch.stack(tokens, 1),
+            parents=parents,
+            depths=ancestors.sum(-1) - 1,
+            ancestors=ancestors,
+            q_logits=self.q[contexts_of[:, inner]],
+            q_index=q_index.expand(batch, nodes),
+            draft_ids=self.draft_ids,
+            q_scores=processed[contexts_of[:, inner]] if self.sampled else None,
+        )
+        return tree, contexts_of
+
+    def round(self, contexts: Tensor, generator: torch.Generator, greedy: bool = False) -> Verification:
+        tree, where = self.draft(contexts, generator)
+        logits = self.p[where]
+        return Verification(
+            tree=tree,
+            logits=logits,
+            scores=self.scores(logits) if self.processed else logits,
+            greedy=greedy,
+            uniforms=torch.rand(*where.shape, 3, generator=generator),
+            process_draft=self.process_draft if self.processed else None,
+        )
+
+    def process_draft(self, tree: DraftTree) -> Tensor:
+        if self.draft_ids is None:
+            return self.scores(tree.q_logits)
+        whole = torch.full((*tree.q_logits.shape[:2], V), -math.inf)
+        whole[..., self.draft_ids] = tree.q_logits
+        return self.scores(whole)
+
+
+@dataclass
+class Outcome:
+    """Per simulated row: the sequence's code in base V, and over its LENGTH tokens the nats spent and open gates."""
+
+    codes: np.ndarray
+    spent: np.ndarray
+    gates: np.ndarray
+
+
+def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
+    """Decodes ``rows`` sequences of LENGTH tokens over as many rounds as they need, all rows at once."""
+    generator = torch.Generator().manual_seed(seed)
+    context, length, code = (torch.zeros(rows, dtype=torch.long) for _ in range(3))
+    spent, gates = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.long)
+    # tokens beyond LENGTH, cut off here, must not use up a budget that a row is charged for
+    left = torch.full((rows,), math.inf if rule.budget is None else rule.budget, dtype=torch.float64)
+    while bool((length < LENGTH).any()):
+        active = (length < LENGTH).nonzero().squeeze(-1)
+        round = toy.round(context[active], generator)
+        if rule.budget is not None:
+            round = replace(round, budget_left=left[active])
+        verdict = rule(round)
+        for step in range(verdict.tokens.shape[1]):
+            emits = (step <= verdict.accepted) & (length[active] < LENGTH)
+            who = active[emits]
+            token = verdict.tokens[emits, step]
+            context[who] = child_of(context[who], token)
+            code[who] = code[who] * V + token
+            length[who] += 1
+            spent[who] += verdict.spent[emits, step]
+            gates[who] += verdict.gate_open[emits, step]
+        left[active] -= verdict.spent.double().sum(-1)
+    return Outcome(code.numpy(), spent.numpy(), gates.numpy())
+
+
+REFERENCE_DIVERGENCES = {
+    "kl": lambda p, q: rel_entr(q, p).sum(),
+    "js": lambda p, q: (rel_entr(p, (p + q) / 2).sum() + rel_entr(q, (p + q) / 2).sum()) / 2,
+    "tv": lambda p, q: np.abs(p - q).sum() / 2,
+}
+
+Kernel = list[tuple[float, int, bool, float]]  # probability, token, does it go down, nats spent
+
+
+class Enumeration:
+    """The exact law of the first LENGTH emitted tokens.
+
+    Args:
+        toy: the models.
+        kind: exact, fuzzy, fuzzy-strict, random or draft-only.
+        divergence, threshold, gate_on, rate, budget: the rule's parameters.
+    """
+
+    def __init__(
+        self,
+        toy: Toy,
+        kind: str,
+        divergence: str = "js",
+        threshold: float = 0.0,
+        gate_on: str = "raw",
+        rate: float = 0.0,
+        budget: float = math.inf,
+    ) -> None:
+        self.toy, self.kind, self.rate, self.budget = toy, kind, rate, budget
+        raw_p, raw_q = toy.p.double(), toy.full_q().double()
+        self.p = softmax(toy.scores(raw_p).numpy(), axis=-1)
+        self.q = softmax(toy.scores(raw_q).numpy(), axis=-1)
+        gate_p, gate_q = softmax(raw_p.numpy(), axis=-1), softmax(raw_q.numpy(), axis=-1)
+        if gate_on == "processed":
+            gate_p, gate_q = self.p, self.q
+        measure = REFERENCE_DIVERGENCES[divergence]
+        self.wants = np.array([measure(a, b) <= threshold for a, b in zip(gate_p, gate_q, strict=True)])
+        self.children = [
+            [j for j in range(1, len(toy.parents)) if toy.parents[j] == i] for i in range(len(toy.parents))
+        ]
+        self.ranking = raw_q.argsort(dim=-1, descending=True, stable=True).numpy()
+        self.law: dict[tuple[int, ...], float] = defaultdict(float)
+        self.expected_spent = 0.0
+        self.largest_spent = 0.0
+        self._expand((), 0, 0, 1.0, 0.0)
+
+    def sequence_law(self) -> np.ndarray:
+        """[V ** LENGTH] by code."""
+        return np.array([self.law[self._tokens(code)] for code in range(V**LENGTH)])
+
+    def target_law(self) -> np.ndarray:
+        """[V ** LENGTH] what the target alone would emit."""
+        law = np.ones(V**LENGTH)
+        for code in range(V**LENGTH):
+            context = 0
+            for token in self._tokens(code):
+                law[code] *= self.p[context, token]
+                context = V * context + 1 + token
+        return law
+
+    @staticmethod
+    def _tokens(code: int) -> tuple[int, ...]:
+        return tuple(code // V**k % V for k in reversed(range(LENGTH)))
+
+    def _expand(self, tokens: tuple[int, ...], context: int, node: int, weight: float, spent: float) -> None:
+        if len(tokens) == LENGTH:
+            self.law[tokens] += weight
+            self.expected_spent += weight * spent
+            self.largest_spent = max(self.largest_spent, spent)
+            return
+        below = {}
+        if not self.toy.sampled:
+            below = dict(zip(self.ranking[context], self.children[node]))
+        left = self.budget - spent if math.isfinite(self.budget) else math.inf
+        for chance, token, down, cost in self.kernel(context, node, left):
+            if chance > 0.0:
+                after = (self.children[node][0] if self.toy.sampled else below[token]) if down else 0
+                self._expand((*tokens, token), V * context + 1 + token, after, weight * chance, spent + cost)
+
+    def kernel(self, context: int, node: int, left: float) -> Kernel:
+        p, q = self.p[context], self.q[context]
+        if not self.children[node]:
+            return [(p[y], y, False, 0.0) for y in range(V)]
+        opens = {
+            "exact": [(1.0, False)],
+            "random": [(self.rate, True), (1 - self.rate, False)],
+            "draft-only": [(1.0, True)],
+        }.get(self.kind, [(1.0, bool(self.wants[context]))])
+        draws = self._chain if self.toy.sampled else self._tree
+        count = len(self.children[node])
+        found: Kernel = []
+        for weight, gate in opens:
+            found += [(weight * c, y, d, s) for c, y, d, s in draws(p, q, gate, left, self.ranking[context][:count])]
+        return found
+
+    def _tree(self, p: np.ndarray, q: np.ndarray, gate: bool, left: float, drafted: np.ndarray) -> Iterator:
+        law, cost = p, 0.0
+        if gate and self.kind in ("fuzzy", "random"):
+            inside = np.zeros(V)
+            inside[drafted] = p[drafted]
+            if inside.sum() > 0 and -math.log(inside.sum()) <= left:
+                law, cost = inside / inside.sum(), -math.log(inside.sum())
+        elif gate and rel_entr(q, p).sum() <= left:
+            law, cost = q, rel_entr(q, p).sum()
+        for y in range(V):
+            yield law[y], y, y in drafted, cost
+
+    def _chain(self, p: np.ndarray, q: np.ndarray, gate: bool, left: float, drafted: np.ndarray) -> Iterator:
+        residual = np.clip(p - q, 0, None)
+        residual = residual / residual.sum()
+        if self.kind in ("fuzzy", "random"):
+            law = np.where(p > 0, q, 0.0) + q[p <= 0].sum() * residual
+        else:
+            law = q
+        cost = rel_entr(law, p).sum()
+        is_open = gate and cost <= left
+        for x in range(V):
+            if is_open:
+                keep = 1.0 if self.kind not in ("fuzzy", "random") or p[x] > 0 else 0.0
+            elif self.kind == "fuzzy-strict":
+                yield from ((q[x] * p[y], y, y == x, 0.0) for y in range(V))
+                continue
+            else:
+                keep = min(1.0, p[x] / q[x]) if q[x] > 0 else 0.0
+            spent = cost if is_open else 0.0
+            yield q[x] * keep, x, True, spent
+            yield from ((q[x] * (1 - keep) * residual[y], y, False, spent) for y in range(V))

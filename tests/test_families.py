@@ -1,0 +1,97 @@
+"""Greedy exact decoding equals ``model.generate`` in fp32 on every family, alone and in ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer.head import EagleConfig, EagleHead
+from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+
+OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family: str) -> None:
+    model = tiny_model(family)
+    target = Target(model)
+    prompts = tiny_prompts()
+    expected = reference(model, prompts)
+    assert len({token for row in expected for token in row}) > 3, "degenerate model: the comparison would be hollow"
+    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64))
+    drafters = {
+        "plain": NoDrafter(VOCAB),
+        "eagle": EagleDrafter(head, target, TreeShape(depth=3, width=3, nodes=8)),
+        "oracle": OracleDrafter(target),
+        "self": LMDrafter(target, target, depth=3),
+    }
+    for name, drafter in drafters.items():
+        decoder = FuzzyDecoder(target, drafter)
+        alone = [decoder.generate([p], max_new_tokens=24, do_sample=False).sequences[0] for p in prompts[:2]]
+        assert alone == expected[:2], f"{name}, batch 1"
+        batch = decoder.generate(prompts, max_new_tokens=24, do_sample=False)
+        assert batch.sequences == expected, f"{name}, ragged batch"
+        if name == "oracle":
+            assert batch.stats.tau > 2, "the oracle's right paths were not accepted"
+        if name == "self":
+            assert batch.stats.tau > 3, "the target as its own drafter must be accepted nearly always"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_layer_kind(family: str) -> None:
+    """The head's layer is of the target's own kind where that works, a Llama layer otherwise."""
+    config = EagleConfig.for_target(Target(tiny_model(family)))
+    assert config.layer["model_type"] == (family if family in OWN_LAYER else "llama")
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
+def test_window_counts_positions_not_slots(family: str) -> None:
+    """A wide tree fills more slots than the window is long; its nodes must still see the window's positions."""
+    model = tiny_model(family)
+    target = Target(model)
+    prompt = tiny_prompts((30,))[0]
+    assert max(w or 0 for w in target.layer_windows.values()) == 8
+    out = FuzzyDecoder(target, OracleDrafter(target, seed=3)).generate([prompt], max_new_tokens=40, do_sample=False)
+    assert out.sequences == reference(model, [prompt], max_new_tokens=40)
+
+
+def test_unsupported_layer_types_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    target = Target(model)
+    with pytest.raises(ValueError, match="linear_attention"):
+        FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+
+
+def test_chunked_prefill_equals_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mistral")
+    target = Target(model)
+    prompts = tiny_prompts((40, 23, 7))
+    expected = reference(model, prompts)
+    monkeypatch.setattr("fsd_infer.engine.PREFILL_CHUNK", 16)
+    decoder = FuzzyDecoder(target, OracleDrafter(target))
+    assert decoder.generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
+    assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]
+
+
+def test_context_is_used_to_its_last_position() -> None:
+    """Learned positions end with the context: trees that reach beyond it must not crash or change tokens."""
+    model = tiny_model("gpt2", max_position_embeddings=32, n_positions=32)
+    target = Target(model)
+    prompt = tiny_prompts((10,))[0]
+    out = FuzzyDecoder(target, OracleDrafter(target)).generate([prompt], max_new_tokens=22, do_sample=False)
+    assert out.sequences == reference(model, [prompt], max_new_tokens=22)
+    longer = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=500, do_sample=False)
+    assert longer.sequences == out.sequences
+    assert longer.stats.rows[0].finish_reason == "length"
+
+
+def test_generate_is_repeatable_without_a_seeded_global_state() -> None:
+    model = tiny_model("llama")
+    decoder = FuzzyDecoder(Target(model), NoDrafter(VOCAB))
+    options = dict(max_new_tokens=16, do_sample=True, temperature=1.5)
+    one = decoder.generate(tiny_prompts(), seed=5, **options).sequences
+    torch.manual_seed(123)
+    assert decoder.generate(tiny_prompts(), seed=5, **options).sequences == one
+    assert decoder.generate(tiny_prompts(), seed=6, **options).sequences != one

@@ -1,0 +1,134 @@
+"""The feature cache: right numbers, interruptions, damage, growth."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsd_infer.errors import DataError
+from fsd_infer.target import Target
+from fsd_train import features as module
+from fsd_train.features import FeatureStore, WithFeatures, cache_features, length_batches, main, sequence_key
+from tests.train_toys import VOCAB, save_toy_target, toy_target, write_answers
+
+
+def sequences(count: int = 20, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return toy_target()
+
+
+def check(store: FeatureStore, target: Target, rows: list[list[int]]) -> None:
+    for ids in rows:
+        online = target.features(torch.tensor([ids]))[0]
+        torch.testing.assert_close(store.get(sequence_key(ids)).float(), online, atol=1e-4, rtol=2**-8)
+
+
+def test_cached_features_are_the_online_ones(target: Target, tmp_path: Path) -> None:
+    rows = sequences()
+    store = cache_features(target, rows, tmp_path, shard_tokens=100, batch_tokens=64, progress=False)
+    assert len(store) == len(rows) and store.tokens == sum(map(len, rows))
+    check(FeatureStore(tmp_path, target.fingerprint(), verify=True), target, rows)
+    items = WithFeatures([{"input_ids": torch.tensor(ids)} for ids in rows], store)
+    assert items[3]["features"].shape == (len(rows[3]), 32)
+
+
+def test_interrupted_caching_goes_on(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = sequences()
+    write, done = module._write_shard, []
+
+    def fail_later(*args: Any) -> None:
+        if len(done) == 2:
+            (tmp_path / "shard-00002.safetensors").write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+        done.append(write(*args))
+
+    monkeypatch.setattr(module, "_write_shard", fail_later)
+    with pytest.raises(KeyboardInterrupt):
+        cache_features(target, rows, tmp_path, shard_tokens=60, progress=False)
+    first = (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns
+    assert 0 < len(FeatureStore(tmp_path)) < len(rows)
+    monkeypatch.setattr(module, "_write_shard", write)
+    check(cache_features(target, rows, tmp_path, shard_tokens=60, progress=False), target, rows)
+    assert (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns == first
+
+
+def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> None:
+    rows = sequences()
+    cache_features(target, rows[:8], tmp_path, progress=False)
+    shards = len(list(tmp_path.glob("*.safetensors")))
+    store = cache_features(target, rows + rows[:3], tmp_path, progress=False)
+    assert len(store) == len(rows)
+    assert len(list(tmp_path.glob("*.safetensors"))) == shards + 1
+    cache_features(target, rows, tmp_path, progress=False)
+    assert len(list(tmp_path.glob("*.safetensors"))) == shards + 1
+
+
+def test_max_tokens_bounds_the_cache(target: Target, tmp_path: Path) -> None:
+    rows = sequences()
+    store = cache_features(target, rows, tmp_path, max_tokens=100, progress=False)
+    assert 70 < store.tokens <= 100
+
+
+def test_full_disk_is_refused_before_it_starts(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = module.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(DataError, match="the disk has"):
+        cache_features(target, sequences(), tmp_path, progress=False)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_damage_and_foreign_caches_are_named(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a feature cache"):
+        FeatureStore(tmp_path)
+    rows = sequences()
+    cache_features(target, rows, tmp_path, progress=False)
+    with pytest.raises(DataError, match="another target"):
+        FeatureStore(tmp_path, {**target.fingerprint(), "hidden_size": 64})
+    with pytest.raises(DataError, match="another target"):
+        cache_features(toy_target("qwen2"), rows, tmp_path, progress=False)
+    with pytest.raises(DataError, match="lacks the features"):
+        FeatureStore(tmp_path).get("0" * 16)
+    shard = tmp_path / "shard-00000.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    FeatureStore(tmp_path)
+    with pytest.raises(DataError, match="checksum"):
+        FeatureStore(tmp_path, verify=True)
+    shard.write_bytes(content[:-40])
+    with pytest.raises(DataError, match="truncated"):
+        FeatureStore(tmp_path)
+
+
+def test_length_batches() -> None:
+    lengths = [random.Random(1).randint(1, 50) for _ in range(300)]
+    batches = length_batches(lengths, 400)
+    assert sorted(sum(batches, [])) == list(range(300))
+    padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in batches)
+    assert all(len(b) == 1 or len(b) * max(lengths[row] for row in b) <= 400 for b in batches)
+    assert padded < 1.1 * sum(lengths)
+    assert length_batches([900], 400) == [[0]]
+
+
+def test_command_reads_a_growing_file(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_toy_target(tmp_path / "target")
+    answers = write_answers(tmp_path / "answers.jsonl", target, rows=6)
+    lines = answers.read_text().splitlines(keepends=True)
+    answers.write_text("".join(lines[:4]) + lines[4][:30])  # the fifth row is being written
+    argv = ["--target", str(model), "--data", str(answers), "--output", str(tmp_path / "cache"), "--dtype", "float32"]
+    assert main(argv) == 0
+    assert len(FeatureStore(tmp_path / "cache")) == 4
+    answers.write_text("".join(lines))
+    assert main(argv) == 0
+    rows = [json.loads(line) for line in lines]
+    check(FeatureStore(tmp_path / "cache"), target, [row["prompt_ids"] + row["response_ids"] for row in rows])
+    assert "6 sequences" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Reading prompts, and encoding conversations the same way for decoding and training."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from fsd_infer.errors import DataError
+from fsd_infer.prompts import encode_chat, encode_conversation, read_prompts, row_messages
+from tests.text_toys import CHATML, FORGETFUL, tiny_tokenizer, write_rows
+
+USER = {"role": "user", "content": "what is the answer"}
+BOT = {"role": "assistant", "content": "it is there"}
+MORE = {"role": "user", "content": "the cat"}
+LAST = {"role": "assistant", "content": "sat on the mat"}
+
+
+def test_reads_every_kind_of_row(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "source": "code"},
+        {"question": "b", "answer": "#### 1"},
+        {"turns": ["c", "later"], "category": "qa"},
+        {"messages": [{"role": "system", "content": "s"}, USER, BOT]},
+    ]
+    found = list(read_prompts(write_rows(tmp_path / "mix.jsonl", rows)))
+    assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c", USER["content"]]
+    assert [row.source for row in found] == ["code", "mix", "qa", "mix"]
+    assert [row.line for row in found] == [1, 2, 3, 4]
+    assert len(found[3].messages) == 2  # the reference answer at the end is not part of the prompt
+
+
+def test_gzip_blank_lines_and_stable_ids(tmp_path: Path) -> None:
+    text = '{"prompt": "a"}\n\n{"prompt": "a"}\n'
+    (tmp_path / "one").mkdir()
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "one" / "p.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=5))
+    here, there = list(read_prompts(tmp_path / "p.jsonl.gz")), list(read_prompts(tmp_path / "one" / "p.jsonl.gz"))
+    assert [row.line for row in here] == [1, 3]
+    assert here[0].id != here[1].id  # equal prompts on two lines are two rows
+    assert [row.id for row in here] == [row.id for row in there]  # the folder does not matter
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"prompt": "a"', "not JSON"),
+        (b"[1, 2]", "expected a JSON object"),
+        (b'{"text": "a"}', "no prompt"),
+        (b'{"prompt": 3}', "must hold text"),
+        (b'{"prompt": "  "}', "is empty"),
+        (b'{"turns": []}', "must hold text"),
+        (b'{"messages": []}', "at least one turn"),
+        (b'{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
+        (b'{"messages": [{"role": "user", "content": ["x"]}]}', "of type text"),
+        (b'{"messages": [{"role": "assistant", "content": "x"}]}', "no turn to answer"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_malformed_row_names_file_and_line(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=problem) as caught:
+        list(read_prompts(path))
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        list(read_prompts(tmp_path / "none.jsonl"))
+    packed = gzip.compress(b'{"prompt": "a"}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz: unreadable"):
+        list(read_prompts(tmp_path / "cut.jsonl.gz"))
+
+
+def test_encode_chat_is_the_template_itself() -> None:
+    tokenizer = tiny_tokenizer()
+    expected = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert encode_chat(tokenizer, [USER]) == expected["input_ids"]
+
+
+def test_training_and_decoding_see_identical_ids() -> None:
+    tokenizer = tiny_tokenizer()
+    ids, mask = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
+    first, second = encode_chat(tokenizer, [USER]), encode_chat(tokenizer, [USER, BOT, MORE])
+    assert ids[: len(first)] == first and ids[: len(second)] == second
+    answer = tokenizer("sat on the mat")["input_ids"] + [tokenizer.eos_token_id]
+    assert ids[len(second) :] == answer  # ends with the end token: the template's newline behind it is not an answer
+    marked = [token for token, kept in zip(ids, mask) if kept]
+    assert marked == tokenizer("it is there")["input_ids"] + [tokenizer.eos_token_id] + answer
+    assert not any(mask[: len(first)]) and all(mask[len(second) :])
+
+
+def test_an_answer_cut_by_length_has_no_end_token() -> None:
+    tokenizer = tiny_tokenizer()
+    whole, _ = encode_conversation(tokenizer, [USER, BOT])
+    cut, mask = encode_conversation(tokenizer, [USER, BOT], complete=False)
+    assert cut == whole[:-1] and mask[-1] == 1
+
+
+def test_template_without_the_prefix_property_is_refused() -> None:
+    tokenizer = tiny_tokenizer(FORGETFUL)
+    encode_conversation(tokenizer, [USER, BOT])  # one answer: nothing is forgotten
+    with pytest.raises(DataError, match="not a prefix"):
+        encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
+
+
+def test_tokens_that_merge_across_the_boundary_are_refused() -> None:
+    # the template's newline and the answer's own become one token, which decoding can never see
+    tokenizer = tiny_tokenizer()
+    merged = tokenizer("\n\n")["input_ids"]
+    assert len(merged) == 1
+    with pytest.raises(DataError, match="not a prefix"):
+        encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\nthe"}])
+
+
+def test_without_a_template() -> None:
+    tokenizer = tiny_tokenizer(None)
+    plain = tokenizer(USER["content"])["input_ids"]
+    assert encode_chat(tokenizer, [USER]) == plain
+    ids, mask = encode_conversation(tokenizer, [USER, BOT])
+    answer = tokenizer(BOT["content"])["input_ids"] + [tokenizer.eos_token_id]
+    assert ids == plain + answer and mask == [0] * len(plain) + [1] * len(answer)
+    with pytest.raises(DataError, match="no chat template"):
+        encode_chat(tokenizer, [USER, BOT, MORE])
+
+
+def test_what_the_template_refuses_is_told() -> None:
+    tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}" + CHATML)
+    with pytest.raises(DataError, match=r"roles user, user.*must alternate"):
+        encode_chat(tokenizer, [USER, MORE])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": " "}], "text"])
+def test_empty_prompts_are_refused(messages: object) -> None:
+    with pytest.raises(DataError):
+        encode_chat(tiny_tokenizer(), messages)  # type: ignore[arg-type]
+
+
+def test_builtin_target_keeps_the_prefix_property(builtin_target_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(builtin_target_dir)
+    ids, mask = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
+    assert ids[: mask.index(1)] == encode_chat(tokenizer, [USER])
+    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == (
+        "it is there<|im_end|>sat on the mat<|im_end|>"
+    )
+
+
+def test_row_messages_prefers_messages() -> None:
+    row = json.loads('{"messages": [{"role": "user", "content": "m"}], "prompt": "p"}')
+    assert row_messages(row)[0]["content"] == "m"

@@ -1,0 +1,311 @@
+"""Regenerating answers: resumable without loss or duplicates, locally and by an endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsd_infer.errors import FsdError
+from fsd_infer.prompts import encode_chat
+from fsd_train.backends import EndpointBackend, Job
+from fsd_train.regenerate import main, pick_temperature, plan_jobs
+from tests.text_toys import save_tiny_chat_target, tiny_tokenizer, write_rows
+
+WORDS = "the cat sat on the mat what is the answer to that it is there".split()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_chat_target(tmp_path_factory.mktemp("target"))
+
+
+def prompts_file(directory: Path, count: int, name: str = "p.jsonl") -> Path:
+    texts = [" ".join(WORDS[i % 5 : i % 5 + 1 + i % 7]) + f" {i}" for i in range(count)]
+    return write_rows(directory / name, [{"prompt": text} for text in texts])
+
+
+def command(target: Path, prompts: Path, output: Path, *more: str) -> list[str]:
+    return [
+        "--target", str(target), "--prompts", str(prompts), "--output", str(output), "--dtype", "float32",
+        "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "4", "--quiet", *more,
+    ]  # fmt: skip
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    by_id = {row["id"]: row for row in rows}
+    assert len(by_id) == len(rows), "an id was written twice"
+    return by_id
+
+
+def test_answers_are_the_targets_own(tmp_path: Path, target: Path) -> None:
+    output = tmp_path / "out"
+    assert main(command(target, prompts_file(tmp_path, 9), output)) == 0
+    rows = read(output / "answers.jsonl")
+    assert len(rows) == 9
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = tiny_tokenizer()
+    reasons = set()
+    for row in rows.values():
+        assert row["prompt_ids"] == encode_chat(tokenizer, row["messages"])
+        ids = torch.tensor([row["prompt_ids"]])
+        alone = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )[0, ids.shape[1] :].tolist()  # fmt: skip
+        assert row["response_ids"] == alone  # batching and padding change nothing
+        assert row["response"] == tokenizer.decode(alone, skip_special_tokens=True)
+        ended = alone[-1] == tokenizer.eos_token_id
+        assert row["finish_reason"] == ("stop" if ended else "length")
+        assert ended or len(alone) == 12
+        reasons.add(row["finish_reason"])
+    assert (row["temperature"], row["source"], row["ids_from"]) == (0.0, "p", "target")
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_resumes_exactly_from_any_cut(tmp_path: Path, target: Path, temperature: str) -> None:
+    prompts = prompts_file(tmp_path, 14)
+    whole = tmp_path / "whole.jsonl"
+    assert main(command(target, prompts, whole, "--temperature", temperature)) == 0
+    expected, raw = read(whole), whole.read_bytes()
+    for cut in (0, 1, len(raw) // 3, len(raw) // 2 + 1, len(raw) - 1, len(raw)):
+        part = tmp_path / f"cut{cut}.jsonl"
+        part.write_bytes(raw[:cut])  # what a killed run leaves: whole lines and at most one torn one
+        part.with_suffix(".meta.json").write_text(whole.with_suffix(".meta.json").read_text())
+        assert main(command(target, prompts, part, "--temperature", temperature)) == 0
+        assert read(part) == expected
+
+
+def test_sigkilled_run_resumes_without_loss_or_duplicates(tmp_path: Path, target: Path) -> None:
+    prompts = prompts_file(tmp_path, 160)
+    killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = [sys.executable, "-m", "fsd_train.cli", "regenerate", *command(target, prompts, killed, "--batch-size", "2")]
+    process = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        while not killed.exists() or killed.read_bytes().count(b"\n") < 6:
+            assert process.poll() is None, process.stderr and process.stderr.read().decode()
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    kept = killed.read_bytes().count(b"\n")
+    assert 6 <= kept < 160
+    assert main(command(target, prompts, killed, "--batch-size", "2")) == 0
+    assert main(command(target, prompts, whole, "--batch-size", "2")) == 0
+    assert read(killed) == read(whole)
+    assert len(read(whole)) == 160
+
+
+def test_other_settings_are_refused(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, output = prompts_file(tmp_path, 3), tmp_path / "a.jsonl"
+    assert main(command(target, prompts, output)) == 0
+    before = output.read_bytes()
+    assert main(command(target, prompts, output, "--seed", "5")) == 1
+    assert "seed was 0, now 5" in capsys.readouterr().err
+    prompts_file(tmp_path, 4)
+    assert main(command(target, prompts, output)) == 1
+    assert "prompts was" in capsys.readouterr().err
+    output.with_suffix(".meta.json").unlink()
+    assert main(command(target, prompts, output)) == 1
+    assert "no a.meta.json" in capsys.readouterr().err
+    assert output.read_bytes() == before
+
+
+def test_a_file_in_use_is_refused(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+
+    prompts, output = prompts_file(tmp_path, 2), tmp_path / "a.jsonl"
+    with open(output, "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(command(target, prompts, output)) == 1
+    assert "another run is writing it" in capsys.readouterr().err
+
+
+def test_bad_rows_are_told_with_file_and_line(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = prompts_file(tmp_path, 2)
+    prompts.write_text(prompts.read_text() + "{\n")
+    assert main(command(target, prompts, tmp_path / "a.jsonl")) == 1
+    assert f"{prompts}:3: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_prompts_beyond_the_context_are_refused(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-prompt-tokens", "250"]
+    assert main(command(target, prompts_file(tmp_path, 2), tmp_path / "a.jsonl", *options)) == 1
+    assert "exceed the target's context of 256" in capsys.readouterr().err
+
+
+def test_plan_limits_lengths_and_order(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    first, second = prompts_file(tmp_path, 30, "a.jsonl"), prompts_file(tmp_path, 20, "b.jsonl")
+    options: dict[str, Any] = {"max_prompt_tokens": 40, "batch_size": 4, "seed": 3}
+    full = plan_jobs([first, second], tokenizer, **options)
+    lengths = [len(job.prompt_ids) for batch in full.batches for job in batch]
+    assert full.read == 50 and full.too_long == 50 - len(lengths) > 0 and max(lengths) <= 40
+    assert all(len(batch) <= 4 for batch in full.batches)
+    limited = plan_jobs([first, second], tokenizer, limit=10, limit_per_file=8, **options)
+    jobs = [job for batch in limited.batches for job in batch]
+    assert len(jobs) == 10 and max(sum(job.source == s for job in jobs) for s in "ab") <= 8
+    assert limited.ids < full.ids
+    assert plan_jobs([first, first], tokenizer, **options).ids == plan_jobs([first], tokenizer, **options).ids
+    assert plan_jobs([first, second], tokenizer, **{**options, "seed": 4}).batches != full.batches
+
+
+def test_temperatures_follow_their_weights() -> None:
+    drawn = [pick_temperature(f"row{i}", [(0.0, 0.7), (0.8, 0.3)]) for i in range(4000)]
+    # ids are fixed, so the share is too; 4 standard deviations of a binomial around 0.3
+    assert abs(drawn.count(0.8) / 4000 - 0.3) < 4 * (0.3 * 0.7 / 4000) ** 0.5
+    assert drawn == [pick_temperature(f"row{i}", [(0.0, 0.7), (0.8, 0.3)]) for i in range(4000)]
+
+
+Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
+
+
+@contextmanager
+def server(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A completions server whose ``reply`` gets the request and its number; yields address and requests."""
+    asked: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                asked.append({"path": self.path, **body})
+                number = len(asked)
+            status, answer = reply(body, number)
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_address[1]}", asked
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+
+
+def completion(body: dict[str, Any], number: int = 0, **more: Any) -> tuple[int, Any]:
+    ids = [5 + body["prompt"][-7] % 50, 60, 0]
+    choice = {"text": "it is", "finish_reason": "stop", "token_ids": ids, "prompt_token_ids": body["prompt"], **more}
+    return 200, {"choices": [choice]}
+
+
+def job(index: int = 0, temperature: float = 0.0) -> Job:
+    messages: Any = [{"role": "user", "content": f"the cat {index}"}]
+    return Job(f"id{index}", messages, encode_chat(tiny_tokenizer(), messages), temperature, "p")
+
+
+def backend(url: str | list[str], **options: Any) -> EndpointBackend:
+    return EndpointBackend(url, "toy", tiny_tokenizer(), 12, **{"seed": 1, "pause": 0.001, "concurrency": 4, **options})
+
+
+def test_endpoint_sends_ids_and_takes_ids(tmp_path: Path, target: Path) -> None:
+    prompts, output = prompts_file(tmp_path, 20), tmp_path / "a.jsonl"
+    with server(completion) as (url, asked), server(completion) as (other, asked_too):
+        options = ["--endpoint", url, other + "/v1", "--endpoint-model", "toy", "--temperature", "0", "0.8"]
+        assert main(command(target, prompts, output, *options)) == 0
+        rows = read(output)
+        assert len(rows) == 20 and len(asked) + len(asked_too) == 20 and asked and asked_too
+        assert main(command(target, prompts, output, *options)) == 0
+        assert len(asked) + len(asked_too) == 20  # nothing is asked twice
+    requests = {tuple(request["prompt"]): request for request in asked + asked_too}
+    for row in rows.values():
+        request = requests[tuple(row["prompt_ids"])]
+        assert request["path"] == "/v1/completions" and request["model"] == "toy" and request["max_tokens"] == 12
+        assert request["temperature"] == row["temperature"]
+        assert ("seed" in request) == (row["temperature"] > 0)
+        assert row["response_ids"] == [5 + row["prompt_ids"][-7] % 50, 60, 0] and row["ids_from"] == "target"
+
+
+def test_endpoint_without_ids_is_told_in_the_row() -> None:
+    tokenizer = tiny_tokenizer()
+    with server(lambda body, n: completion(body, token_ids=None, prompt_token_ids=None)) as (url, _):
+        answer = backend(url).ask(job(), backend(url).servers[0])
+    assert answer.ids_from == "text"
+    assert answer.response_ids == tokenizer("it is")["input_ids"] + [tokenizer.eos_token_id]
+
+
+def test_endpoint_completes_the_end_token() -> None:
+    with server(lambda body, n: completion(body, token_ids=[9, 8])) as (url, _):
+        assert backend(url).ask(job(), backend(url).servers[0]).response_ids == [9, 8, 0]
+    with server(lambda body, n: completion(body, token_ids=[9, 8], finish_reason="length")) as (url, _):
+        answer = backend(url).ask(job(), backend(url).servers[0])
+    assert (answer.response_ids, answer.finish_reason) == ([9, 8], "length")
+
+
+def test_endpoint_retries_then_gives_up_keeping_what_is_done() -> None:
+    def moody(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        return (503, {"error": "busy"}) if number % 2 else completion(body)
+
+    with server(moody) as (url, asked):
+        answers = [
+            a for group in backend(url, concurrency=1).answer([[job(i) for i in range(5)]], set()) for a in group
+        ]
+    assert {answer.job.id for answer in answers} == {f"id{i}" for i in range(5)} and len(asked) == 10
+
+    def dying(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        return completion(body) if number <= 3 else (500, {"error": "out of memory"})
+
+    with server(dying) as (url, _):
+        got: list[str] = []
+        with pytest.raises(FsdError, match=r"no answer after 3 tries \(HTTP 500.*out of memory"):
+            for group in backend(url, concurrency=1, attempts=3).answer([[job(i) for i in range(5)]], set()):
+                got += [answer.job.id for answer in group]
+    assert got == ["id0", "id1", "id2"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (lambda body, n: (404, {"error": "no such model"}), "refused the request: HTTP 404.*no such model"),
+        (lambda body, n: (200, {"result": 1}), "not a completion"),
+        (lambda body, n: completion(body, prompt_token_ids=[1]), "changed the prompt's token ids"),
+    ],
+)
+def test_endpoint_errors_that_no_retry_mends(reply: Reply, problem: str) -> None:
+    with server(reply) as (url, asked):
+        with pytest.raises(FsdError, match=problem):
+            backend(url).ask(job(), backend(url).servers[0])
+    assert len(asked) == 1
+
+
+def test_endpoint_address_is_checked() -> None:
+    with pytest.raises(FsdError, match="give an address"):
+        backend("localhost:8000")
+    with pytest.raises(FsdError, match="no endpoint"):
+        backend([])
+
+
+def test_answers_of_other_programs_are_not_appended_to(tmp_path: Path, target: Path) -> None:
+    prompts, output = prompts_file(tmp_path, 2), tmp_path / "a.jsonl"
+    assert main(command(target, prompts, output)) == 0
+    output.write_text('{"text": "mine"}\n')
+    assert main(command(target, prompts, output)) == 1
+    assert output.read_text() == '{"text": "mine"}\n'

@@ -1,0 +1,206 @@
+"""Rules on chains: drafts sampled from q, and greedy drafts, which are trees of width 1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Source, Verification, parse_rule
+from fsd_infer.rules._walk import walk
+from fsd_infer.tree import DraftTree
+from tests.test_rules_tree import assert_same, one_row
+
+INF = math.inf
+SPECS = [
+    "exact",
+    "fuzzy:js:0.1",
+    "fuzzy:kl:0.2:gate=processed",
+    "fuzzy-strict:js:0.1",
+    "random:0.5",
+    "draft-only",
+    "fuzzy:js:0.3:budget=0.4",
+]
+
+
+def chain_round(
+    seed: int,
+    batch: int = 8,
+    length: int = 4,
+    vocab: int = 10,
+    greedy: bool = False,
+    mask: bool = False,
+    noise: float = 0.8,
+) -> Verification:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, length + 1, vocab, generator=generator) * 1.5
+    q_logits = logits[:, :-1] + torch.randn(batch, length, vocab, generator=generator) * noise
+    scores, q_scores = logits, q_logits
+    if mask:
+        scores, q_scores = (
+            (x / 0.8).masked_fill(x < x.topk(vocab // 2, dim=-1).values[..., -1:], -INF) for x in (logits, q_logits)
+        )
+    drafts = torch.multinomial(q_scores.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, length)
+    tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
+    return Verification(tree, logits, scores, greedy, torch.rand(batch, length + 1, 3, generator=generator))
+
+
+def by_hand(first: float, second: float, draft: int, q: list[float], p: list[float] | None = None) -> Verification:
+    """One draft; p = (.5, .3, .2, 0) unless given."""
+    target = torch.tensor(p or [0.5, 0.3, 0.2, 0.0]).log().expand(1, 2, 4)
+    drafter = torch.tensor([[q]]).log()
+    tree = DraftTree.chain(torch.tensor([[0, draft]]), drafter, q_scores=drafter)
+    uniforms = torch.tensor([[[first, second, 0.5], [0.6, 0.0, 0.5]]])
+    return Verification(tree, target, target, False, uniforms)
+
+
+def test_exact_test_and_residual_by_hand() -> None:
+    q = [0.2, 0.6, 0.2, 0.0]
+    kept = Exact()(by_hand(0.49, 0.0, draft=1, q=q))  # p/q = .5
+    assert kept.tokens.tolist() == [[1, 1]]  # the leaf draws at .6
+    assert kept.sources.tolist() == [[Source.EXACT, Source.TARGET]]
+    refused = Exact()(by_hand(0.51, 0.99, draft=1, q=q))  # the residual is all on token 0
+    assert refused.accepted.tolist() == [0]
+    assert refused.tokens.tolist() == [[0, 0]]
+    assert refused.sources.tolist() == [[Source.TARGET, Source.TARGET]]
+    opened = Fuzzy("tv", 0.31)(by_hand(0.51, 0.99, draft=1, q=q))
+    assert opened.tokens.tolist() == [[1, 1]]
+    assert opened.sources.tolist() == [[Source.GATE, Source.TARGET]]
+    kl = 0.2 * math.log(0.2 / 0.5) + 0.6 * math.log(0.6 / 0.3)
+    assert opened.spent[0].tolist() == pytest.approx([kl, 0.0], abs=1e-6)
+    lucky = Fuzzy("tv", 0.31)(by_hand(0.49, 0.99, draft=1, q=q))  # would have passed anyway, but the law is q
+    assert lucky.sources[0, 0] == Source.EXACT
+    assert lucky.spent[0, 0].item() == pytest.approx(kl, abs=1e-6)
+    closed = Fuzzy("tv", 0.29)(by_hand(0.51, 0.99, draft=1, q=q))
+    assert closed.tokens.tolist() == [[0, 0]]
+    # strict: a closed gate draws from p, whatever the exact test says of the draft
+    strict = FuzzyStrict("tv", 0.29)(by_hand(0.0, 0.99, draft=1, q=q))
+    assert strict.tokens.tolist() == [[2, 0]]
+
+
+def test_forbidden_draft_by_hand() -> None:
+    q = [0.4, 0.2, 0.1, 0.3]  # token 3 has p = 0
+    fuzzy = Fuzzy("tv", INF)(by_hand(0.0, 0.5, draft=3, q=q))
+    assert fuzzy.accepted.tolist() == [0]
+    assert fuzzy.tokens[0, 0].item() == 1  # residual: a third on each of 0, 1 and 2
+    assert fuzzy.gate_open.tolist()[0][0]
+    assert fuzzy.sources[0, 0] == Source.TARGET
+    law = [0.4 + 0.1, 0.2 + 0.1, 0.1 + 0.1]
+    kl = sum(a * math.log(a / b) for a, b in zip(law, [0.5, 0.3, 0.2]))
+    assert fuzzy.spent[0, 0].item() == pytest.approx(kl, abs=1e-6)
+    drafted = DraftOnly()(by_hand(0.0, 0.5, draft=3, q=q))
+    assert drafted.tokens[0, 0].item() == 3
+    assert drafted.sources[0, 0] == Source.GATE
+    assert drafted.spent[0, 0].item() == INF
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("spec", ["fuzzy:js:0", "fuzzy:kl:0:gate=processed", "random:0"])
+def test_threshold_zero_gives_the_tokens_of_the_exact_rule(spec: str, mask: bool) -> None:
+    for seed in range(20):
+        round = chain_round(seed, mask=mask)
+        if seed % 3 == 0:  # drafter and target agree to the last bit
+            same = replace(round.tree, q_logits=round.logits[:, :-1], q_scores=round.scores[:, :-1])
+            round = replace(round, tree=same)
+        assert_same(parse_rule(spec)(round), Exact()(round))
+
+
+@pytest.mark.parametrize("rule", [Fuzzy("js", INF), FuzzyStrict("reverse_kl", INF), RandomGate(1.0), DraftOnly()])
+def test_threshold_infinity_accepts_everything(rule: Rule) -> None:
+    for seed in range(10):
+        verdict = rule(chain_round(seed))
+        assert verdict.accepted.tolist() == [4] * 8
+        assert verdict.gate_open[:, :4].all()
+        assert not verdict.gate_open[:, 4].any()
+
+
+def test_infinite_divergence_passes_an_infinite_threshold_only() -> None:
+    round = chain_round(0, mask=True, noise=2.0)
+    forbidden = round.scores[:, :-1].gather(2, round.tree.tokens[:, 1:, None]).squeeze(-1) == -INF
+    open_all = FuzzyStrict("kl", INF, gate_on="processed")(round)
+    assert open_all.accepted.tolist() == [4] * 8
+    finite = FuzzyStrict("kl", 1e30, gate_on="processed")(round)
+    assert not (finite.spent == INF).any()
+    assert forbidden.any()
+    allowed = Fuzzy("kl", INF, gate_on="processed")(round)
+    lead = forbidden.int().argmax(-1).where(forbidden.any(-1), torch.tensor(4))
+    assert torch.equal(allowed.accepted, lead)  # up to the first forbidden draft, not further
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_do_not_see_each_other(spec: str, mask: bool) -> None:
+    rule = parse_rule(spec)
+    for seed in range(4):
+        round = chain_round(seed, mask=mask)
+        together = rule(round)
+        for row in range(8):
+            alone = rule(one_row(round, row))
+            for field in ("accepted", "tokens", "sources", "gate_open", "path"):
+                assert torch.equal(getattr(alone, field)[0], getattr(together, field)[row]), field
+            torch.testing.assert_close(alone.spent[0], together.spent[row])
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget" not in spec])
+def test_level_by_level_and_all_at_once_agree(spec: str) -> None:
+    for seed in range(8):
+        round = chain_round(seed, mask=seed % 2 == 0)
+        decide = parse_rule(spec).decide  # type: ignore[attr-defined]
+        assert_same(walk(round, decide, by_level=True), walk(round, decide, by_level=False))
+
+
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "fuzzy-strict:js:inf", "random:0.8", "draft-only"])
+def test_budget_is_never_exceeded(spec: str) -> None:
+    budgets = torch.linspace(0, 2, 8)
+    used = 0
+    for seed in range(15):
+        verdict = parse_rule(spec)(replace(chain_round(seed, mask=seed % 2 == 0), budget_left=budgets))
+        assert (verdict.spent.double().sum(-1) <= budgets + 1e-6).all()
+        used += int((verdict.spent.sum(-1) > 0).sum())
+    assert used > 20
+
+
+def test_greedy_chains_are_trees_of_width_one() -> None:
+    """With one-hot q the draft is accepted iff it is the target's argmax, whether or not q_scores came along."""
+    for seed in range(10):
+        round = chain_round(seed, greedy=True)
+        tokens = round.tree.tokens.clone()
+        tokens[:, 1:] = torch.where(torch.rand(8, 4) < 0.7, round.logits[:, :-1].argmax(-1), tokens[:, 1:])
+        round = replace(round, tree=replace(round.tree, tokens=tokens))
+        verdict = Exact()(round)
+        match = (tokens[:, 1:] == round.logits[:, :-1].argmax(-1)).long().cumprod(-1).sum(-1)
+        assert torch.equal(verdict.accepted, match)
+        plain = replace(round, tree=replace(round.tree, q_scores=None))
+        assert_same(verdict, Exact()(plain))
+        assert Fuzzy("js", INF)(plain).accepted.tolist() == [4] * 8
+
+
+def test_one_hot_drafts_at_temperature_are_accepted_with_the_targets_probability() -> None:
+    round = chain_round(3, batch=1, length=1)
+    chance = round.logits[0, 0].softmax(-1)[round.tree.tokens[0, 1]].item()
+    grid = (torch.arange(2000) + 0.5) / 2000
+    plain = replace(round.tree, q_scores=None)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.expand(2000, *x.shape[1:])
+
+    tree = DraftTree(
+        rows(plain.tokens), rows(plain.parents), rows(plain.depths), rows(plain.ancestors), rows(plain.q_logits),
+        rows(plain.q_index),
+    )  # fmt: skip
+    uniforms = torch.zeros(2000, 2, 3)
+    uniforms[:, 0, 0] = grid
+    logits = rows(round.logits)
+    verdict = Exact()(Verification(tree, logits, logits, False, uniforms))
+    assert verdict.accepted.double().mean().item() == pytest.approx(chance, abs=1e-3)
+
+
+def test_sampled_drafts_have_to_be_a_chain() -> None:
+    round = chain_round(0, length=2)
+    parents = torch.zeros_like(round.tree.parents)
+    with pytest.raises(FsdError, match="must form a chain"):
+        Exact()(replace(round, tree=replace(round.tree, parents=parents)))

@@ -1,0 +1,256 @@
+"""Training of a toy head: it learns, it resumes, its checkpoints hold the head and nothing of the target."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from fsd_infer.checkpoint import load_head
+from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.target import Target
+from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
+from fsd_train.cli import main as cli
+from fsd_train.data import AnswersDataModule
+from fsd_train.features import cache_features
+from fsd_train.module import EagleModule, choose_draft_ids, cosine_factor, export_main, load_module
+from tests.train_toys import save_toy_target, write_answers
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/, answers.jsonl and features/."""
+    root = tmp_path_factory.mktemp("toys")
+    target = Target.from_pretrained(str(save_toy_target(root / "target")))
+    write_answers(root / "answers.jsonl", target)
+    data = AnswersDataModule([str(root / "answers.jsonl")], validation_fraction=0.0)
+    data.setup()
+    assert data.train_set is not None
+    cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
+    return root
+
+
+def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
+    values: dict[str, Any] = {
+        "head": {"final_norm": True, "feature_scale": True},
+        "draft_vocab_size": 40,
+        "unroll_steps": 2,
+        "loss_args": {"w_feature": 0.3, "w_ce": 1.0},
+        "noise": 0.1,
+        "lr": 3e-3,
+        "warmup_steps": 4,
+        "eval_steps": 3,
+        **options,
+    }
+    data = AnswersDataModule(
+        [str(toys / "answers.jsonl")],
+        validation_fraction=0.2,
+        batch_tokens=256,
+        features=str(toys / "features") if cached else None,
+    )
+    return EagleModule(str(toys / "target"), **values), data
+
+
+def fit(
+    toys: Path, out: Path, steps: int = STEPS, stop: int | None = None, ckpt: Path | None = None, **options: Any
+) -> tuple[EagleModule, Trainer]:
+    """Train; with ``stop`` the run is ended there though its schedule goes to ``steps``."""
+    seed_everything(0)
+    module, data = make(toys, **options)
+    callbacks: list[Any] = [
+        ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=5, save_top_k=-1),
+        ExportHead(),
+        LossCurve(every_n_train_steps=2),
+        TokenRate(window=3),
+    ]
+    if stop is not None:
+        callbacks.append(_StopAt(stop))
+    trainer = Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, logger=CSVLogger(out), callbacks=callbacks,
+        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        check_val_every_n_epoch=None, val_check_interval=12, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt, weights_only=False)
+    return module, trainer
+
+
+class _StopAt(ModelCheckpoint):
+    def __init__(self, step: int) -> None:
+        super().__init__(save_top_k=0)
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    with open(Path(trainer.log_dir or "") / "metrics.csv") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+@pytest.fixture(scope="module")
+def whole(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EagleModule, Trainer, Path]:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole")
+    return *fit(toys, out), out
+
+
+def test_the_loss_falls(toys: Path, tmp_path: Path) -> None:
+    module, trainer = fit(toys, tmp_path, steps=80, lr=1e-2)
+    losses = logged(trainer, "loss")
+    assert len(losses) == 80
+    assert sum(losses[-8:]) < 0.88 * sum(losses[:8])  # the target's own entropy is most of what remains
+    agreement = logged(trainer, "agreement_0")
+    assert sum(agreement[-8:]) > sum(agreement[:8]) + 0.4
+    assert all(0 <= share <= 1 for share in logged(trainer, "val_agreement_0"))
+    assert all(1 <= tau <= 4 for tau in logged(trainer, "val_tau"))
+    assert min(logged(trainer, "tokens_per_s")) > 0
+
+
+def test_run_leaves_head_and_curves(whole: tuple[EagleModule, Trainer, Path], toys: Path) -> None:
+    module, trainer, _ = whole
+    logs = Path(trainer.log_dir or "")
+    head = load_head(logs / "head", Target.from_pretrained(str(toys / "target")))
+    assert torch.equal(head.draft_ids, module.head.draft_ids)
+    torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach(), atol=1e-2, rtol=2**-7)
+    record = json.loads((logs / "head" / "config.json").read_text())["training"]
+    assert record["steps"] == STEPS and record["hyperparameters"]["unroll_steps"] == 2
+    assert (logs / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_checkpoint_holds_no_target_weights(whole: tuple[EagleModule, Trainer, Path]) -> None:
+    module, _, out = whole
+    state = torch.load(out / "ckpt" / "step=20.ckpt", weights_only=False)
+    assert state["state_dict"] and all(name.startswith("head.") for name in state["state_dict"])
+    assert {id(p) for p in module.parameters()} == {id(p) for p in module.head.parameters()}
+    size = sum(p.numel() for p in module.head.parameters()) * 4
+    assert (out / "ckpt" / "step=20.ckpt").stat().st_size < 3 * size + 200_000  # weights and two moments
+
+
+@pytest.mark.parametrize("at", [7, 10])
+def test_resumed_run_ends_with_the_same_weights(
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path, at: int
+) -> None:
+    fit(toys, tmp_path / "first", stop=at)
+    last = tmp_path / "first" / "ckpt" / f"step={at - at % 5}.ckpt"
+    module, trainer = fit(toys, tmp_path / "second", ckpt=last)
+    assert trainer.global_step == STEPS
+    for name, value in whole[0].state_dict().items():
+        assert torch.equal(value, module.state_dict()[name]), name
+
+
+def test_cached_and_online_features_train_alike(
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
+) -> None:
+    module, trainer = fit(toys, tmp_path, cached=False)
+    online, cached = logged(trainer, "loss"), logged(whole[1], "loss")
+    assert online[:5] == pytest.approx(cached[:5], rel=0.02)
+    assert online != cached  # bf16 rounding
+
+
+def test_averaged_weights_are_what_is_exported(toys: Path, tmp_path: Path) -> None:
+    module, trainer = fit(toys, tmp_path, ema_decay=0.9, steps=10)
+    state = torch.load(tmp_path / "ckpt" / "step=10.ckpt", weights_only=False)
+    assert not torch.equal(state["state_dict"]["head.fc.weight"], state["current_model_state"]["head.fc.weight"])
+    assert torch.equal(state["state_dict"]["head.fc.weight"], module.head.fc.weight)
+    assert torch.equal(state["state_dict"]["head.draft_ids"], state["current_model_state"]["head.draft_ids"])
+
+
+def test_export_command(whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path) -> None:
+    checkpoint = whole[2] / "ckpt" / "step=20.ckpt"
+    assert export_main([str(checkpoint), str(tmp_path / "head")]) == 0
+    head = load_head(tmp_path / "head", Target.from_pretrained(str(toys / "target")))
+    expected = torch.load(checkpoint, weights_only=False)["state_dict"]["head.fc.weight"]
+    assert torch.equal(head.fc.weight, expected.bfloat16().float())
+
+
+def test_bad_checkpoints_are_refused(tmp_path: Path, whole: tuple[EagleModule, Trainer, Path]) -> None:
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        load_module(tmp_path / "none.ckpt")
+    broken = tmp_path / "broken.ckpt"
+    broken.write_bytes((whole[2] / "ckpt" / "step=20.ckpt").read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_module(broken)
+    torch.save({"state_dict": {}, "hyper_parameters": {}}, broken)
+    with pytest.raises(CheckpointError, match="not written by"):
+        load_module(broken)
+
+
+def test_draft_ids_are_the_frequent_ones_and_the_special_ones(whole: tuple[EagleModule, Trainer, Path]) -> None:
+    counts = torch.tensor([0, 5, 0, 9, 9, 1, 0])
+    assert choose_draft_ids(counts, 3, [6]).tolist() == [3, 4, 6]
+    with pytest.raises(DataError, match="draft_vocab_size is 8"):
+        choose_draft_ids(counts, 8, [])
+    ids = whole[0].head.draft_ids
+    assert 2 in ids.tolist()  # end of sequence
+    assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == 40
+
+
+def test_schedule() -> None:
+    factors = [cosine_factor(step, 4, 20, 0.1) for step in range(21)]
+    assert factors[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert factors[4] == 1.0 and factors[12] == pytest.approx(0.55) and factors[20] == pytest.approx(0.1)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+
+
+def test_bad_options_are_named(toys: Path) -> None:
+    with pytest.raises(DataError, match="unroll_steps"):
+        make(toys, unroll_steps=8)
+    with pytest.raises(DataError, match="noise"):
+        make(toys, noise=-1.0)
+
+
+def command(toys: Path, out: Path, *more: str) -> list[str]:
+    config = {
+        "trainer": {
+            "max_steps": 60, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
+            "enable_progress_bar": False, "use_distributed_sampler": False, "limit_val_batches": 0,
+            "enable_model_summary": False,
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(out)}},
+            "callbacks": [
+                {
+                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {"dirpath": str(out / "ckpt"), "every_n_train_steps": 5, "save_last": True},
+                },
+                {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(out / "head")}},
+            ],
+        },
+        "model": {"target": str(toys / "target"), "draft_vocab_size": 40, "noise": 0.1},
+        "data": {"train_files": [str(toys / "answers.jsonl")], "features": str(toys / "features"), "batch_tokens": 128},
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config))
+    return ["fit", "--config", str(out / "config.json"), *more]
+
+
+def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:
+    argv = command(toys, tmp_path / "killed")
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    last = tmp_path / "killed" / "ckpt" / "last.ckpt"
+    while process.poll() is None and not last.exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    _, messages = process.communicate(timeout=60)
+    assert last.exists(), messages
+    assert cli([*argv, "--ckpt_path", str(last)]) == 0
+    assert cli(command(toys, tmp_path / "straight")) == 0
+    resumed, straight = (load_head(tmp_path / name / "head") for name in ("killed", "straight"))
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name

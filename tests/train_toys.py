@@ -1,0 +1,82 @@
+"""Tiny random targets and rows for the training tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsd_infer.target import Target
+
+VOCAB = 64
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 48},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": True, "alibi": False},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0, "sliding_window": 64, "query_pre_attn_scalar": 8},
+}
+
+
+def toy_model(family: str = "llama", seed: int = 0) -> Any:
+    """A random causal LM of two layers, H = 32, V = 64."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**SIZES, **OVERRIDES.get(family, {})})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    for parameter in model.parameters():  # larger than the default, so that predictions are far from uniform
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model.eval()
+
+
+def toy_target(family: str = "llama", seed: int = 0) -> Target:
+    return Target(toy_model(family, seed), name=f"toy-{family}")
+
+
+def save_toy_target(directory: Path, seed: int = 0) -> Path:
+    """A target directory without a tokenizer."""
+    toy_model(seed=seed).save_pretrained(directory)
+    return directory
+
+
+def write_answers(path: Path, target: Target, rows: int = 48, seed: int = 0) -> Path:
+    """Answers JSONL whose answers the target really gave, greedily, to random prompts."""
+    rng = random.Random(seed)
+    with open(path, "w") as file:
+        for number in range(rows):
+            prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 8))]
+            new = rng.randint(12, 24)
+            ids = torch.tensor([prompt])
+            out = target.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+            )
+            row = {
+                "id": f"toy-{number}",
+                "messages": [{"role": "user", "content": f"prompt {number}"}],
+                "response": "",
+                "prompt_ids": prompt,
+                "response_ids": out[0, len(prompt) :].tolist(),
+                "finish_reason": "length",
+                "temperature": 0.0,
+                "source": "toy",
+            }
+            file.write(json.dumps(row) + "\n")
+    return path
