@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class EagleModule(LightningModule):
         betas: of AdamW.
         warmup_steps: linear warm-up.
         final_lr: learning rate at the end, as a share of ``lr``.
+        time_limit: minutes after which training ends, with the schedule finished: the cosine then follows whichever is
+            further, steps or time. None: steps only (reproducible to the bit).
         ema_decay: decay of an exponential moving average of the weights, which is then what is validated and
             exported; None for none.
         eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
@@ -82,6 +85,7 @@ class EagleModule(LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 100,
         final_lr: float = 0.0,
+        time_limit: float | None = None,
         ema_decay: float | None = None,
         eval_steps: int = 4,
         seed: int = 0,
@@ -97,6 +101,8 @@ class EagleModule(LightningModule):
         self.val_agreement = StepAgreement(steps)
         self.val_chain = ChainLength()
         self._frozen = _Frozen()
+        self._seconds_before = 0.0  # training time of the runs that this one resumes
+        self._started: float | None = None
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -163,12 +169,37 @@ class EagleModule(LightningModule):
             {"params": plain, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=tuple(self.hparams["betas"]), fused=True)
-        total = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: cosine_factor(step, self.hparams["warmup_steps"], total, self.hparams["final_lr"]),
-        )
+        total = float(self.trainer.estimated_stepping_batches)
+
+        def factor(step: int) -> float:
+            share = max(self._time_share, step / total if total < math.inf else 0.0)
+            return cosine_factor(step, self.hparams["warmup_steps"], share, self.hparams["final_lr"])
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _seconds(self) -> float:
+        """Training time so far, that of resumed runs included."""
+        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    @property
+    def _time_share(self) -> float:
+        limit = self.hparams["time_limit"]
+        return 0.0 if limit is None else min(self._seconds / (60 * limit), 1.0)
+
+    def on_train_start(self) -> None:
+        self._started = time.monotonic()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._time_share >= 1.0:
+            self.trainer.should_stop = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["training_seconds"] = self._seconds
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
 
     # steps ---------------------------------------------------------------------------------------------------------
 
@@ -271,14 +302,17 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def cosine_factor(step: int, warmup: int, total: int, floor: float) -> float:
-    """Linear warm-up over ``warmup`` steps, then a half cosine down to ``floor`` at ``total``."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if total <= warmup:
-        return 1.0
-    share = min((step - warmup) / (total - warmup), 1.0)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
+def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
+    """Factor on the peak learning rate: a half cosine from 1 to ``floor`` over the run, times a linear warm-up.
+
+    Args:
+        step: from 0.
+        warmup: steps of the warm-up.
+        share: how much of the run has passed, 0 to 1.
+        floor: factor at the end.
+    """
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+    return min((step + 1) / (warmup + 1), 1.0) * cosine
 
 
 def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

@@ -114,7 +114,7 @@ def test_tokens_that_merge_across_the_boundary_are_refused() -> None:
     merged = tokenizer("\n\n")["input_ids"]
     assert len(merged) == 1
     with pytest.raises(DataError, match="not a prefix"):
-        encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\nthe"}])
+        encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\nthe"}])
 
 
 def test_without_a_template() -> None:

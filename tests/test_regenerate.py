@@ -147,7 +147,7 @@ def test_bad_rows_are_told_with_file_and_line(tmp_path: Path, target: Path, caps
 def test_prompts_beyond_the_context_are_refused(
     tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--max-prompt-tokens", "250"]
+    options = ["--max-new-tokens", "250"]
     assert main(command(target, prompts_file(tmp_path, 2), tmp_path / "a.jsonl", *options)) == 1
     assert "exceed the target's context of 256" in capsys.readouterr().err
 
@@ -155,10 +155,10 @@ def test_prompts_beyond_the_context_are_refused(
 def test_plan_limits_lengths_and_order(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     first, second = prompts_file(tmp_path, 30, "a.jsonl"), prompts_file(tmp_path, 20, "b.jsonl")
-    options: dict[str, Any] = {"max_prompt_tokens": 40, "batch_size": 4, "seed": 3}
+    options: dict[str, Any] = {"max_prompt_tokens": 18, "batch_size": 4, "seed": 3}
     full = plan_jobs([first, second], tokenizer, **options)
     lengths = [len(job.prompt_ids) for batch in full.batches for job in batch]
-    assert full.read == 50 and full.too_long == 50 - len(lengths) > 0 and max(lengths) <= 40
+    assert full.read == 50 and full.too_long == 50 - len(lengths) > 0 and max(lengths) <= 18
     assert all(len(batch) <= 4 for batch in full.batches)
     limited = plan_jobs([first, second], tokenizer, limit=10, limit_per_file=8, **options)
     jobs = [job for batch in limited.batches for job in batch]

@@ -201,10 +201,20 @@ def test_draft_ids_are_the_frequent_ones_and_the_special_ones(whole: tuple[Eagle
 
 
 def test_schedule() -> None:
-    factors = [cosine_factor(step, 4, 20, 0.1) for step in range(21)]
-    assert factors[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert factors[4] == 1.0 and factors[12] == pytest.approx(0.55) and factors[20] == pytest.approx(0.1)
+    factors = [cosine_factor(step, 4, step / 20, 0.1) for step in range(21)]
+    assert factors[0] == pytest.approx(0.2)
+    assert factors[10] == pytest.approx(0.55) and factors[20] == pytest.approx(0.1)
     assert factors[4:] == sorted(factors[4:], reverse=True)
+
+
+def test_time_limit_ends_the_run_with_its_schedule_done(
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
+    monkeypatch.setattr("fsd_train.module.time.monotonic", lambda: float(next(clock)))
+    _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
+    assert 5 < trainer.global_step < 30
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak
 
 
 def test_bad_options_are_named(toys: Path) -> None:

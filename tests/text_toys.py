@@ -24,7 +24,7 @@ CORPUS = [
     "the cat sat on the mat",
     "what is the answer to that",
     "it is there",
-    "the end\n\nthe start",
+    "the end\n\n",
     "assistant user system",
 ]
 
@@ -40,7 +40,7 @@ def tiny_tokenizer(template: str | None = CHATML) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|start|>", pad_token="<|pad|>"
     )
