@@ -231,6 +231,12 @@ class EagleHead(nn.Module):
         self.register_buffer("draft_ids", ids)
         self.register_buffer("feature_scale", torch.ones(config.hidden_size) if config.feature_scale else None)
 
+    def cast(self, dtype: torch.dtype) -> EagleHead:
+        """Convert the parameters only: ``.to(dtype)`` would round the rotary frequencies, and with them far positions."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
     @torch.no_grad()
     def initialise_from(self, target: Target) -> None:
         """Start as the identity on features: fc passes them through, norm and scale are the target's final norm's."""

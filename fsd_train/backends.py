@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import itertools
 import json
 import random
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -144,7 +144,7 @@ class EndpointBackend:
     """OpenAI-compatible /v1/completions servers, asked with prompts as token ids.
 
     Args:
-        urls: the servers' base addresses, with or without /v1; requests are spread evenly over them.
+        urls: the servers' base addresses, with or without /v1; each request goes to the least busy.
         model: the name under which it serves the target.
         tokenizer: the target's, for the end token and for servers that return text only.
         max_new_tokens: limit per answer.
@@ -178,17 +178,18 @@ class EndpointBackend:
         self.concurrency, self.group = concurrency, group
         self.api_key, self.attempts, self.timeout, self.pause = api_key, attempts, timeout, pause
         self.eos_ids = end_ids(tokenizer, None)
+        self._in_flight = [0] * len(self.servers)
+        self._lock = threading.Lock()
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
         jobs = iter([job for batch in batches for job in batch if job.id not in done])
         pool = ThreadPoolExecutor(self.concurrency)
-        turns = itertools.cycle(self.servers)
         running: set[Future[Answer]] = set()
         finished: list[Answer] = []
         try:
             while True:
                 for job in jobs:
-                    running.add(pool.submit(self.ask, job, next(turns)))
+                    running.add(pool.submit(self._dispatch, job))
                     if len(running) >= 2 * self.concurrency:
                         break
                 if not running:
@@ -207,6 +208,16 @@ class EndpointBackend:
             pool.shutdown(wait=False, cancel_futures=True)
         if finished:
             yield finished
+
+    def _dispatch(self, job: Job) -> Answer:
+        with self._lock:
+            which = self._in_flight.index(min(self._in_flight))
+            self._in_flight[which] += 1
+        try:
+            return self.ask(job, self.servers[which])
+        finally:
+            with self._lock:
+                self._in_flight[which] -= 1
 
     def ask(self, job: Job, server: Server) -> Answer:
         """Answers one job by one server. Raises FsdError if the server refuses it or stays unreachable."""

@@ -21,6 +21,7 @@ from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import ChainLength, StepAgreement, greedy_agreement
+from fsd_train.optim import OPTIMIZERS, build_optimizer
 from fsd_train.unroll import supervised, unroll
 
 MAX_UNROLL = 7
@@ -55,6 +56,7 @@ class EagleModule(LightningModule):
         loss_args: its arguments.
         noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
             feature_scale).
+        optimizer: "adamw", or "muon" (matrices by Muon, vectors by AdamW).
         lr: peak learning rate.
         weight_decay: of matrices; norms and biases have none.
         betas: of AdamW.
@@ -80,6 +82,7 @@ class EagleModule(LightningModule):
         loss: str = "eagle",
         loss_args: dict[str, Any] | None = None,
         noise: float = 0.0,
+        optimizer: str = "adamw",
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -95,6 +98,8 @@ class EagleModule(LightningModule):
             raise DataError(f"unroll_steps must be between 1 and {MAX_UNROLL}, got {unroll_steps}.")
         if noise < 0 or lr <= 0 or not 0 < step_decay <= 1:
             raise DataError("noise must not be negative, lr must be positive and step_decay in (0, 1].")
+        if optimizer not in OPTIMIZERS:
+            raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
         self.save_hyperparameters()
         self.loss = build_loss(loss, loss_args)
         steps = max(unroll_steps, eval_steps)
@@ -160,15 +165,11 @@ class EagleModule(LightningModule):
         return [EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False)]
 
     def configure_optimizers(self) -> Any:
-        decayed: list[Tensor] = []
-        plain: list[Tensor] = []
-        for parameter in self.head.parameters():
-            (decayed if parameter.ndim >= 2 else plain).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": self.hparams["weight_decay"]},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=tuple(self.hparams["betas"]), fused=True)
+        parameters = list(self.head.parameters())
+        optimizer = build_optimizer(
+            self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
+            tuple(self.hparams["betas"]),
+        )  # fmt: skip
         total = float(self.trainer.estimated_stepping_batches)
 
         def factor(step: int) -> float:

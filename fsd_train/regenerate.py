@@ -319,8 +319,8 @@ def run(args: argparse.Namespace) -> Counter[str]:
         longest = max((len(job.prompt_ids) for batch in plan.batches for job in batch), default=0)
         if window is not None and longest + args.max_new_tokens > window:
             raise ContextLengthError(
-                f"a prompt of {longest} tokens and {args.max_new_tokens} new ones exceed the target's context of {window}. "
-                "Lower --max-prompt-tokens or --max-new-tokens."
+                f"a prompt of {longest} tokens and {args.max_new_tokens} new ones exceed the target's context of "
+                f"{window}. Lower --max-prompt-tokens or --max-new-tokens."
             )
         backend = LocalBackend(model, tokenizer, args.max_new_tokens, args.seed)
     return regenerate(plan, backend, AnswerFile(args.output, _settings(args)), progress=not args.quiet)

@@ -141,6 +141,18 @@ def test_checkpoint_holds_no_target_weights(whole: tuple[EagleModule, Trainer, P
     assert (out / "ckpt" / "step=20.ckpt").stat().st_size < 3 * size + 200_000  # weights and two moments
 
 
+def test_muon_learns_and_resumes(toys: Path, tmp_path: Path) -> None:
+    whole, trainer = fit(toys, tmp_path / "whole", optimizer="muon", lr=1e-2)
+    losses = logged(trainer, "loss")
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([0.0, 0.0], abs=1e-6)
+    again, _ = fit(
+        toys, tmp_path / "again", optimizer="muon", lr=1e-2, ckpt=tmp_path / "whole" / "ckpt" / "step=10.ckpt"
+    )
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
 @pytest.mark.parametrize("at", [7, 10])
 def test_resumed_run_ends_with_the_same_weights(
     whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path, at: int
@@ -222,6 +234,8 @@ def test_bad_options_are_named(toys: Path) -> None:
         make(toys, unroll_steps=8)
     with pytest.raises(DataError, match="noise"):
         make(toys, noise=-1.0)
+    with pytest.raises(DataError, match="adamw, muon"):
+        make(toys, optimizer="sgd")
 
 
 def command(toys: Path, out: Path, *more: str) -> list[str]:

@@ -40,7 +40,12 @@ def main() -> None:
 
     # 1. the text and the drafter
     label(ax, 0.2, 8.35, "1  draft", 12, weight="bold")
-    label(ax, 1.5, 8.35, "the head reads (embedding of token i+1, target's feature i) and grows a tree under the last token")
+    label(
+        ax,
+        1.5,
+        8.35,
+        "the head reads (embedding of token i+1, target's feature i) and grows a tree under the last token",
+    )
     for i, word in enumerate(["The", "sun", "is"]):
         box(ax, 0.7 + i, 6.9, word, TARGET)
     label(ax, 0.2, 7.45, "text, read by the target", 9, GREY)
@@ -70,10 +75,15 @@ def main() -> None:
     label(ax, 0.2, 4.1, "2  verify", 12, weight="bold")
     label(ax, 1.5, 4.1, "one target forward over all nodes (ancestor mask, position = depth) gives p at every node")
     label(ax, 0.2, 3.6, "3  judge", 12, weight="bold")
-    label(ax, 1.5, 3.6, "the rule walks down from the root: at every node it knows p, the drafter's q and the children C")
+    label(
+        ax, 1.5, 3.6, "the rule walks down from the root: at every node it knows p, the drafter's q and the children C"
+    )
     lines = [
         (EXACT, "y ~ p is a child: go down  (the exact rule does the same)"),
-        (GATE, "y is no child, but the gate D(p, q) ≤ T is open: redraw y ~ p restricted to C, go down; spends −ln p(C) nats"),
+        (
+            GATE,
+            "y is no child, but the gate D(p, q) ≤ T is open: redraw y ~ p restricted to C, go down; spends −ln p(C) nats",
+        ),
         (TARGET, "y is no child and the gate is closed, or the node is a leaf: emit y, the round ends"),
     ]
     for i, (colour, text) in enumerate(lines):
@@ -86,7 +96,12 @@ def main() -> None:
 
     # 3. cache
     label(ax, 0.2, 1.75, "4  keep", 12, weight="bold")
-    label(ax, 1.5, 1.75, "the accepted path's keys and values move up behind the text; nothing else in the cache is copied")
+    label(
+        ax,
+        1.5,
+        1.75,
+        "the accepted path's keys and values move up behind the text; nothing else in the cache is copied",
+    )
     words = ["The", "sun", "is", "a", "big", "star", "very", "that", "in", "shines", "is", "our"]
     colours = [TARGET] * 4 + [REJECT, EXACT, REJECT, REJECT, GATE, REJECT, REJECT, EXACT]
     for i, (word, colour) in enumerate(zip(words, colours, strict=True)):
@@ -97,7 +112,12 @@ def main() -> None:
         start, end = 0.8 + source * 1.1, 0.8 + destination * 1.1
         ax.add_patch(
             FancyArrowPatch(
-                (start, 0.98), (end, 0.98), connectionstyle="arc3,rad=0.11", arrowstyle="-|>", mutation_scale=10, color=INK
+                (start, 0.98),
+                (end, 0.98),
+                connectionstyle="arc3,rad=0.11",
+                arrowstyle="-|>",
+                mutation_scale=10,
+                color=INK,
             )
         )
     figure.savefig(Path(__file__).with_name("round.png"), bbox_inches="tight", facecolor="white")

@@ -66,7 +66,7 @@ class EagleDrafter(Drafter):
     def __init__(self, head: EagleHead, target: Target, shape: TreeShape | None = None) -> None:
         target.check_lm_head()
         self.target = target
-        self.head = head.to(device=target.device, dtype=target.dtype).eval()
+        self.head = head.to(target.device).cast(target.dtype).eval()
         shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
         vocabulary = head.config.draft_vocab_size or target.vocab_size
         width = min(shape.width, vocabulary)

@@ -1,0 +1,73 @@
+"""Optimisers of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+
+from fsd_infer.errors import DataError
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+class MuonAdamW(Optimizer):
+    """Muon (Jordan 2024) for matrices and AdamW for the rest, as one optimiser with one list of parameter groups.
+
+    Muon's update is scaled so that its root mean square is that of AdamW's (Liu et al., arXiv 2502.16982), so one
+    learning rate serves both.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        others: Sequence[Tensor],
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+    ) -> None:
+        self.parts: list[Optimizer] = [
+            Muon(list(matrices), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            AdamW(list(others), lr=lr, weight_decay=0.0, betas=betas, fused=True),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        # the very same dicts, so that a scheduler's learning rate reaches both parts
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+
+def build_optimizer(
+    name: str, parameters: Sequence[Tensor], lr: float, weight_decay: float, betas: tuple[float, float]
+) -> Optimizer:
+    """The optimiser called ``name`` ("adamw" or "muon"); vectors (norms, biases) get no weight decay."""
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+    others = [parameter for parameter in parameters if parameter.ndim != 2]
+    if name == "muon":
+        return MuonAdamW(matrices, others, lr, weight_decay, betas)
+    if name == "adamw":
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return AdamW(groups, lr=lr, betas=betas, fused=True)
+    raise DataError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.")
