@@ -317,17 +317,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="directory of the cache")
     parser.add_argument("--max-length", type=int, default=512, help="tokens kept per sequence, as in training")
     parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
+    parser.add_argument(
+        "--min-answer-share", type=float, default=0.0, help="leave out rows with fewer answer tokens, which cost much"
+    )
     parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per forward")
     parser.add_argument("--shard-tokens", type=int, default=65536, help="tokens per shard")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
     args = parser.parse_args(argv)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
+    target.check_lm_head()  # training with cached features has no layers to check it with
     with tempfile.TemporaryDirectory() as scratch:
         paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]
         rows, _ = read_answers(paths, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
-    sequences = [rows[number]["input_ids"] for number in range(len(rows))]
-    size = sum(rows.lengths) * target.hidden_size * 2
-    print(f"{len(rows)} sequences, {sum(rows.lengths)} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
+    items = [rows[number] for number in range(len(rows))]
+    sequences = [
+        item["input_ids"]
+        for item in items
+        if int(item["loss_mask"].sum()) >= args.min_answer_share * len(item["input_ids"])
+    ]
+    tokens = sum(map(len, sequences))
+    size = tokens * target.hidden_size * 2
+    print(f"{len(sequences)} of {len(rows)} sequences, {tokens} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
     store = cache_features(
         target, sequences, args.output, shard_tokens=args.shard_tokens, batch_tokens=args.batch_tokens,
         max_tokens=args.max_tokens,

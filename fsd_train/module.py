@@ -22,6 +22,7 @@ from fsd_infer.target import Target
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import ChainLength, StepAgreement, greedy_agreement
 from fsd_train.optim import OPTIMIZERS, build_optimizer
+from fsd_train.slim import load_slim, move
 from fsd_train.unroll import supervised, unroll
 
 MAX_UNROLL = 7
@@ -140,14 +141,22 @@ class EagleModule(LightningModule):
 
     @property
     def target(self) -> Target:
-        """The frozen target, loaded when first asked for."""
+        """The frozen target, loaded when first asked for; without its layers if features come from a cache."""
         if self._frozen.target is None:
-            device = self.device if self.device.type != "meta" else None
-            self._frozen.target = Target.from_pretrained(
-                self.hparams["target"], dtype=torch.bfloat16 if self._half else torch.float32, device=device
-            )
-            self._frozen.target.check_lm_head()
+            dtype = torch.bfloat16 if self._half else torch.float32
+            data = getattr(self._trainer, "datamodule", None)
+            if self._trainer is None or getattr(data, "features", None) is not None:
+                self._frozen.target = load_slim(self.hparams["target"], dtype)
+            if self._frozen.target is None:
+                self._frozen.target = Target.from_pretrained(self.hparams["target"], dtype=dtype, device="cpu")
+                self._frozen.target.check_lm_head()
         return self._frozen.target
+
+    def _move_target(self) -> None:
+        move(self.target, self.device)
+
+    on_fit_start = _move_target
+    on_validation_start = _move_target
 
     @property
     def _half(self) -> bool:
@@ -219,6 +228,8 @@ class EagleModule(LightningModule):
             return None
         features = batch.get("features")
         if features is None:
+            if any(parameter.is_meta for parameter in self.target.model.parameters()):
+                raise DataError("the target was loaded without its layers, but a batch has no cached features.")
             features = self.target.features(ids)
         features = features.to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
@@ -326,7 +337,7 @@ def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor
     """
     if size > len(counts) or size < len(set(always)):
         raise DataError(
-            f"draft_vocab_size is {size}; it must be from {len(set(always))} (the special tokens) to {len(counts)} (all)."
+            f"draft_vocab_size is {size}; it must be {len(set(always))} (special tokens) to {len(counts)} (all)."
         )
     ranked = counts.double()
     ranked[list(always)] = torch.inf

@@ -31,7 +31,7 @@ class MuonAdamW(Optimizer):
     ) -> None:
         self.parts: list[Optimizer] = [
             Muon(list(matrices), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            AdamW(list(others), lr=lr, weight_decay=0.0, betas=betas, fused=True),
+            AdamW(list(others), lr=lr, weight_decay=0.0, betas=betas),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share_groups()
@@ -41,7 +41,7 @@ class MuonAdamW(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,5 +69,5 @@ def build_optimizer(
         return MuonAdamW(matrices, others, lr, weight_decay, betas)
     if name == "adamw":
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return AdamW(groups, lr=lr, betas=betas, fused=True)
+        return AdamW(groups, lr=lr, betas=betas)
     raise DataError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.")

@@ -20,12 +20,14 @@ from lightning.pytorch.loggers import CSVLogger
 
 from fsd_infer.checkpoint import load_head
 from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
 from fsd_train.features import cache_features
 from fsd_train.module import EagleModule, choose_draft_ids, cosine_factor, export_main, load_module
+from fsd_train.slim import load_slim
 from tests.train_toys import save_toy_target, write_answers
 
 STEPS = 24
@@ -227,6 +229,27 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak
+
+
+def test_cached_features_need_no_layers(toys: Path) -> None:
+    slim = load_slim(str(toys / "target"), torch.float32)
+    full = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    assert slim is not None
+    loaded = {name for name, parameter in slim.model.named_parameters() if not parameter.is_meta}
+    assert loaded == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    hidden = torch.randn(3, 32)
+    assert torch.equal(slim.lm_logits(hidden), full.lm_logits(hidden))
+    assert torch.equal(slim.embed(torch.tensor([5])), full.embed(torch.tensor([5])))
+    assert slim.fingerprint() == full.fingerprint() and slim.eos_token_ids == full.eos_token_ids
+    config = EagleConfig.for_target(full, final_norm=True, feature_scale=True)
+    assert EagleConfig.for_target(slim, final_norm=True, feature_scale=True) == config
+    heads = []
+    for target in (full, slim):
+        torch.manual_seed(0)
+        heads.append(EagleHead(config))
+        heads[-1].initialise_from(target)
+    for name, value in heads[0].state_dict().items():
+        assert torch.equal(value, heads[1].state_dict()[name]), name
 
 
 def test_bad_options_are_named(toys: Path) -> None:

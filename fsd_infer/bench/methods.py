@@ -1,7 +1,7 @@
 """What can be measured: the engine under any rule, and transformers' own ``generate``.
 
-A method is written as text: ``plain``, a rule (``exact``, ``fuzzy:js:0.3`` ...), ``hf-generate`` or ``hf-lookup`` (prompt
-lookup; ``hf-lookup:8`` sets how many tokens it proposes). A new kind of method is one class and one entry here.
+A method is written as text: ``plain``, a rule (``exact``, ``fuzzy:js:0.3`` ...), ``hf-generate`` or ``hf-lookup``
+(prompt lookup; ``hf-lookup:8`` sets how many tokens it proposes). A new kind of method is one class and one entry here.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _no_argument(text: str, argument: str) -> None:
 
 
 def check_methods(texts: Sequence[str]) -> None:
-    """Raise before anything is loaded: UnknownNameError or FsdError for a method that cannot be parsed or is repeated."""
+    """Raises, before anything is loaded, UnknownNameError or FsdError for a method that is unknown or repeated."""
     if not texts:
         raise FsdError("no methods: give at least one, e.g. --methods plain,exact.")
     for text in texts:
@@ -266,7 +266,9 @@ def check_methods(texts: Sequence[str]) -> None:
             raise UnknownNameError(f"unknown method {text!r}. Known: {', '.join(known)}.")
     repeated = sorted({text for text in texts if list(texts).count(text) > 1})
     if repeated:
-        raise FsdError(f"method {repeated[0]!r} is named twice: name each once, and use --repeat to measure more often.")
+        raise FsdError(
+            f"method {repeated[0]!r} is named twice: name each once, and use --repeat to measure more often."
+        )
 
 
 def uses_drafter(text: str) -> bool:

@@ -1,0 +1,95 @@
+"""The rows of a run that is still going, so that a killed one continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.bench.methods import Answer, TimedRun
+from fsd_infer.bench.record import Turn
+from fsd_infer.errors import FsdError
+
+
+class PartialFile:
+    """``FILE.partial.jsonl``: a line of settings, then one line per finished turn.
+
+    Args:
+        path: the record's own path; the partial file lies beside it.
+        settings: what must be the same for a run to be continued (JSON values).
+        resume: continue; otherwise an unfinished run is an error, so that it is not lost by accident.
+
+    Raises:
+        FsdError: an unfinished run is there and ``resume`` is not set, or it was made with other settings.
+    """
+
+    def __init__(self, path: str | Path, settings: dict[str, Any], resume: bool) -> None:
+        self.final = Path(path)
+        self.path = self.final.with_name(self.final.name + ".partial.jsonl")
+        self.turns: list[Turn] = []
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
+        header = _parse(lines[0]) if lines else None
+        if not lines:
+            self._restart(settings, [])
+            return
+        if header is None:
+            raise FsdError(f"{self.path} does not begin with the settings of a run: delete it.")
+        if not resume:
+            raise FsdError(f"{self.path} holds an unfinished run: add --resume to continue it, or delete it.")
+        stored = header.get("settings", {})
+        other = sorted(key for key in {*stored, *settings} if stored.get(key) != settings.get(key))
+        if other:
+            raise FsdError(
+                f"{self.path} was made with other settings ({', '.join(other)}): use the same, or delete the file."
+            )
+        kept = []
+        for line in lines[1:]:
+            row = _parse(line)
+            if row is None:  # a line cut short by the kill; every turn behind it is measured again
+                break
+            kept.append(line)
+            self.turns.append(_turn(row))
+        self._restart(settings, kept)
+
+    def _restart(self, settings: dict[str, Any], lines: list[str]) -> None:
+        """Write the file anew with whole lines only, atomically."""
+        write_atomically(self.path, "\n".join([json.dumps({"settings": settings}), *lines]) + "\n")
+
+    def add(self, turn: Turn) -> None:
+        """Append a finished turn; it is on disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(turn)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.turns.append(turn)
+
+    def finish(self, text: str) -> None:
+        """Write the record and remove the partial file."""
+        write_atomically(self.final, text)
+        self.path.unlink()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _turn(row: dict[str, Any]) -> Turn:
+    runs = {
+        name: TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
+        for name, run in row["runs"].items()
+    }
+    return Turn(row["group"], row["repeat"], row["prompts"], runs)

@@ -1,0 +1,262 @@
+"""From timed runs to the record of a benchmark: totals, categories, ratios pair by pair."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsd_infer.bench.methods import Answer, TimedRun
+
+RESAMPLES = 2000
+RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One encoded prompt and where it came from."""
+
+    id: str
+    category: str
+    where: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What every method did with one group of prompts once; ``prompts`` are indices."""
+
+    group: int
+    repeat: int
+    prompts: list[int]
+    runs: dict[str, TimedRun]
+
+
+@dataclass
+class _Cell:
+    """One method on one group: medians over repeats."""
+
+    prompts: list[int]
+    seconds: float
+    prefill_seconds: float
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+
+    @property
+    def seconds_per_answer(self) -> float:
+        return self.seconds / len(self.prompts)
+
+
+def build_record(
+    prompts: Sequence[BenchPrompt], methods: Mapping[str, dict[str, Any]], turns: Sequence[Turn], seed: int = 0
+) -> dict[str, Any]:
+    """The parts ``methods``, ``baseline``, ``ratios`` and ``prompts`` of a benchmark's record.
+
+    Speeds are medians over prompts (groups, in batches) of medians over repeats, in new tokens per second of wall
+    time; ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau``
+    is pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
+    equally. ``target_forwards``, ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer, gate fractions
+    and ``log_likelihood_per_token`` (nats, raw) means per token; ``phases`` are seconds summed over all runs. A ratio
+    is the method's speed / the baseline's on the same prompt (seconds: the baseline's / the method's, above 1 is
+    faster): its median over prompts, with a 95 % percentile bootstrap interval over prompts.
+
+    Args:
+        prompts: all that the turns' indices mean.
+        methods: description of each method by name, in the order of the report.
+        turns: every group and repeat.
+        seed: of the bootstrap.
+    """
+    baseline = "hf-generate" if "hf-generate" in methods else "plain" if "plain" in methods else next(iter(methods))
+    cells = {name: _cells(name, turns) for name in methods}
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    reference = _first_tokens(baseline, turns)
+    made: dict[str, Any] = {}
+    for name, description in methods.items():
+        whole = _summary(name, turns, cells[name])
+        parts = {
+            category: _summary(name, turns, cells[name], lambda i, c=category: prompts[i].category == c)  # type: ignore[misc]
+            for category in categories
+        }
+        own = _first_tokens(name, turns)
+        whole["tau_category_mean"] = mean([part["tau"] for part in parts.values()])
+        whole["identical_to_baseline"] = mean([float(own[i] == reference[i]) for i in own])
+        whole["phases"] = _phases(name, turns)
+        whole.update(description)
+        whole["categories"] = parts
+        made[name] = whole
+    compared = [name for name in dict.fromkeys((baseline, "plain")) if name in methods]
+    return {
+        "methods": made,
+        "baseline": baseline,
+        "ratios": {against: _ratios(cells, against, seed) for against in compared},
+        "prompts": _prompt_rows(prompts, methods, turns),
+    }
+
+
+def _cells(name: str, turns: Sequence[Turn]) -> dict[int, _Cell]:
+    """By group."""
+    by_group: dict[int, list[Turn]] = {}
+    for turn in turns:
+        by_group.setdefault(turn.group, []).append(turn)
+    cells = {}
+    for group, members in by_group.items():
+        runs = [turn.runs[name] for turn in members]
+        decoded = [(_tokens(run) - len(run.answers), run.seconds - run.prefill_seconds) for run in runs]
+        rates = [tokens / seconds for tokens, seconds in decoded if tokens > 0 and seconds > 0]
+        cells[group] = _Cell(
+            prompts=members[0].prompts,
+            seconds=statistics.median(run.seconds for run in runs),
+            prefill_seconds=statistics.median(run.prefill_seconds for run in runs),
+            tokens_per_second=statistics.median(_tokens(run) / run.seconds for run in runs),
+            decode_tokens_per_second=statistics.median(rates) if rates else None,
+        )
+    return cells
+
+
+def _summary(
+    name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell], chosen: Callable[[int], bool] = lambda index: True
+) -> dict[str, Any]:
+    """Numbers of one method over the prompts that ``chosen`` picks. Groups lie within one category."""
+    answers = [
+        answer
+        for turn in turns
+        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True)
+        if chosen(index)
+    ]
+    picked = [cell for cell in cells.values() if chosen(cell.prompts[0])]
+    forwards = sum(answer.target_forwards for answer in answers)
+    tokens = sum(len(answer.tokens) for answer in answers)
+    likelihoods = [(a.log_likelihood, len(a.tokens)) for a in answers if a.log_likelihood is not None]
+
+    def per_token(value: Callable[[Answer], float]) -> float | None:
+        return sum(value(answer) * len(answer.tokens) for answer in answers) / tokens if tokens else None
+
+    return {
+        "answers": len({index for turn in turns for index in turn.prompts if chosen(index)}),
+        "tokens_per_second": median([cell.tokens_per_second for cell in picked]),
+        "decode_tokens_per_second": median([cell.decode_tokens_per_second for cell in picked]),
+        "seconds_per_answer": median([cell.seconds_per_answer for cell in picked]),
+        "prefill_seconds": median([cell.prefill_seconds for cell in picked]),
+        "decode_seconds": median([cell.seconds - cell.prefill_seconds for cell in picked]),
+        "seconds_total": sum(cell.seconds for cell in picked),
+        "tau": sum(answer.verified_tokens for answer in answers) / forwards if forwards else None,
+        "target_forwards": mean([answer.target_forwards for answer in answers]),
+        "answer_tokens": mean([len(answer.tokens) for answer in answers]),
+        "finished_fraction": mean([float(answer.finish_reason == "stop") for answer in answers]),
+        "gate_open_fraction": per_token(lambda answer: answer.gate_open_fraction),
+        "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
+        "divergence_spent": mean([answer.divergence_spent for answer in answers]),
+        "log_likelihood_per_token": (
+            sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
+            if likelihoods
+            else None
+        ),
+    }
+
+
+def _ratios(cells: Mapping[str, Mapping[int, _Cell]], baseline: str, seed: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, own in cells.items():
+        if name == baseline:
+            continue
+        made[name] = {}
+        for quantity in RATIOS:
+            pairs = [(getattr(own[group], quantity), getattr(cells[baseline][group], quantity)) for group in own]
+            values = [a / b for a, b in pairs if a and b]
+            if quantity == "seconds_per_answer":
+                values = [1 / value for value in values]
+            made[name][quantity] = interval(values, seed)
+    return made
+
+
+def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
+    """Median of ``values`` with its 95 % percentile bootstrap interval: {"median", "low", "high", "pairs"}."""
+    if not values:
+        return {"median": None, "low": None, "high": None, "pairs": 0}
+    drawn = np.random.default_rng(seed).choice(np.asarray(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return {"median": statistics.median(values), "low": float(low), "high": float(high), "pairs": len(values)}
+
+
+def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"id": p.id, "category": p.category, "where": p.where, "prompt_tokens": len(p.ids), "methods": {}}
+        for p in prompts
+    ]
+    for turn in sorted(turns, key=lambda turn: (turn.group, turn.repeat)):
+        for name in methods:
+            run = turn.runs[name]
+            for index, answer in zip(turn.prompts, run.answers, strict=True):
+                rows[index]["methods"].setdefault(name, []).append(_answer_row(turn, run, answer))
+    return rows
+
+
+def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
+    """One repeat. Seconds are those of the whole batch."""
+    return {
+        "repeat": turn.repeat,
+        "batch": len(run.answers),
+        "seconds": run.seconds,
+        "prefill_seconds": run.prefill_seconds,
+        "answer_tokens": len(answer.tokens),
+        "target_forwards": answer.target_forwards,
+        "tau": answer.verified_tokens / answer.target_forwards if answer.target_forwards else None,
+        "gate_open_fraction": answer.gate_open_fraction,
+        "gate_accepted_fraction": answer.gate_accepted_fraction,
+        "divergence_spent": answer.divergence_spent,
+        "log_likelihood_per_token": answer.log_likelihood,
+        "finish_reason": answer.finish_reason,
+        "tokens_sha256": hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16],
+    }
+
+
+def _phases(name: str, turns: Sequence[Turn]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for turn in turns:
+        for phase, seconds in turn.runs[name].phases.items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    return total
+
+
+def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int]]:
+    """Each prompt's tokens in the first repeat."""
+    return {
+        index: answer.tokens
+        for turn in turns
+        if turn.repeat == 0
+        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True)
+    }
+
+
+def _tokens(run: TimedRun) -> int:
+    return sum(len(answer.tokens) for answer in run.answers)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of the values that are there; None without any."""
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Of the values that are there; None without any."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` with numbers that JSON lacks replaced: NaN by null, infinities by "inf" and "-inf"."""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return value if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return value

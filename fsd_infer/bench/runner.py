@@ -1,0 +1,240 @@
+"""The benchmark itself: read prompts, warm up, let the methods take turns, write the record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fsd_infer.bench.environment import environment
+from fsd_infer.bench.methods import Method, Models, check_methods, make_methods
+from fsd_infer.bench.partial import PartialFile
+from fsd_infer.bench.record import BenchPrompt, Turn, build_record, jsonable
+from fsd_infer.drafters import TreeShape
+from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_infer.models import parse_dtype
+from fsd_infer.prompts import PromptRow, encode_chat, read_prompts
+from fsd_infer.target import Target
+
+WARMUP_TOKENS = 16
+
+
+@dataclass
+class Settings:
+    """What is measured, and how.
+
+    Attributes:
+        prompts: .jsonl or .jsonl.gz file; rows with `turns` (the first is asked), `prompt`, `question` or `messages`.
+        methods: see :mod:`fsd_infer.bench.methods`.
+        target, drafter, dtype, device, tree: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
+        limit: only the first so many prompts; None for all.
+        max_new_tokens: of each answer.
+        temperature: 0 is greedy.
+        repeat: how often each method answers each prompt.
+        seed: of draws and of the bootstrap.
+        batch_size: prompts that are decoded together. Batches never mix categories.
+        threads: of torch; None leaves them as they are.
+        warmup: run every method once, uncounted, before anything is timed.
+        log_likelihood: also report the target's mean log-likelihood per token, from one forward per answer that is
+            not timed.
+    """
+
+    prompts: str | Path
+    methods: Sequence[str]
+    target: str = "smollm2-135m"
+    drafter: str | None = None
+    dtype: str = "bf16"
+    device: str | None = None
+    tree: TreeShape | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    repeat: int = 1
+    seed: int = 0
+    batch_size: int = 1
+    threads: int | None = None
+    warmup: bool = True
+    log_likelihood: bool = False
+
+    def check(self) -> None:
+        """Raises FsdError for what can be refused before anything is loaded."""
+        check_methods(self.methods)
+        parse_dtype(self.dtype)
+        for name in ("limit", "max_new_tokens", "repeat", "batch_size", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FsdError(f"{name} must be at least 1, got {value}.")
+        if not self.temperature >= 0:
+            raise FsdError(f"temperature must not be negative, got {self.temperature}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "prompts": Path(self.prompts).name, "methods": list(self.methods)}
+
+
+def run(
+    prompts: str | Path,
+    methods: Sequence[str],
+    *,
+    json_path: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = False,
+    command: Sequence[str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measure ``methods`` on ``prompts``.
+
+    Args:
+        prompts: file of prompts.
+        methods: e.g. ["plain", "exact", "fuzzy:js:0.3", "hf-generate", "hf-lookup"].
+        json_path: write the record there, atomically; until then finished turns are kept beside it.
+        resume: continue such an unfinished run.
+        progress: show a progress bar.
+        command: the command line to store in the record; default this process's.
+        options: other fields of :class:`Settings`.
+
+    Returns:
+        The record: ``methods``, ``baseline``, ``ratios``, ``prompts`` (see ``build_record``), ``settings`` and
+        ``environment``.
+
+    Raises:
+        FsdError: unknown method, malformed row, unfinished run in the way, and whatever loading or decoding raises.
+    """
+    settings = Settings(prompts, methods, **options)
+    settings.check()
+    rows = _read(settings)
+    partial = None
+    if json_path is not None:
+        asked_for = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
+        partial = PartialFile(json_path, jsonable({**settings.to_dict(), "rows_sha256": asked_for}), resume)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    models = Models(settings.target, settings.drafter, settings.dtype, settings.device, settings.tree)
+    made = make_methods(settings.methods, models)
+    asked = _encode(rows, models)
+    turns = take_turns(settings, made, asked, partial, progress)
+    if settings.log_likelihood:
+        _add_log_likelihoods(models.scorer(), asked, turns)
+    record = build_record(asked, {method.name: method.describe() for method in made}, turns, settings.seed)
+    record["settings"] = settings.to_dict()
+    record["environment"] = {
+        **environment(command),
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "hf_model": "a second copy of the weights, its linear layers not packed" if models.reference_loaded else None,
+    }
+    record = jsonable(record)
+    if partial is not None:
+        partial.finish(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def _read(settings: Settings) -> list[PromptRow]:
+    rows = []
+    for row in read_prompts(settings.prompts):  # a malformed row is an error only where it would be used
+        rows.append(row)
+        if settings.limit is not None and len(rows) >= settings.limit:
+            break
+    if not rows:
+        raise DataError(f"{settings.prompts}: no prompts. Give a file with at least one row.")
+    return rows
+
+
+def _encode(rows: Sequence[PromptRow], models: Models) -> list[BenchPrompt]:
+    tokenizer, limit = models.tokenizer, models.max_positions
+    asked = []
+    for row in rows:
+        ids = encode_chat(tokenizer, row.messages)
+        where = f"{row.file}:{row.line}"
+        if limit is not None and len(ids) >= limit:
+            raise ContextLengthError(
+                f"{where}: the prompt has {len(ids)} tokens, but {models.target} has a context of {limit} tokens: "
+                "shorten or remove it."
+            )
+        asked.append(BenchPrompt(row.id, str(row.row.get("category") or row.source), where, ids))
+    return asked
+
+
+def group_prompts(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
+    """Indices of the prompts in batches of ``size`` (fewer at a category's end), each within one category."""
+    if size == 1:
+        return [[index] for index in range(len(prompts))]
+    by_category: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_category.setdefault(prompt.category, []).append(index)
+    return [indices[i : i + size] for indices in by_category.values() for i in range(0, len(indices), size)]
+
+
+def generate_options(settings: Settings) -> dict[str, Any]:
+    """Arguments of ``generate``, the same for every method."""
+    if settings.temperature == 0:
+        return dict(max_new_tokens=settings.max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
+    return dict(max_new_tokens=settings.max_new_tokens, do_sample=True, temperature=settings.temperature)
+
+
+def take_turns(
+    settings: Settings,
+    methods: Sequence[Method],
+    prompts: Sequence[BenchPrompt],
+    partial: PartialFile | None,
+    progress: bool = False,
+) -> list[Turn]:
+    """Every method answers every prompt; which goes first rotates. Turns that ``partial`` holds are not repeated."""
+    groups = group_prompts(prompts, settings.batch_size)
+    options = generate_options(settings)
+    turns = partial.turns if partial is not None else []
+    done = {(turn.group, turn.repeat) for turn in turns}
+    order = [(group, repeat) for group in range(len(groups)) for repeat in range(settings.repeat)]
+    todo = [place for place in order if place not in done]
+    if todo and settings.warmup:
+        warm = {**options, "max_new_tokens": min(settings.max_new_tokens, WARMUP_TOKENS)}
+        for method in tqdm(methods, desc="warm-up", unit="method", disable=not progress, leave=False):
+            method.answer([prompts[i].ids for i in groups[0]], warm, settings.seed)
+    answers = len(methods) * len(order)
+    bar = tqdm(
+        total=answers, initial=len(done) * len(methods), desc="bench", unit="run", disable=not progress, smoothing=0.05
+    )
+    with bar:
+        for group, repeat in todo:
+            ids = [prompts[i].ids for i in groups[group]]
+            first = (group + repeat) % len(methods)
+            runs = {}
+            for method in [*methods[first:], *methods[:first]]:
+                seed = settings.seed + 1000 * group + repeat
+                runs[method.name] = method.answer(ids, options, seed)
+                bar.set_postfix_str(method.name, refresh=False)
+                bar.update()
+            turn = Turn(group, repeat, groups[group], runs)
+            if partial is not None:
+                partial.add(turn)
+            else:
+                turns.append(turn)
+    return turns
+
+
+@torch.inference_mode()
+def _add_log_likelihoods(target: Target, prompts: Sequence[BenchPrompt], turns: Sequence[Turn]) -> None:
+    known: dict[tuple[int, tuple[int, ...]], float] = {}
+    for turn in turns:
+        for run_ in turn.runs.values():
+            for index, answer in zip(turn.prompts, run_.answers, strict=True):
+                key = (index, tuple(answer.tokens))
+                if key not in known:
+                    known[key] = mean_log_likelihood(target, prompts[index].ids, answer.tokens)
+                answer.log_likelihood = known[key]
+
+
+@torch.inference_mode()
+def mean_log_likelihood(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Mean raw log-probability, in nats, of the answer's tokens given the prompt, by one forward of the target."""
+    ids: Tensor = torch.tensor([[*prompt, *answer]], device=target.device)
+    logits = target.model(input_ids=ids[:, :-1], use_cache=False).logits
+    scores = logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+    return float(scores.gather(1, ids[0, len(prompt) :, None]).mean())

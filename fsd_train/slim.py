@@ -1,0 +1,85 @@
+"""A target without its layers: embeddings, final norm and LM head, which is all that cached features leave to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from fsd_infer.errors import CheckpointError
+from fsd_infer.models import attention_for, resolve_target
+from fsd_infer.target import Target
+
+
+def load_slim(name: str, dtype: torch.dtype) -> Target | None:
+    """The target with every other weight left on the meta device, or None where that is not possible.
+
+    It is possible for directories of safetensors whose embedding layer has no computed buffers. Only the result's
+    :meth:`Target.embed`, LM head and facts are usable: it cannot run.
+    """
+    directory = Path(resolve_target(name))
+    if not directory.is_dir():
+        return None
+    files = _weight_files(directory)
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_for(config))
+    parts = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
+    kept = [part for part in parts if part is not None]
+    if files is None or any(list(part.buffers()) for part in kept):
+        return None
+    wanted = {id(parameter) for part in kept for parameter in part.parameters()}
+    for key, parameter in list(model.named_parameters()):  # tied weights once
+        if id(parameter) in wanted:
+            if key not in files:
+                return None
+            loaded = nn.Parameter(_read(directory / files[key], key).to(dtype), requires_grad=False)
+            _replace(model, parameter, loaded)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    has_tokenizer = any((directory / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return Target(model, AutoTokenizer.from_pretrained(directory) if has_tokenizer else None, name=name)
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is old:
+                module._parameters[name] = new
+
+
+def _weight_files(directory: Path) -> dict[str, str] | None:
+    """Tensor name -> file, or None if the weights are not safetensors."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        mapping: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return mapping
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        return None
+    with _open(single) as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+def _read(path: Path, key: str) -> torch.Tensor:
+    with _open(path) as file:
+        return file.get_tensor(key)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({error}): fetch the model again.") from error
+
+
+def move(target: Target, device: torch.device) -> None:
+    """Move what is loaded of a target to a device, in place."""
+    for tensor in [*target.model.parameters(), *target.model.buffers()]:
+        if not tensor.is_meta and tensor.device != device:
+            tensor.data = tensor.data.to(device)

@@ -1,0 +1,41 @@
+"""A tiny target with a drafter that is often right, saved as directories, and a file of prompts of two categories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.text_toys import save_tiny_chat_target, write_rows
+
+
+@dataclass(frozen=True)
+class Toy:
+    target: Path
+    drafter: Path
+    prompts: Path
+
+    @property
+    def models(self) -> list[str]:
+        """Options of the command line."""
+        return ["--target", str(self.target), "--drafter", str(self.drafter), "--dtype", "fp32"]
+
+
+def save_toy(directory: Path) -> Toy:
+    target = save_tiny_chat_target(directory / "target")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(directory / "drafter")
+    AutoTokenizer.from_pretrained(target).save_pretrained(directory / "drafter")
+    rows = [
+        {"category": "cats", "turns": ["the cat sat on the mat", "and then?"]},
+        {"category": "cats", "prompt": "what is the answer to that"},
+        {"category": "ends", "messages": [{"role": "user", "content": "the end"}]},
+        {"category": "ends", "prompt": "it is there on the mat"},
+    ]
+    return Toy(target, directory / "drafter", write_rows(directory / "prompts.jsonl", rows))

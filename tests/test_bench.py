@@ -1,0 +1,289 @@
+"""The benchmark: its record, its ratios, the order of turns, and that a killed run continues."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.bench import Answer, Method, Settings, TimedRun, build_record, run
+from fsd_infer.bench.partial import PartialFile
+from fsd_infer.bench.record import BenchPrompt, Turn, interval, jsonable
+from fsd_infer.bench.runner import group_prompts, take_turns
+from fsd_infer.cli import main
+from fsd_infer.models import parse_dtype
+from fsd_infer.prompts import encode_chat, read_prompts
+from fsd_infer.report import bench_table, table
+from tests.bench_toys import Toy, save_toy
+
+METHODS = ["hf-generate", "hf-lookup:4", "plain", "exact", "fuzzy:js:0.3"]
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
+    settings = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=NEW)
+    return run(toy.prompts, methods, **{**settings, **options})
+
+
+@pytest.fixture(scope="module")
+def record_file(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("record") / "results" / "bench.json"
+    toy_run(toy, METHODS, json_path=path, repeat=2, log_likelihood=True, seed=5, command=["fsd-infer", "bench"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(record_file: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(record_file.read_text())
+    return loaded
+
+
+def test_record_holds_what_is_reported_together(record: dict[str, Any], record_file: Path) -> None:
+    assert list(record["methods"]) == METHODS and record["baseline"] == "hf-generate"
+    numbers = (
+        "tokens_per_second decode_tokens_per_second seconds_per_answer prefill_seconds decode_seconds tau "
+        "tau_category_mean target_forwards answer_tokens gate_open_fraction gate_accepted_fraction divergence_spent "
+        "log_likelihood_per_token seconds_total finished_fraction identical_to_baseline"
+    ).split()
+    for facts in record["methods"].values():
+        assert all(isinstance(facts[name], float) for name in numbers)
+        assert facts["answers"] == 4 and 0 < facts["prefill_seconds"] < facts["seconds_per_answer"]
+        assert list(facts["categories"]) == ["cats", "ends"]
+    phases = {"prefill", "target", "draft", "rule", "cache", "rest"}
+    assert set(record["methods"]["exact"]["phases"]) == phases
+    assert min(record["methods"]["exact"]["phases"].values()) >= 0
+    environment = record["environment"]
+    assert {"torch", "transformers", "cpu", "threads", "commit", "date", "load_average"} <= set(environment)
+    assert environment["dtype"] == "fp32" and environment["seed"] == 5 and environment["command"] == "fsd-infer bench"
+    assert "second copy" in environment["hf_model"]
+    assert record["methods"]["fuzzy:js:0.3"]["rule"]["threshold"] == 0.3
+    assert [path.name for path in record_file.parent.iterdir()] == ["bench.json"], "no partial file is left"
+
+
+def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> None:
+    for row in record["prompts"]:
+        hashes = {
+            run["tokens_sha256"] for name in METHODS[:4] for run in row["methods"][name]
+        }  # two repeats of four methods
+        assert len(hashes) == 1
+    methods = record["methods"]
+    assert all(methods[name]["identical_to_baseline"] == 1.0 for name in METHODS[:4])
+    for name in ("plain", "hf-generate"):
+        assert methods[name]["tau"] == 1.0
+        assert methods[name]["target_forwards"] == methods[name]["answer_tokens"] - 1
+    assert methods["exact"]["tau"] > 1.2 and methods["exact"]["divergence_spent"] == 0
+    assert methods["fuzzy:js:0.3"]["tau"] > methods["exact"]["tau"]
+    assert methods["fuzzy:js:0.3"]["gate_open_fraction"] > 0 and methods["fuzzy:js:0.3"]["divergence_spent"] > 0
+
+
+def test_lookup_counts_forwards_not_tokens(record: dict[str, Any]) -> None:
+    """Prompt lookup may emit several tokens per forward; what the prefill emitted is left out on both sides."""
+    for row in record["prompts"]:
+        for made in row["methods"]["hf-lookup:4"]:
+            assert 0 < made["target_forwards"] <= made["answer_tokens"] - 1
+            assert made["tau"] * made["target_forwards"] <= made["answer_tokens"] - 1
+
+
+def test_log_likelihood_is_the_targets(toy: Toy, record: dict[str, Any]) -> None:
+    decoder = FuzzyDecoder.from_pretrained(str(toy.target), "none", dtype=parse_dtype("fp32"))
+    for row, prompt in zip(record["prompts"], read_prompts(toy.prompts), strict=True):
+        ids = encode_chat(decoder.tokenizer, prompt.messages)
+        out = decoder.generate([ids], max_new_tokens=NEW, temperature=0, measure_log_likelihood=True)
+        assert row["prompt_tokens"] == len(ids)
+        for name in ("plain", "hf-generate", "exact"):
+            found = row["methods"][name][0]["log_likelihood_per_token"]
+            assert found == pytest.approx(out.stats.rows[0].mean_log_likelihood, abs=1e-4)
+    lossy = record["methods"]["fuzzy:js:0.3"]["log_likelihood_per_token"]
+    assert lossy != record["methods"]["exact"]["log_likelihood_per_token"]
+
+
+def test_ratios_are_medians_of_pairs(record: dict[str, Any]) -> None:
+    for baseline in ("hf-generate", "plain"):
+        against = record["ratios"][baseline]
+        assert set(against) == set(METHODS) - {baseline}
+        for name, ratios in against.items():
+            pairs = []
+            for row in record["prompts"]:
+                rates = [
+                    statistics.median(made["answer_tokens"] / made["seconds"] for made in row["methods"][method])
+                    for method in (name, baseline)
+                ]
+                pairs.append(rates[0] / rates[1])
+            found = ratios["tokens_per_second"]
+            assert found["pairs"] == 4 and found["median"] == pytest.approx(statistics.median(pairs))
+            assert min(pairs) <= found["low"] <= found["median"] <= found["high"] <= max(pairs)
+
+
+def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun:
+    return TimedRun(seconds, prefill, [Answer(list(range(tokens)), forwards, tokens - 1)])
+
+
+def test_numbers_on_a_worked_example() -> None:
+    prompts = [BenchPrompt(str(i), category, f"f:{i}", [1]) for i, category in enumerate("aab")]
+    turns = [
+        Turn(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
+        Turn(0, 1, [0], {"plain": made(5, 4, 3.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
+        Turn(1, 0, [1], {"plain": made(9, 8, 1.8, 0.2), "exact": made(9, 2, 0.45, 0.05)}),
+        Turn(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 6, 2.8, 0.4)}),
+    ]
+    record = build_record(prompts, {"plain": {}, "exact": {}}, turns)
+    exact, plain = record["methods"]["exact"], record["methods"]["plain"]
+    # by prompt: plain (5/1 + 5/3)/2, 5, 5 and exact 10, 20, 2.5 tokens per second
+    assert plain["tokens_per_second"] == pytest.approx(5) and exact["tokens_per_second"] == pytest.approx(10)
+    ratios = record["ratios"]["plain"]["exact"]
+    assert ratios["tokens_per_second"]["median"] == pytest.approx(3.0)  # of 10 / (10/3), 4 and 0.5
+    assert ratios["seconds_per_answer"]["median"] == pytest.approx(4.0)  # of 2 / 0.5, 4 and 0.5
+    assert ratios["decode_tokens_per_second"]["median"] == pytest.approx(10 / ((4 / 0.8 + 4 / 2.8) / 2))
+    # 4/2 twice, 8/2 and 6/6: pooled by category, then pooled over all
+    assert exact["categories"]["a"]["tau"] == pytest.approx(16 / 6) and exact["categories"]["b"]["tau"] == 1.0
+    assert exact["tau_category_mean"] == pytest.approx((16 / 6 + 1) / 2) and exact["tau"] == pytest.approx(22 / 12)
+    assert exact["identical_to_baseline"] == 1.0 and exact["answers"] == 3
+    assert exact["seconds_total"] == pytest.approx(0.5 + 0.45 + 2.8)
+
+
+def test_interval_is_seeded_and_covers_the_median() -> None:
+    values = [1.0, 1.2, 1.1, 3.0, 0.9, 1.3]
+    found = interval(values, seed=1)
+    assert found == interval(values, seed=1)
+    assert found["median"] == pytest.approx(1.15)
+    assert min(values) <= found["low"] < 1.15 < found["high"] <= max(values)
+    assert interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "pairs": 1}
+    assert interval([])["median"] is None
+
+
+class Recorder(Method):
+    """Writes down who was asked what."""
+
+    def __init__(self, name: str, calls: list[tuple[str, int, int, int]]) -> None:
+        self.name, self.calls = name, calls
+
+    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        self.calls.append((self.name, prompts[0][0], options["max_new_tokens"], seed))
+        return made(3, 2, 1.0, 0.5)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def test_methods_take_turns_after_an_uncounted_warm_up() -> None:
+    calls: list[tuple[str, int, int, int]] = []
+    methods = [Recorder(name, calls) for name in "abc"]
+    prompts = [BenchPrompt(str(i), "x", "", [i]) for i in range(4)]
+    turns = take_turns(Settings("f", [], max_new_tokens=64), methods, prompts, None)
+    assert calls[:3] == [("a", 0, 16, 0), ("b", 0, 16, 0), ("c", 0, 16, 0)]
+    assert ["".join(name for name, prompt, *_ in calls[3:] if prompt == i) for i in range(4)] == [
+        "abc", "bca", "cab", "abc",
+    ]  # fmt: skip
+    assert all(count == 64 for _, _, count, _ in calls[3:]) and len(turns) == 4
+    for i in range(4):  # every method draws with the same seed on the same prompt
+        assert len({seed for _, prompt, _, seed in calls[3:] if prompt == i}) == 1
+
+
+def test_batches_keep_to_one_category_and_agree(toy: Toy) -> None:
+    prompts = [BenchPrompt(str(i), category, "", [i]) for i, category in enumerate("abaab")]
+    assert group_prompts(prompts, 2) == [[0, 2], [3], [1, 4]]
+    assert group_prompts(prompts, 1) == [[0], [1], [2], [3], [4]]
+    record = toy_run(toy, ["plain", "exact", "hf-generate"], batch_size=2)
+    for row in record["prompts"]:
+        runs = [row["methods"][name][0] for name in record["methods"]]
+        assert len({made["tokens_sha256"] for made in runs}) == 1
+        assert all(made["batch"] == 2 for made in runs)
+
+
+def test_sampled_runs_repeat_with_their_seed(toy: Toy) -> None:
+    def hashes(seed: int) -> list[str]:
+        record = toy_run(toy, ["exact", "hf-generate"], temperature=1.0, limit=2, seed=seed, warmup=False)
+        return [runs[0]["tokens_sha256"] for row in record["prompts"] for runs in row["methods"].values()]
+
+    assert hashes(1) == hashes(1) != hashes(2)
+
+
+def test_limit_needs_no_rows_behind_it(toy: Toy, tmp_path: Path) -> None:
+    broken = tmp_path / "prompts.jsonl"
+    broken.write_text(toy.prompts.read_text().splitlines()[0] + "\nnot json\n")
+    settings: dict[str, Any] = dict(target=str(toy.target), dtype="fp32", max_new_tokens=3)
+    assert len(run(broken, ["hf-generate"], limit=1, **settings)["prompts"]) == 1
+    with pytest.raises(FsdError, match="prompts.jsonl:2: not JSON"):
+        run(broken, ["hf-generate"], **settings)
+
+
+KILLED = """
+import os, signal, sys
+from fsd_infer.bench.partial import PartialFile
+from fsd_infer.cli import main
+
+add = PartialFile.add
+
+def add_and_die(self, turn):
+    add(self, turn)
+    if len(self.turns) == 2:
+        with self.path.open("a") as file:
+            file.write('{"group": 2, "repeat": 0, "prom')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+PartialFile.add = add_and_die
+main(sys.argv[1:])
+"""
+
+
+def test_killed_run_continues_without_loss(
+    toy: Toy, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bench.json"
+    argv = ["bench", "--prompts", str(toy.prompts), "--methods", "plain,exact", "--max-new-tokens", "6"]
+    argv += ["--no-warmup", "--json", str(path), *toy.models]
+    done = subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=repo_root, capture_output=True, check=False)
+    partial = tmp_path / "bench.json.partial.jsonl"
+    assert done.returncode == -9 and not path.exists()
+    before = [json.loads(line) for line in partial.read_text().splitlines()[1:3]]
+
+    assert main(argv) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*argv, "--resume", "--seed", "9"]) == 2
+    assert "other settings (seed)" in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0
+    assert "plain" in capsys.readouterr().out and not partial.exists()
+    record = json.loads(path.read_text())
+    for index, row in enumerate(record["prompts"]):
+        assert {name: len(runs) for name, runs in row["methods"].items()} == {"plain": 1, "exact": 1}
+        if index < 2:  # measured before the kill, and not again
+            for name, runs in row["methods"].items():
+                assert runs[0]["seconds"] == before[index]["runs"][name]["seconds"]
+
+
+def test_partial_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "r.json.partial.jsonl").write_text("hello\n")
+    with pytest.raises(FsdError, match="does not begin with the settings"):
+        PartialFile(tmp_path / "r.json", {}, resume=True)
+
+
+def test_tables_are_aligned_and_complete(record: dict[str, Any]) -> None:
+    assert table(["name", "x"], [["a", "1.5"], ["long", "12.25"]]) == (
+        "name      x\n----  -----\na       1.5\nlong  12.25"
+    )
+    text = bench_table(record)
+    main_table, by_category, phases = text.split("\n\n")
+    lines = main_table.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == METHODS
+    assert len({len(line) for line in lines[1:-1]}) == 1, "numbers end in one column"
+    assert f"{record['methods']['exact']['tau']:.2f}" in lines[5] and "log-lik/token" in lines[0]
+    assert [line.split()[0] for line in by_category.splitlines()[3:]] == ["cats", "ends", "mean"]
+    assert [line.split()[0] for line in phases.splitlines()[3:]] == METHODS[2:]
+
+
+def test_numbers_that_json_lacks() -> None:
+    assert jsonable({"a": float("nan"), "b": [float("inf"), (-float("inf"), 1)]}) == {
+        "a": None,
+        "b": ["inf", ["-inf", 1]],
+    }

@@ -1,0 +1,302 @@
+"""`fsd-infer` through main(argv), on a tiny saved model."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsd_infer import FuzzyDecoder, decoder, quickstart
+from fsd_infer.cli import main
+from fsd_infer.divergence import DIVERGENCES
+from fsd_infer.models import parse_dtype
+from fsd_infer.report import COLOURS, RESET, show_accepted, token_pieces, use_colour
+from fsd_infer.rules import RULES, Source
+from tests.bench_toys import Toy, save_toy
+from tests.text_toys import tiny_tokenizer, write_rows
+
+PROMPT = "the cat sat on the mat"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def reference(toy: Toy) -> FuzzyDecoder:
+    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=parse_dtype("fp32"))
+
+
+def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr)"""
+    capsys.readouterr()
+    status = main(argv)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_generate_prints_the_answer_and_a_line_of_statistics(
+    toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = reference.generate(PROMPT, "exact", max_new_tokens=12, temperature=0)
+    status, out, err = call(capsys, "generate", "--prompt", PROMPT, *toy.models, "--max-new-tokens", "12")
+    assert status == 0
+    assert out == expected.texts[0] + "\n"
+    assert f"{len(expected.sequences[0])} tokens" in err and "rule exact" in err and "tau" in err
+
+
+def test_json_holds_tokens_sources_and_statistics(
+    toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = ["--rule", "fuzzy", "--divergence", "tv", "--threshold", "0.4", "--budget", "3"]
+    status, out, _ = call(
+        capsys, "generate", "--prompt", PROMPT, *toy.models, *rule, "--max-new-tokens", "16", "--json"
+    )
+    record = json.loads(out)
+    expected = reference.generate(PROMPT, "fuzzy:tv:0.4:3", max_new_tokens=16, temperature=0)
+    assert status == 0
+    assert record["tokens"] == expected.sequences[0] and record["text"] == expected.texts[0]
+    assert record["sources"] == [Source(s).name.lower() for s in expected.records[0].sources]
+    assert record["stats"]["rule"]["threshold"] == 0.4 and record["stats"]["rule"]["budget"] == 3
+    assert record["stats"]["target_forwards"] == expected.stats.target_forwards
+    full = call(
+        capsys, "generate", "--prompt", PROMPT, *toy.models, "--rule", "fuzzy:tv:0.4:3", "--max-new-tokens", "16",
+        "--json",
+    )[1]  # fmt: skip
+    assert json.loads(full)["tokens"] == record["tokens"]
+
+
+def test_stream_prints_the_same_text(toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = reference.generate(PROMPT, "exact", max_new_tokens=12, temperature=0)
+    _, out, _ = call(capsys, "generate", "--prompt", PROMPT, *toy.models, "--max-new-tokens", "12", "--stream")
+    assert out.strip() == expected.texts[0].strip()
+
+
+def test_prompt_from_file_and_standard_input_and_raw(
+    toy: Toy,
+    reference: FuzzyDecoder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    options = [*toy.models, "--max-new-tokens", "8", "--json"]
+    chat = reference.generate(PROMPT, max_new_tokens=8, temperature=0).sequences[0]
+    raw = reference.generate(PROMPT, max_new_tokens=8, temperature=0, chat=False).sequences[0]
+    assert chat != raw
+    assert json.loads(call(capsys, "generate", "--prompt-file", str(file), *options)[1])["tokens"] == chat
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert json.loads(call(capsys, "generate", "--prompt-file", "-", "--raw", *options)[1])["tokens"] == raw
+
+
+def test_sampling_follows_the_seed(toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--temperature", "0.9", "--top-p", "0.9", "--max-new-tokens", "12", "--json"]
+
+    def tokens(seed: int) -> list[int]:
+        out = call(capsys, "generate", "--prompt", PROMPT, *toy.models, *options, "--seed", str(seed))[1]
+        found: list[int] = json.loads(out)["tokens"]
+        return found
+
+    expected = reference.generate(PROMPT, do_sample=True, temperature=0.9, top_p=0.9, max_new_tokens=12, seed=3)
+    assert tokens(3) == expected.sequences[0]
+    assert tokens(4) != tokens(3)
+
+
+def test_shown_colours_are_the_sources(toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*toy.models, "--rule", "fuzzy:js:0.2", "--max-new-tokens", "40"]
+    made = reference.generate(PROMPT, "fuzzy:js:0.2", max_new_tokens=40, temperature=0)
+    sources = made.records[0].sources
+    assert set(sources) == {0, 1, 2}, "the toy shows every source"
+    _, out, _ = call(capsys, "generate", "--prompt", PROMPT, *options, "--show-accepted", "--color", "always")
+    shown, _, legend = out.rpartition("\n" + "tokens by source: ")
+    assert all(meaning in legend for meaning in ("target", "exact acceptance", "open gate"))
+
+    found, state, rest = [], Source.TARGET, shown
+    codes = {COLOURS[Source.EXACT]: Source.EXACT, COLOURS[Source.GATE]: Source.GATE, RESET: Source.TARGET}
+    while rest:
+        code = next((code for code in codes if rest.startswith(code)), None)
+        if code is not None:
+            state, rest = codes[code], rest[len(code) :]
+        else:
+            found.append((rest[0], state))
+            rest = rest[1:]
+    pieces = token_pieces(reference.tokenizer, made.sequences[0])
+    assert found == [(char, source) for piece, source in zip(pieces, sources, strict=True) for char in piece]
+    assert "".join(char for char, _ in found) == made.texts[0]
+
+
+def test_marks_without_colours(
+    toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert show_accepted(["a", " b", "", "c"], [0, 1, 1, 2], colour=False) == "a[ b][]{c}"
+    made = reference.generate(PROMPT, "fuzzy:js:0.2", max_new_tokens=10, temperature=0)
+    options = [*toy.models, "--rule", "fuzzy:js:0.2", "--max-new-tokens", "10", "--show-accepted"]
+    _, out, _ = call(capsys, "generate", "--prompt", PROMPT, *options)  # no terminal
+    pieces = token_pieces(reference.tokenizer, made.sequences[0])
+    assert out.startswith(show_accepted(pieces, made.records[0].sources, colour=False) + "\n")
+    assert "\x1b" not in out
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert (
+        use_colour("auto", Terminal()) and not use_colour("never", Terminal()) and not use_colour("auto", io.StringIO())
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_colour("auto", Terminal()) and use_colour("always", Terminal())
+
+
+def test_pieces_never_cut_a_character() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("the é sat")["input_ids"]
+    pieces = token_pieces(tokenizer, [*ids, tokenizer.eos_token_id])
+    assert "".join(pieces) == "the é sat" and len(pieces) == len(ids) + 1
+    assert pieces.count("") >= 2  # the first byte of é, and the end token
+    assert token_pieces(tokenizer, []) == []
+
+
+def test_rules_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "rules")
+    assert status == 0
+    for name in [*RULES, *DIVERGENCES, "eagle", "lm", "smollm2-135m"]:
+        assert name in out
+
+
+BAD = {
+    "unknown rule": (["--rule", "fuzy"], "unknown rule 'fuzy'. Did you mean 'fuzzy'?"),
+    "unknown divergence": (["--rule", "fuzzy", "--divergence", "jss"], "unknown divergence 'jss'"),
+    "negative threshold": (["--rule", "fuzzy", "--threshold", "-0.1"], "threshold"),
+    "negative budget": (["--rule", "fuzzy", "--budget", "-1"], "budget"),
+    "threshold of exact": (["--threshold", "0.3"], "rule 'exact' has no threshold"),
+    "both forms": (["--rule", "fuzzy:js:0.3", "--threshold", "0.1"], "not both"),
+    "dtype": (["--dtype", "bf8"], "unknown dtype 'bf8'"),
+    "tree": (["--tree", "5,6"], "--tree takes depth,width,nodes"),
+    "empty tree": (["--tree", "0,6,16"], "depth >= 1"),
+    "temperature": (["--temperature", "-1"], "--temperature must not be negative"),
+    "top-p": (["--temperature", "1", "--top-p", "1.5"], "--top-p"),
+    "top-p and greedy": (["--top-p", "0.5"], "no effect at temperature 0"),
+    "unknown target": (["--target", "smolm2-135m"], "unknown target 'smolm2-135m'. Did you mean 'smollm2-135m'?"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    extra, message = BAD[name]
+    status, out, err = call(capsys, "generate", "--prompt", PROMPT, *toy.models, *extra)
+    assert status == 2 and out == ""
+    assert err.startswith("fsd-infer: ") and err.count("\n") == 1 and message in err
+
+
+def test_other_bad_input(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = call(capsys, "generate", "--prompt", "  ", *toy.models)
+    assert status == 2 and "the prompt is empty" in err
+    status, _, err = call(capsys, "generate", "--prompt-file", str(tmp_path / "none.txt"), *toy.models)
+    assert status == 2 and "none.txt: cannot be read" in err
+    status, _, err = call(capsys, "generate", "--prompt", "the cat " * 200, *toy.models)
+    assert status == 2 and "context of 256 tokens" in err
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--prompt", PROMPT, "--stream", "--json"])
+    assert stop.value.code == 2
+    with pytest.raises(ValueError, match="unknown rule"):
+        main(["generate", "--prompt", PROMPT, "--rule", "fuzy", "--debug"])
+
+
+BAD_BENCH = {
+    "method": (["--methods", "plain,exat"], "unknown method 'exat'"),
+    "rule's parameter": (["--methods", "fuzzy:js:-0.3"], "threshold"),
+    "lookup": (["--methods", "hf-lookup:x"], "must be a number of tokens"),
+    "twice": (["--methods", "plain,plain"], "named twice"),
+    "none": (["--methods", ","], "no methods"),
+    "resume": (["--resume"], "--resume continues"),
+    "batched lookup": (["--methods", "hf-lookup", "--batch-size", "2"], "one prompt at a time"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BENCH)
+def test_bad_benchmarks_are_told_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    extra, message = BAD_BENCH[name]
+    status, _, err = call(capsys, "bench", "--prompts", str(toy.prompts), *toy.models, *extra)
+    last = err.replace("\r", "\n").strip().splitlines()[-1]
+    assert status == 2 and last.startswith("fsd-infer: ") and message in last
+
+
+def test_malformed_prompt_is_named_by_file_and_line(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the cat"}, {"promt": "the mat"}])
+    status, _, err = call(capsys, "bench", "--prompts", str(file), "--methods", "plain", *toy.models)
+    assert status == 2 and f"{file}:2: no prompt" in err
+    long = write_rows(tmp_path / "long.jsonl", [{"prompt": "the cat " * 200}])
+    status, _, err = call(capsys, "bench", "--prompts", str(long), "--methods", "plain", *toy.models)
+    assert status == 2 and "long.jsonl:1: the prompt has" in err
+
+
+# quickstart -----------------------------------------------------------------------------------------------------------
+
+
+def test_quickstart_compares_the_methods(
+    toy: Toy, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    shutil.copy(repo_root / quickstart.PROMPTS, tmp_path / quickstart.PROMPTS)
+    monkeypatch.setattr(quickstart, "TARGET", str(toy.target))
+    monkeypatch.setattr(quickstart, "repository", lambda: tmp_path)
+    monkeypatch.setattr(quickstart, "builtin_dir", lambda name: toy.target)
+    for module in (quickstart, decoder):
+        monkeypatch.setattr(module, "shipped_drafter", lambda name: toy.drafter)
+    status, out, err = call(capsys, "quickstart", "--train-seconds", "0", "--prompts", "2", "--max-new-tokens", "4")
+    assert status == 0 and "3/3  decoding 2 prompts" in err
+    assert all(method in out for method in quickstart.METHODS)
+    assert "x hf-generate" in out and "x plain" in out and "nats spent" in out
+    record = json.loads((tmp_path / quickstart.OUTPUT / "bench.json").read_text())
+    assert len(record["prompts"]) == 2 and record["settings"]["max_new_tokens"] == 4
+
+
+def test_quickstart_tells_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "shipped_drafter", lambda name: None)
+    status, _, err = call(capsys, "quickstart")
+    assert status == 2 and "no trained head for smollm2-135m" in err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "__file__", str(tmp_path / "site-packages" / "fsd_infer" / "quickstart.py"))
+    status, _, err = call(capsys, "quickstart")
+    assert status == 2 and "from the root of a checkout" in err
+
+
+def test_quickstart_prompts_are_a_dozen_of_several_kinds(repo_root: Path) -> None:
+    rows = [json.loads(line) for line in (repo_root / quickstart.PROMPTS).read_text().splitlines()]
+    assert len(rows) == 12 and len({row["prompt"] for row in rows}) == 12
+    assert len({row["category"] for row in rows}) >= 8
+
+
+def test_quickstart_training_overrides_fit_the_recipe(
+    repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    from fsd_train.cli import main as train_main
+
+    monkeypatch.chdir(repo_root)
+    with pytest.raises(SystemExit) as stop:
+        train_main([*quickstart.train_command(75)[3:], "--print_config"])
+    assert stop.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["trainer"]["max_time"] == "00:00:01:15"
+    assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
+    assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
+    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["target"] == quickstart.TARGET
+
+
+def test_losses_are_read_from_the_log(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step,loss,tokens_per_s\n1,9.5,\n2,,120.0\n3,4.25,\n")
+    assert quickstart.read_losses(tmp_path / "logs") == [9.5, 4.25]
+    assert quickstart.read_losses(tmp_path / "nothing") == []
