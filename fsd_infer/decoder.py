@@ -99,11 +99,8 @@ class FuzzyDecoder:
         )
         made = load_drafter(drafter, wrapped, tree)
         if pack:
-            pack_linears(wrapped.model)
-            if isinstance(made, EagleDrafter):
-                pack_linears(made.head)
-            if isinstance(made, LMDrafter):
-                pack_linears(made.model.model)
+            for module in (wrapped.model, *made.modules()):
+                pack_linears(module)
         return cls(wrapped, made)
 
     @property

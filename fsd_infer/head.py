@@ -232,7 +232,7 @@ class EagleHead(nn.Module):
         self.register_buffer("feature_scale", torch.ones(config.hidden_size) if config.feature_scale else None)
 
     def cast(self, dtype: torch.dtype) -> EagleHead:
-        """Convert the parameters only: ``.to(dtype)`` would round the rotary frequencies, and with them far positions."""
+        """Convert the parameters only: ``.to(dtype)`` would round the rotary frequencies too."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self

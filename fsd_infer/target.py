@@ -136,14 +136,12 @@ class Target:
         """ids [...] -> input embeddings [..., H_embed], as the target's first layer sees them before any scaling."""
         return self.model.get_input_embeddings()(ids)
 
-    def lm_logits(self, features: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def lm_logits(self, features: Tensor, head: nn.Module | None = None) -> Tensor:
         """features [..., H] -> logits [..., V], with the family's scale and soft cap.
 
-        ``weight`` [Vd, H] and ``bias`` [Vd], rows of the LM head, restrict the result to a reduced vocabulary
-        (see :meth:`lm_head_rows`).
+        ``head``, a linear layer of chosen rows of the LM head (see :meth:`reduced_lm_head`), gives [..., Vd] instead.
         """
-        head = self.model.get_output_embeddings()
-        logits = head(features) if weight is None else nn.functional.linear(features, weight, bias)
+        logits = (head or self.model.get_output_embeddings())(features)
         scale = getattr(self.config, "logit_scale", None)  # cohere multiplies
         if scale is not None:
             logits = logits * scale
@@ -168,6 +166,15 @@ class Target:
         """Features [B, M, H] of right-padded sequences ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
         self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
         return self._take_features()
+
+    def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
+        """The rows ids [Vd] of the LM head as a frozen linear layer."""
+        weight, bias = self.lm_head_rows(ids)
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        head.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            head.bias = nn.Parameter(bias, requires_grad=False)
+        return head
 
     @torch.no_grad()
     def check_lm_head(self) -> None:

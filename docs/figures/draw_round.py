@@ -82,7 +82,7 @@ def main() -> None:
         (EXACT, "y ~ p is a child: go down  (the exact rule does the same)"),
         (
             GATE,
-            "y is no child, but the gate D(p, q) ≤ T is open: redraw y ~ p restricted to C, go down; spends −ln p(C) nats",
+            "y is no child, but the gate D(p, q) ≤ T is open: redraw y ~ p within C, go down; spends −ln p(C) nats",
         ),
         (TARGET, "y is no child and the gate is closed, or the node is a leaf: emit y, the round ends"),
     ]

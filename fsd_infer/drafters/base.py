@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsd_infer.registry import Registry
 from fsd_infer.tree import DraftTree
@@ -77,6 +77,10 @@ class Drafter(ABC):
     @abstractmethod
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         """Open a session for a batch whose texts begin with first_tokens [B]; the rest arrives by ``extend``."""
+
+    def modules(self) -> list[nn.Module]:
+        """Modules of the drafter's own, for whoever wants to pack, compile or move them."""
+        return []
 
     def describe(self) -> dict[str, Any]:
         """Name and options, for records of runs."""

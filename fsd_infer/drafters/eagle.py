@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.checkpoint import load_head
@@ -68,11 +68,11 @@ class EagleDrafter(Drafter):
         self.target = target
         self.head = head.to(target.device).cast(target.dtype).eval()
         shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
-        vocabulary = head.config.draft_vocab_size or target.vocab_size
-        width = min(shape.width, vocabulary)
+        self.vocabulary = head.config.draft_vocab_size or target.vocab_size
+        width = min(shape.width, self.vocabulary)
         self.shape = TreeShape(shape.depth, width, shape.nodes)
         self.draft_ids = head.draft_ids
-        self.weight, self.bias = target.lm_head_rows(self.draft_ids)
+        self.lm_head = None if self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
@@ -92,13 +92,16 @@ class EagleDrafter(Drafter):
 
     def q_logits(self, features: Tensor) -> Tensor:
         """[..., H] -> [..., Vd]."""
-        return self.target.lm_logits(features, self.weight, self.bias).float()
+        return self.target.lm_logits(features, self.lm_head).float()
 
     def to_target_ids(self, drafts: Tensor) -> Tensor:
         return drafts if self.draft_ids is None else self.draft_ids[drafts]
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "width": self.shape.width, "draft_vocab_size": int(self.weight.shape[0])}
+        return {**super().describe(), "width": self.shape.width, "draft_vocab_size": self.vocabulary}
+
+    def modules(self) -> list[nn.Module]:
+        return [self.head] if self.lm_head is None else [self.head, self.lm_head]
 
 
 class EagleSession(DraftSession):

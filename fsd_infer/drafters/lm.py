@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.errors import FsdError, VocabularyMismatchError
@@ -46,6 +46,9 @@ class LMDrafter(Drafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return LMSession(self, first_tokens, request)
+
+    def modules(self) -> list[nn.Module]:
+        return [self.model.model]
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "model": self.model.name}
