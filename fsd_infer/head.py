@@ -231,6 +231,14 @@ class EagleHead(nn.Module):
         self.register_buffer("draft_ids", ids)
         self.register_buffer("feature_scale", torch.ones(config.hidden_size) if config.feature_scale else None)
 
+    def set_draft_ids(self, ids: Tensor | None) -> None:
+        """Draft over other target ids [Vd] (ascending; None: all of them).
+
+        Possible at any time because the head estimates features and the LM head is the target's.
+        """
+        self.draft_ids = ids
+        self.config.draft_vocab_size = None if ids is None else len(ids)
+
     def cast(self, dtype: torch.dtype) -> EagleHead:
         """Convert the parameters only: ``.to(dtype)`` would round the rotary frequencies too."""
         for parameter in self.parameters():

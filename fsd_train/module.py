@@ -19,6 +19,7 @@ from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
+from fsd_train.data import read_answers
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import ChainLength, StepAgreement, greedy_agreement
 from fsd_train.optim import OPTIMIZERS, build_optimizer
@@ -131,9 +132,9 @@ class EagleModule(LightningModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "answer_counts"):
             raise DataError("draft_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
-        return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self._always_drafted())
+        return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self.always_drafted())
 
-    def _always_drafted(self) -> list[int]:
+    def always_drafted(self) -> list[int]:
         """Ids that end an answer or a turn: end-of-sequence, and the tokenizer's special tokens."""
         target = self.target
         special = set() if target.tokenizer is None else special_ids(target.tokenizer)
@@ -368,6 +369,21 @@ def export_main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fsd-train export", description="Write a checkpoint's head for fsd-infer.")
     parser.add_argument("checkpoint", help=".ckpt file of `fsd-train fit`")
     parser.add_argument("output", help="directory of the head")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        metavar="N",
+        help="draft over the N most frequent ids of --data instead of those it was trained with (the head estimates "
+        "features, so this costs no training: more ids cover more of the text and make drafting slower)",
+    )
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="answers to count ids in, with --draft-vocab-size")
     args = parser.parse_args(argv)
-    print(load_module(args.checkpoint).export(args.output, {"checkpoint": Path(args.checkpoint).name}), file=sys.stderr)
+    if (args.draft_vocab_size is None) != (args.data is None):
+        parser.error("--draft-vocab-size and --data go together")
+    module = load_module(args.checkpoint)
+    if args.data:
+        answers, _ = read_answers(args.data, module.target.tokenizer, vocab_size=module.target.vocab_size)
+        counts = answers.answer_counts(module.target.vocab_size)
+        module.head.set_draft_ids(choose_draft_ids(counts, args.draft_vocab_size, module.always_drafted()))
+    print(module.export(args.output, {"checkpoint": Path(args.checkpoint).name}), file=sys.stderr)
     return 0

@@ -192,6 +192,22 @@ def test_export_command(whole: tuple[EagleModule, Trainer, Path], toys: Path, tm
     assert torch.equal(head.fc.weight, expected.bfloat16().float())
 
 
+def test_export_with_another_draft_vocabulary(
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
+) -> None:
+    checkpoint = str(whole[2] / "ckpt" / "step=20.ckpt")
+    target = Target.from_pretrained(str(toys / "target"))
+    answers = str(toys / "answers.jsonl")
+    size = target.vocab_size - 1
+    assert export_main([checkpoint, str(tmp_path / "head"), "--draft-vocab-size", str(size), "--data", answers]) == 0
+    head = load_head(tmp_path / "head", target)
+    assert head.draft_ids is not None and len(head.draft_ids) == size == head.config.draft_vocab_size
+    assert bool((head.draft_ids.diff() > 0).all())
+    assert set(target.eos_token_ids) <= set(head.draft_ids.tolist())
+    with pytest.raises(SystemExit):
+        export_main([checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)])
+
+
 def test_bad_checkpoints_are_refused(tmp_path: Path, whole: tuple[EagleModule, Trainer, Path]) -> None:
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         load_module(tmp_path / "none.ckpt")
