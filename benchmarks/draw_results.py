@@ -39,10 +39,8 @@ def draw(record: dict[str, Any], output: Path) -> None:
     for name, facts in methods.items():
         x, y = facts["log_likelihood_per_token"], facts["tau_category_mean"]
         right.scatter([x], [y], color=colours[name], s=60, zorder=3)
-        right.annotate(
-            f"{name}\n{facts['answer_tokens']:.0f} tokens per answer", (x, y), textcoords="offset points", xytext=(7, -4),
-            fontsize=8,
-        )  # fmt: skip
+        note = f"{name}\n{facts['answer_tokens']:.0f} tokens per answer"
+        right.annotate(note, (x, y), textcoords="offset points", xytext=(7, -4), fontsize=8)
     right.set_xlabel("target's log-likelihood of the answers (nats per token)")
     right.set_ylabel("τ, mean over categories")
     right.margins(x=0.35, y=0.15)

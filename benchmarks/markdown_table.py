@@ -1,0 +1,50 @@
+"""Prints a bench record as the Markdown table of the README, with where its numbers come from.
+
+Run: python benchmarks/markdown_table.py RECORD.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def markdown(record: dict[str, Any], name: str) -> str:
+    methods, settings, environment = record["methods"], record["settings"], record["environment"]
+    baselines = list(record["ratios"])
+    headers = ["method", "tok/s", *(f"× `{b}` (95 %)" for b in baselines), "τ", "τ, mean over categories"]
+    headers += ["target forwards", "answer tokens", "gate open", "nats spent", "log-likelihood/token"]
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    for method, facts in methods.items():
+        row = [f"`{method}`", number(facts["tokens_per_second"], 1)]
+        for baseline in baselines:
+            found = record["ratios"][baseline].get(method)
+            ratio = None if found is None else found["tokens_per_second"]
+            row.append("1" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})")
+        row += [number(facts["tau"], 2), number(facts["tau_category_mean"], 2)]
+        row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
+        share = facts["gate_open_fraction"]
+        row += ["–" if share is None else f"{100 * share:.0f} %", number(facts["divergence_spent"], 2)]
+        row += [number(facts["log_likelihood_per_token"], 3)]
+        lines.append("| " + " | ".join(row) + " |")
+    answers = next(iter(methods.values()))["answers"]
+    lines += [
+        "",
+        f"[`{name}`]({name}): {answers} prompts of `{settings['prompts']}`, {settings['max_new_tokens']} new tokens, "
+        f"temperature {settings['temperature']:g}, {settings['dtype']}, batch {settings['batch_size']}, seed "
+        f"{settings['seed']}; {environment.get('cpu', environment.get('cpu_model', '?'))}, "
+        f"{environment.get('threads')} threads; commit {str(environment.get('commit'))[:10]}.",
+        "",
+        f"`{environment.get('command')}`",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text()), sys.argv[1]))
