@@ -208,6 +208,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=bench)
     parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `turns`, `prompt` or `messages`")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
+    parser.add_argument("--every", type=positive, default=1, metavar="K", help="only each K-th prompt of the file")
     parser.add_argument(
         "--methods",
         default="hf-generate,plain,exact,fuzzy:js:0.3",
@@ -246,6 +247,7 @@ def bench(args: argparse.Namespace) -> int:
         device=args.device,
         tree=parse_tree(args.tree),
         limit=args.limit,
+        every=args.every,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         repeat=args.repeat,

@@ -209,6 +209,12 @@ def test_sampled_runs_repeat_with_their_seed(toy: Toy) -> None:
     assert hashes(1) == hashes(1) != hashes(2)
 
 
+def test_every_kth_prompt(toy: Toy) -> None:
+    everything = toy_run(toy, ["plain"], warmup=False)["prompts"]
+    some = toy_run(toy, ["plain"], warmup=False, every=2)["prompts"]
+    assert len(everything) > 2 and [row["id"] for row in some] == [row["id"] for row in everything][::2]
+
+
 def test_limit_needs_no_rows_behind_it(toy: Toy, tmp_path: Path) -> None:
     broken = tmp_path / "prompts.jsonl"
     broken.write_text(toy.prompts.read_text().splitlines()[0] + "\nnot json\n")

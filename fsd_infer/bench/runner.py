@@ -35,6 +35,7 @@ class Settings:
         methods: see :mod:`fsd_infer.bench.methods`.
         target, drafter, dtype, device, tree: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
         limit: only the first so many prompts; None for all.
+        every: take each so-many-th row of the file (files are often sorted by category).
         max_new_tokens: of each answer.
         temperature: 0 is greedy.
         repeat: how often each method answers each prompt.
@@ -54,6 +55,7 @@ class Settings:
     device: str | None = None
     tree: TreeShape | None = None
     limit: int | None = None
+    every: int = 1
     max_new_tokens: int = 128
     temperature: float = 0.0
     repeat: int = 1
@@ -67,7 +69,7 @@ class Settings:
         """Raises FsdError for what can be refused before anything is loaded."""
         check_methods(self.methods)
         parse_dtype(self.dtype)
-        for name in ("limit", "max_new_tokens", "repeat", "batch_size", "threads"):
+        for name in ("limit", "every", "max_new_tokens", "repeat", "batch_size", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise FsdError(f"{name} must be at least 1, got {value}.")
@@ -138,8 +140,9 @@ def run(
 
 def _read(settings: Settings) -> list[PromptRow]:
     rows = []
-    for row in read_prompts(settings.prompts):  # a malformed row is an error only where it would be used
-        rows.append(row)
+    for number, row in enumerate(read_prompts(settings.prompts)):  # a malformed row is an error only where it is used
+        if number % settings.every == 0:
+            rows.append(row)
         if settings.limit is not None and len(rows) >= settings.limit:
             break
     if not rows:
