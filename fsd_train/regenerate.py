@@ -312,7 +312,8 @@ def run(args: argparse.Namespace) -> Counter[str]:
         key = os.environ.get(args.api_key_env) if args.api_key_env else None
         backend = EndpointBackend(
             args.endpoint, args.endpoint_model or args.target, tokenizer, args.max_new_tokens,
-            None if args.no_request_seeds else args.seed,            args.concurrency, args.batch_size, key,
+            None if args.no_request_seeds else args.seed, args.concurrency,
+            args.batch_size, key,
         )  # fmt: skip
     else:
         window = getattr(model.config, "max_position_embeddings", None)

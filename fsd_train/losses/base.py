@@ -119,3 +119,22 @@ def build_loss(name: str, args: dict[str, Any] | None = None) -> Loss:
     if unknown:
         raise DataError(f"loss {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(known)}.")
     return kind(**(args or {}))
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Σ w·x / Σ w, a scalar; 0 where all weights are 0. values and weights [S, N]."""
+    return (values * weights).sum() / weights.sum().clamp_min(1e-6)
+
+
+def feature_distance(batch: DraftBatch) -> Tensor:
+    """SmoothL1(estimate, feature) per row, averaged over the H dimensions: [S, N] fp32, differentiable.
+
+    Taken in the space the head reads: divided by ``feature_scale`` where the head has one, so that outlier dimensions
+    do not drown the others.
+    """
+    estimates, features = batch.estimates, batch.features
+    if batch.feature_scale is not None:
+        estimates = estimates / batch.feature_scale.to(estimates.dtype)
+        features = features / batch.feature_scale.to(features.dtype)
+    wanted = features.to(estimates.dtype).expand_as(estimates)
+    return torch.nn.functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)

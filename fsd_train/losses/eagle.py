@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, feature_distance, weighted_mean
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -90,15 +89,8 @@ class EagleLoss:
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        total = batch.weights.sum().clamp_min(1e-6)
         entropy, agree = soft_cross_entropy(batch.estimates, batch.features, batch.head, self.chunk_size)
-        ce = (entropy * batch.weights).sum() / total
-        estimates, features = batch.estimates, batch.features
-        if batch.feature_scale is not None:
-            estimates = estimates / batch.feature_scale.to(estimates.dtype)
-            features = features / batch.feature_scale.to(features.dtype)
-        wanted = features.to(estimates.dtype).expand_as(estimates)
-        distance = functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
-        feature = (distance * batch.weights).sum() / total
+        ce = weighted_mean(entropy, batch.weights)
+        feature = weighted_mean(feature_distance(batch), batch.weights)
         loss = self.w_feature * feature + self.w_ce * ce
         return LossOutput(loss, {"feature_loss": feature.detach(), "ce_loss": ce.detach()}, agree)

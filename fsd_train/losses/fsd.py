@@ -1,0 +1,174 @@
+"""Expected accepted length under the rule that will judge the drafts. Derivation: docs/losses.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import DataError
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.rows import RowFunction, check_chunk_size, chunked_rows, divergence_rows, log_overlap
+
+RULES = ("exact", "fuzzy")
+OBJECTIVES = ("log", "log_mean", "linear")
+
+
+def chain_rows(positions: Tensor, weights: Tensor) -> Tensor:
+    """Which rows make up each chain whose steps are all supervised.
+
+    The chain that begins at flat position i has its step s at the row of position i+s.
+
+    Args:
+        positions: [N] distinct flat positions.
+        weights: [S, N], 0 where a step is not supervised.
+
+    Returns:
+        [S, C] row numbers: column c is a chain, row s its step s.
+    """
+    steps, length = weights.shape
+    if not length:
+        return positions.new_zeros(steps, 0)
+    row_at = positions.new_full((int(positions.max()) + steps,), -1)
+    row_at[positions] = torch.arange(length, device=positions.device)
+    rows = row_at[positions + torch.arange(steps, device=positions.device)[:, None]]  # [S, N], -1 where there is none
+    known = rows.clamp_min(0)
+    whole = ((rows >= 0) & (weights.gather(1, known) > 0)).all(0)
+    return known[:, whole]
+
+
+def expected_length(acceptance: Tensor) -> Tensor:
+    """Σ_k Π_{j≤k} a_j, the expected number of accepted drafts: acceptance [S, C] -> [C]."""
+    return acceptance.cumprod(0).sum(0)
+
+
+def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
+    """σ((T−D)/s), the smooth form of [D ≤ T]; shut at T = 0 and open at T = inf, as the gate itself is."""
+    if threshold == 0:
+        return torch.zeros_like(distance)
+    if math.isinf(threshold):
+        return torch.ones_like(distance)
+    return torch.sigmoid((threshold - distance) / softness)
+
+
+@LOSSES.register("fsd")
+class FSDLoss:
+    """The expected number of accepted drafts L = Σ_k Π_{j≤k} a_j of every chain, to be made long, plus an anchor.
+
+    a = e + (1−e)·σ((T−D(p, q))/s) is the chance that a drafted token survives, with e the exact part and the second
+    term that of a fuzzy gate (absent for ``rule`` exact). All of it lies over the draft vocabulary, p renormalised
+    within it, at the contexts of the training text.
+
+    With ``width`` None drafts are a chain sampled from q and e = Σ min(p, q). With ``width`` k a node has k children
+    sampled from q and the exact rule for trees accepts where the target's draw is among them:
+    e = Σ p·(1−(1−q)^k).
+
+    Args:
+        rule: "exact" or "fuzzy" (the or-rule; a strict gate has no such form).
+        divergence: D, a name of :mod:`fsd_infer.divergence`; on raw distributions.
+        threshold: T, or several: the objective is then their mean, since one head serves many settings.
+        softness: s > 0, in the unit of D.
+        objective: "log": mean over chains of −ln(L/S); "log_mean": −ln(mean L/S); "linear": mean of S−L, whose
+            gradient is that of the negative mean length.
+        width: children per node, or None for a sampled chain.
+        temperature: of both distributions in e (the gate reads raw ones, as decoding does).
+        anchor: weight of reverse_kl, KL(p||q), over all supervised rows. Where a first step is refused, the steps
+            after it get no gradient from L: the anchor keeps them learning.
+        w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
+        chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
+    """
+
+    def __init__(
+        self,
+        rule: str = "fuzzy",
+        divergence: str = "js",
+        threshold: float | Sequence[float] = 0.3,
+        softness: float = 0.1,
+        objective: str = "log",
+        width: int | None = None,
+        temperature: float = 1.0,
+        anchor: float = 0.1,
+        w_feature: float = 0.0,
+        chunk_size: int = 1024,
+    ) -> None:
+        thresholds = [threshold] if isinstance(threshold, int | float) else list(threshold)
+        if rule not in RULES or objective not in OBJECTIVES:
+            raise DataError(
+                f"fsd: rule is one of {', '.join(RULES)} and objective one of {', '.join(OBJECTIVES)}, "
+                f"got {rule!r} and {objective!r}."
+            )
+        if not thresholds or not all(value >= 0 for value in thresholds):
+            raise DataError(f"fsd: threshold must be one or more numbers that are not negative, got {threshold}.")
+        if not softness > 0 or not temperature > 0:
+            raise DataError(f"fsd: softness and temperature must be positive, got {softness} and {temperature}.")
+        if width is not None and width < 1:
+            raise DataError(f"fsd: width must be at least 1, or None for a sampled chain, got {width}.")
+        if not anchor >= 0 or not w_feature >= 0:
+            raise DataError(f"fsd: anchor and w_feature must not be negative, got {anchor} and {w_feature}.")
+        check_chunk_size(chunk_size)
+        self.thresholds = [float(value) for value in thresholds] if rule == "fuzzy" else [0.0]
+        self.softness = softness
+        self.objective = objective
+        self.width = width
+        self.temperature = temperature
+        self.anchor = anchor
+        self.w_feature = w_feature
+        self.chunk_size = chunk_size
+        # what is computed per row: the exact part, then D and the anchor where they are used
+        self._measures: list[RowFunction] = [self._exact_part]
+        if rule == "fuzzy":
+            self._measures.append(divergence_rows(divergence))
+        if anchor:
+            self._measures.append(divergence_rows("reverse_kl"))
+        self._fuzzy = rule == "fuzzy"
+
+    def _exact_part(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """e per row, [n]."""
+        if self.temperature != 1.0:
+            log_p, log_q = (log_p / self.temperature).log_softmax(-1), (log_q / self.temperature).log_softmax(-1)
+        if self.width is None:
+            return log_overlap(log_p, log_q).exp()
+        return torch.linalg.vecdot(log_p.exp(), 1 - (1 - log_q.exp()).pow(self.width))
+
+    def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.stack([measure(log_p, log_q) for measure in self._measures])
+
+    def _objective(self, lengths: Tensor, steps: int) -> Tensor:
+        """Scalar of the expected lengths [C]; 0, still differentiable, without any chain."""
+        if not lengths.numel():
+            return lengths.sum()
+        tiny = torch.finfo(lengths.dtype).tiny
+        if self.objective == "log":
+            return -(lengths / steps).clamp_min(tiny).log().mean()
+        if self.objective == "log_mean":
+            return -(lengths.mean() / steps).clamp_min(tiny).log()
+        return steps - lengths.mean()
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        steps = batch.estimates.shape[0]
+        values, agree = chunked_rows(self._rows, batch, self.chunk_size, count=len(self._measures))
+        chains = chain_rows(batch.positions, batch.weights)
+        exact = values[0].gather(1, chains)  # [S, C]
+        losses, parts = [], {"acceptance": weighted_mean(values[0], batch.weights).detach()}
+        for threshold in self.thresholds:
+            accepted = exact
+            if self._fuzzy:
+                gate = soft_gate(values[1].gather(1, chains), threshold, self.softness)
+                accepted = exact + (1 - exact) * gate
+            lengths = expected_length(accepted)
+            losses.append(self._objective(lengths, steps))
+            if lengths.numel():
+                parts[f"soft_tau_{threshold:g}" if self._fuzzy else "soft_tau"] = 1 + lengths.detach().mean()
+        loss = torch.stack(losses).mean()
+        parts["length_loss"] = loss.detach()
+        if self.anchor:
+            anchor = weighted_mean(values[-1], batch.weights)
+            loss = loss + self.anchor * anchor
+            parts["reverse_kl_loss"] = anchor.detach()
+        if self.w_feature:
+            feature = weighted_mean(feature_distance(batch), batch.weights)
+            loss = loss + self.w_feature * feature
+            parts["feature_loss"] = feature.detach()
+        return LossOutput(loss, parts, agree)

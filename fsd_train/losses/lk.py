@@ -1,0 +1,97 @@
+"""LK losses (arXiv 2602.23881): the acceptance rate itself, with a gradient that does not vanish at the start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import DataError
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
+
+FORMS = ("adaptive", "log")
+LEVELS = ("step", "row")
+
+_reverse_kl = divergence_rows("reverse_kl")
+
+
+def _log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return log_overlap(log_p, log_q)[None]
+
+
+def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return torch.stack([_reverse_kl(log_p, log_q), log_overlap(log_p, log_q).exp()])
+
+
+@LOSSES.register("lk")
+class LKLoss:
+    """With α = Σ min(p, q) = 1 − TV, the chance that a token sampled from q passes the exact test at a row:
+
+    - form "adaptive": λ·KL(p||q) + (1−λ)·(1−α), with λ = exp(−eta·α) held constant in the gradient: KL while the
+      drafter is bad, TV once it is good. This KL is ``reverse_kl`` (target from draft).
+    - form "log": −ln α, whose gradient is that of TV divided by α. It has no parameter.
+
+    p and q are raw distributions over the draft vocabulary, p renormalised within it.
+
+    Args:
+        form: "adaptive" or "log".
+        eta: how fast the adaptive form turns to TV (the paper's best is 3); 0 is pure KL.
+        level: what α stands for where it is not averaged linearly, in λ or under the logarithm. "step": its weighted
+            mean over the batch's rows of one unrolled step, as the paper's authors implement both forms; "row": each
+            row's own.
+        w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
+        chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
+    """
+
+    def __init__(
+        self,
+        form: str = "adaptive",
+        eta: float = 3.0,
+        level: str = "step",
+        w_feature: float = 0.0,
+        chunk_size: int = 1024,
+    ) -> None:
+        if form not in FORMS or level not in LEVELS:
+            raise DataError(
+                f"lk: form is one of {', '.join(FORMS)} and level one of {', '.join(LEVELS)}, "
+                f"got {form!r} and {level!r}."
+            )
+        if eta < 0 or w_feature < 0:
+            raise DataError(f"lk: eta and w_feature must not be negative, got {eta} and {w_feature}.")
+        check_chunk_size(chunk_size)
+        self.form = form
+        self.eta = eta
+        self.level = level
+        self.w_feature = w_feature
+        self.chunk_size = chunk_size
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [S, N], sums to 1
+        if self.form == "log":
+            values, agree = chunked_rows(_log_acceptance, batch, self.chunk_size)
+            log_alpha = values[0]
+            alpha = log_alpha.exp()
+            if self.level == "step":
+                log_alpha = self._per_step(alpha, batch.weights).log()
+            loss = -(log_alpha * share).sum()
+            parts = {}
+        else:
+            values, agree = chunked_rows(_kl_and_acceptance, batch, self.chunk_size, count=2)
+            kl, alpha = values
+            rate = alpha.detach()
+            mix = (-self.eta * (rate if self.level == "row" else self._per_step(rate, batch.weights))).exp()
+            loss = ((mix * kl + (1 - mix) * (1 - alpha)) * share).sum()
+            parts = {"reverse_kl_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
+        parts = {"lk_loss": loss.detach(), "acceptance": (alpha * share).sum().detach(), **parts}
+        if self.w_feature:
+            feature = weighted_mean(feature_distance(batch), batch.weights)
+            loss = loss + self.w_feature * feature
+            parts["feature_loss"] = feature.detach()
+        return LossOutput(loss, parts, agree)
+
+    @staticmethod
+    def _per_step(alpha: Tensor, weights: Tensor) -> Tensor:
+        """[S, N] -> [S, 1], the weighted mean of each step; 1 for a step without supervised rows, whose log is 0."""
+        total = weights.sum(1, keepdim=True)
+        mean = (alpha * weights).sum(1, keepdim=True) / total.clamp_min(1e-6)
+        return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)

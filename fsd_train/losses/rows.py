@@ -1,0 +1,135 @@
+"""Functions of a row's two distributions, evaluated without ever holding [N, Vd].
+
+A *row function* maps log p [n, Vd] and log q [n, Vd] (fp32, normalised over the draft vocabulary, p the target's) to R
+values per row, [R, n]. :func:`chunked_rows` evaluates one at all [S, N] rows of a batch, block by block, and knows its
+gradient on the estimates. A loss that couples rows (a product along a chain, a batch mean) is then ordinary autograd
+on the [R, S, N] values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsd_infer.divergence import Divergence, divergence
+from fsd_infer.errors import DataError
+from fsd_train.losses.base import DraftBatch, LMHead
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
+
+# A block has 1/LIVE of chunk_size's rows: at the peak 6 to 16 tensors of a block's size are alive (logits, both
+# log-probabilities, what autograd keeps of the row function), so that 1.3 chunk_size bounds them all.
+LIVE = 14
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Raises DataError if it is not positive."""
+    if chunk_size < 1:
+        raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
+
+
+def _blocks(rows: int, chunk_size: int) -> Iterator[slice]:
+    size = max(1, chunk_size // LIVE)
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+def _gradient(values: Tensor, logits: Tensor, coefficient: Tensor, head: LMHead) -> Tensor:
+    """The gradient [n, H] of Σ coefficient·values, both [R, n], on the estimates whose logits these are."""
+    (slope,) = torch.autograd.grad(values, logits, coefficient)
+    return head.grad_hidden(logits.detach(), slope)
+
+
+class _ChunkedRows(torch.autograd.Function):
+    """See :func:`chunked_rows`.
+
+    With one value per row (R = 1) its gradient is taken in forward, while the block's logits are at hand, and only
+    scaled in backward: the LM head is frozen, so nothing else is wanted. With more, backward knows the weights that
+    the R values go into the loss with, and a second pass over the blocks turns their weighted sum into one gradient:
+    one product with the LM head and one [S, N, H] instead of R of each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, rows: RowFunction, count: int, chunk_size: int
+    ) -> tuple[Tensor, Tensor]:
+        steps, length, _ = estimates.shape
+        values = torch.empty(count, steps, length, dtype=torch.float32, device=estimates.device)
+        agree = torch.empty(steps, length, dtype=torch.bool, device=estimates.device)
+        wanted = ctx.needs_input_grad[0]
+        grad = torch.empty_like(estimates) if wanted and count == 1 else None
+        for block in _blocks(length, chunk_size):
+            log_p = head(features[block]).log_softmax(-1)
+            best = log_p.argmax(-1)
+            for step in range(steps):
+                logits = head(estimates[step, block]).requires_grad_(grad is not None)
+                agree[step, block] = logits.detach().argmax(-1) == best
+                with torch.set_grad_enabled(grad is not None):
+                    found = rows(log_p, logits.log_softmax(-1))
+                values[:, step, block] = found.detach()
+                if grad is not None:
+                    grad[step, block] = _gradient(found, logits, torch.ones_like(found), head).to(grad.dtype)
+                del found, logits  # or they live on beside the next step's
+        ctx.settings = head, rows, chunk_size
+        ctx.save_for_backward(*([grad] if grad is not None else [estimates, features] if wanted else []))
+        ctx.mark_non_differentiable(agree)
+        return values, agree
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        coefficients = grads[0]
+        if len(ctx.saved_tensors) == 1:
+            (unit,) = ctx.saved_tensors
+            return (coefficients[0, ..., None] * unit).to(unit.dtype), None, None, None, None, None
+        estimates, features = ctx.saved_tensors
+        head, rows, chunk_size = ctx.settings
+        grad = torch.empty_like(estimates)
+        with torch.autocast(estimates.device.type, enabled=False):
+            for block in _blocks(estimates.shape[1], chunk_size):
+                log_p = head(features[block]).log_softmax(-1)
+                for step in range(estimates.shape[0]):
+                    logits = head(estimates[step, block]).requires_grad_()
+                    with torch.enable_grad():
+                        found = rows(log_p, logits.log_softmax(-1))
+                    grad[step, block] = _gradient(found, logits, coefficients[:, step, block], head).to(grad.dtype)
+                    del found, logits
+        return grad, None, None, None, None, None
+
+
+def chunked_rows(rows: RowFunction, batch: DraftBatch, chunk_size: int, count: int = 1) -> tuple[Tensor, Tensor]:
+    """A row function at every row and step of a batch.
+
+    Args:
+        rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
+        batch: its estimates are the only differentiable argument.
+        chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
+            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ 14).
+        count: R.
+
+    Returns:
+        (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token)
+    """
+    with torch.autocast(batch.estimates.device.type, enabled=False):
+        values, agree = _ChunkedRows.apply(batch.estimates, batch.features, batch.head, rows, count, chunk_size)
+    return values, agree
+
+
+def divergence_rows(name: str | Divergence) -> RowFunction:
+    """D(p, q) as [n] by the shared library's formula. Raises UnknownNameError for an unknown name.
+
+    The plain forms are called directly, since the block is a chunk already and its log-probabilities are finite; the
+    top-k forms through the object, which lumps.
+    """
+    found = divergence(name)
+    if found.k is None:
+        return found.rows
+    return lambda log_p, log_q: found(log_p, log_q, log_probs=True)
+
+
+def log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """ln Σ_v min(p, q), [n]: the logarithm of the chance that a token drawn from q passes the exact test."""
+    return torch.minimum(log_p, log_q).logsumexp(-1)
