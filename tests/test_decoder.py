@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,29 +35,36 @@ def prompts(repo_root: Path, decoder: FuzzyDecoder) -> list[list[int]]:
     return [row[-400:] for row in ids][:SLOW_PROMPTS]
 
 
-def _check_against_generate(decoder: FuzzyDecoder, prompts: list[list[int]], batch: int) -> None:
-    options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
+OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def _generated(decoder: FuzzyDecoder, prompts: list[list[int]]) -> list[list[int]]:
+    model = decoder.target.model
+    return [model.generate(torch.tensor([p]), **OPTIONS)[0, len(p) :].tolist() for p in prompts]
+
+
+def _check(decoder: FuzzyDecoder, prompts: list[list[int]], expected: list[list[int]], batch: int) -> None:
     taus = []
-    queue = iter(prompts)
-    while group := list(islice(queue, batch)):
-        expected = [decoder.target.model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in group]
-        out = decoder.generate(group, rule="exact", **options)
-        assert out.sequences == expected
+    for start in range(0, len(prompts), batch):
+        out = decoder.generate(prompts[start : start + batch], rule="exact", **OPTIONS)
+        assert out.sequences == expected[start : start + batch]
         taus.append(out.stats.tau)
     assert sum(taus) / len(taus) > 1.5, "the shipped head was hardly ever accepted"
 
 
 def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:
     short = sorted(prompts, key=len)[:FAST_PROMPTS]
-    _check_against_generate(decoder, short[:2], batch=1)
-    _check_against_generate(decoder, short[2:], batch=4)
+    expected = _generated(decoder, short)
+    _check(decoder, short[:2], expected[:2], batch=1)
+    _check(decoder, short[2:], expected[2:], batch=4)
 
 
 @pytest.mark.slow
 def test_greedy_equals_generate_on_sixty_prompts(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:
     assert len(prompts) == SLOW_PROMPTS
-    _check_against_generate(decoder, prompts, batch=1)
-    _check_against_generate(decoder, prompts, batch=4)
+    expected = _generated(decoder, prompts)
+    _check(decoder, prompts, expected, batch=1)
+    _check(decoder, prompts, expected, batch=4)
 
 
 def test_text_prompts_stop_strings_and_defaults(decoder: FuzzyDecoder) -> None:
