@@ -20,7 +20,7 @@ from fsd_infer.models import builtin_dir, shipped_drafter
 TARGET = "smollm2-135m"
 METHODS = ("hf-generate", "plain", "exact", "fuzzy:js:0.1", "fuzzy:js:0.3", "fuzzy:js:0.5")
 RECIPE = Path("recipes/smollm2-135m.yaml")
-ANSWERS = Path("data/smollm2-135m-answers-sample.jsonl.gz")
+ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")
 PROMPTS = Path("data/quickstart_prompts.jsonl")
 OUTPUT = Path("runs/quickstart")
 NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule fuzzy --threshold 0.3 --show-accepted"
