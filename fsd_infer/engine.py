@@ -232,7 +232,7 @@ class _Batch:
         # Prompts of different lengths: the model computed logits at the end of the longest only.
         self.target.check_lm_head()
         last = features.gather(1, ends[..., None].expand(-1, 1, features.shape[-1]))
-        return self.target.lm_logits(last).float()
+        return self.target.lm_logits(self.target.features_of(last)).float()
 
     def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
         texts = [self._text(row)[:-1] for row in self.rows] if self.processors.contextual else []

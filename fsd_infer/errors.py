@@ -36,3 +36,7 @@ class NonFiniteLogitsError(FsdError):
 
 class DataError(FsdError):
     """A malformed row in a data file. The message names file and line."""
+
+
+class NonFiniteLossError(FsdError):
+    """Training produced a NaN or infinite loss or gradient."""

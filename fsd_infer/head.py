@@ -3,11 +3,17 @@
 Li et al., EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858). Input at position i is
 [embedding of token i+1 ; feature of token i]; the output estimates the feature of token i+1, and the target's
 frozen LM head turns it into the drafter's distribution of token i+2.
+
+With ``fused_layers`` the head also reads the outputs of some inner layers of the target where it has the target's own
+features (EAGLE-3, arXiv 2503.01840, reads a low, a middle and a high layer). Ours adds their projection to the final
+feature's instead of replacing it, so that a head trained without them is where training with them starts, and the
+head's own outputs, which have no inner layers, feed back through the same path as before.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +66,7 @@ class EagleConfig:
         feature_scale: divide incoming features by a stored vector, the target's final-norm weight: evens out
             outlier dimensions.
         fc_bias: bias of the 2H -> H projection.
+        fused_layers: layers of the target (numbers from 0) whose outputs the head reads beside the final features.
         draft_vocab_size: Vd of a reduced draft vocabulary; None for all of V.
     """
 
@@ -73,9 +80,11 @@ class EagleConfig:
     feature_scale: bool = False
     fc_bias: bool = False
     draft_vocab_size: int | None = None
+    fused_layers: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.embed_size = self.embed_size or self.hidden_size
+        self.fused_layers = sorted(set(self.fused_layers or []))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -209,6 +218,28 @@ def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> 
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
+# The linear layers whose output is added to the residual stream, by the names families give them.
+_OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
+
+
+class LayerFusion(nn.Module):
+    """Projects the outputs of k inner layers of the target to the head's width: Σ_l W_l · RMSNorm_l(h_l).
+
+    The projection starts at zero.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(size, eps=1e-6) for _ in range(count))
+        self.project = nn.Linear(count * size, size, bias=False)
+        nn.init.zeros_(self.project.weight)
+
+    def forward(self, layers: Tensor) -> Tensor:
+        """layers [..., k·H] -> [..., H]."""
+        parts = layers.chunk(len(self.norms), dim=-1)
+        return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
+
+
 class EagleHead(nn.Module):
     """See the module's docstring. Parameters are named as in the public checkpoints: ``fc``, ``layers.0.*``.
 
@@ -227,6 +258,7 @@ class EagleHead(nn.Module):
         if not config.input_norm and hasattr(self.layers[0], "input_layernorm"):
             self.layers[0].input_layernorm = nn.Identity()
         self.norm = norm if config.final_norm else None
+        self.fusion = LayerFusion(len(config.fused_layers), config.hidden_size) if config.fused_layers else None
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids)
         self.register_buffer("feature_scale", torch.ones(config.hidden_size) if config.feature_scale else None)
@@ -263,6 +295,40 @@ class EagleHead(nn.Module):
             magnitude = _norm_gain(final, self.config.hidden_size)  # near-zero gains would blow their dimension up
             self.feature_scale.copy_(magnitude.clamp_min(0.01 * float(magnitude.mean())))
 
+    @torch.no_grad()
+    def take_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Start the decoder layers with the weights of the target's. Raises CheckpointError if they do not fit."""
+        if len(layers) != len(self.layers):
+            raise CheckpointError(f"{len(layers)} layer(s) are to be copied to a head that has {len(self.layers)}.")
+        for own, source in zip(self.layers, layers, strict=True):
+            state, wanted = source.state_dict(), own.state_dict()
+            wrong = sorted(name for name in wanted if name not in state or state[name].shape != wanted[name].shape)
+            if wrong:
+                raise CheckpointError(
+                    f"the target's {type(source).__name__} does not fit the head's {type(own).__name__} "
+                    f"({', '.join(wrong)}): leave initial_layers out."
+                )
+            own.load_state_dict({name: state[name] for name in wanted})
+
+    @torch.no_grad()
+    def continue_from(self, head: EagleHead) -> None:
+        """Start with another head's weights; what that one lacks (layers, fusion) starts by adding nothing.
+
+        Raises CheckpointError if its weights do not fit.
+        """
+        state, wanted = head.state_dict(), self.state_dict()
+        taken = {name: value for name, value in state.items() if name != "draft_ids"}
+        wrong = sorted(name for name in taken if name not in wanted or wanted[name].shape != taken[name].shape)
+        if wrong:
+            raise CheckpointError(
+                f"the initial head does not fit this one ({', '.join(wrong)}): give it the same options."
+            )
+        self.load_state_dict(taken, strict=False)
+        for layer in self.layers[len(head.layers) :]:
+            for name, parameter in layer.named_parameters():
+                if name.split(".")[-2] in _OUTPUT_PROJECTIONS:
+                    parameter.zero_()
+
     def forward(
         self,
         embeds: Tensor,
@@ -275,7 +341,8 @@ class EagleHead(nn.Module):
 
         Args:
             embeds: [B, M, E] embedding of token i+1 at position i.
-            features: [B, M, H] feature of token i at position i (the target's, or an earlier output of this head).
+            features: feature of token i at position i: the target's [B, M, H·(1 + k)], the final one and those of the
+                k fused layers, or an earlier output of this head [B, M, H].
             position_ids: [B, M].
             attention_mask: [B, 1, M, K] bool, True where a query may attend; None for causal attention.
             cache: receives keys and values, in call order.
@@ -283,9 +350,13 @@ class EagleHead(nn.Module):
         Returns:
             [B, M, H] in the space the target's LM head reads.
         """
+        inner = features[..., self.config.hidden_size :]
+        features = features[..., : self.config.hidden_size]
         if self.feature_scale is not None:
             features = features / self.feature_scale.to(features.dtype)
         x = self.fc(torch.cat([embeds.to(features.dtype), features], dim=-1))
+        if self.fusion is not None and inner.shape[-1]:
+            x = x + self.fusion(inner)
         if (
             attention_mask is None and _is_eager(self.layers) and x.shape[1] > 1
         ):  # eager attention is not causal by itself

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from fsd_infer.models import load_target
 class Target:
     """A frozen causal LM with its tokenizer.
 
-    ``features`` are what enters the LM head: the last hidden state after the final norm, [B, M, H].
+    ``features`` are what drafters read, [B, M, F]. The first H columns are the final features, what enters the LM head
+    (the last hidden state after the final norm); behind them come the outputs of the layers given to :meth:`watch`, H
+    columns each, in ascending order of layers. Nobody watching, F = H.
 
     Args:
         model: any decoder-only ``PreTrainedModel`` with a language-model head.
@@ -36,6 +40,8 @@ class Target:
             raise ModelLoadError(f"{type(model).__name__} has no language-model head: a causal LM is needed as target.")
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._features: Tensor | None = None
+        self._layer_outputs: dict[int, Tensor] = {}
+        self.watched: tuple[int, ...] = ()
         self.decoder: nn.Module = model.get_decoder()
         if self.decoder is model or self.decoder is None:
             raise ModelLoadError(f"{type(model).__name__} does not say which module is its decoder (`get_decoder`).")
@@ -163,7 +169,7 @@ class Target:
 
     @torch.no_grad()
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Features [B, M, H] of right-padded sequences ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
+        """Features [B, M, F] of right-padded sequences ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
         self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
         return self._take_features()
 
@@ -183,13 +189,38 @@ class Target:
             return
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         logits = self.model(input_ids=probe, use_cache=False).logits.float()
-        ours = self.lm_logits(self._take_features()).float()
+        ours = self.lm_logits(self.features_of(self._take_features())).float()
         if not torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2):
             raise ModelLoadError(
                 f"{self.config.model_type}: the LM head does more than a linear map, a scale and a soft cap, so a "
                 "draft head cannot share it. Use an independent small model as drafter."
             )
         self._lm_head_checked = True
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Add the outputs of these decoder layers (numbers from 0) to the features. Raises ModelLoadError."""
+        new = sorted(set(layers) - set(self.watched))
+        for number, layer in zip(new, self.layers(new), strict=True):
+            layer.register_forward_hook(partial(self._remember_layer, number))
+        self.watched = tuple(sorted({*self.watched, *layers}))
+
+    def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
+        """These decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
+        count = int(self.config.num_hidden_layers)
+        lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
+        found = next((modules for modules in lists if len(modules) == count), None)
+        for number in numbers:
+            if found is None or not 0 <= number < count:
+                raise ModelLoadError(f"{self.name} has no layer {number}: give numbers from 0 to {count - 1}.")
+        return [] if found is None else [found[number] for number in numbers]
+
+    def features_of(self, features: Tensor, layers: Sequence[int] = ()) -> Tensor:
+        """The columns [..., H·(1 + len(layers))] of features [..., F]: the final features, then those of ``layers``."""
+        if tuple(layers) == self.watched:
+            return features
+        width = self.hidden_size
+        parts = [0, *(1 + self.watched.index(number) for number in sorted(layers))]
+        return torch.cat([features[..., part * width : (part + 1) * width] for part in parts], dim=-1)
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
         """An empty key-value cache with room for ``slots`` tokens per row."""
@@ -216,7 +247,7 @@ class Target:
             keep: logits of the last ``keep`` tokens only (0: all).
 
         Returns:
-            (logits [B, M or keep, V] in the model's dtype, features [B, M, H])
+            (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
         masks = {
             kind: self._additive(mask) if self._eager else mask
@@ -252,7 +283,13 @@ class Target:
     def _remember_features(self, module: nn.Module, args: Any, output: Any) -> None:
         self._features = output[0]
 
+    def _remember_layer(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._layer_outputs[number] = output[0] if isinstance(output, tuple) else output
+
     def _take_features(self) -> Tensor:
         features, self._features = self._features, None
         assert features is not None, "the base model was not run"
-        return features
+        if not self.watched:
+            return features
+        layers, self._layer_outputs = self._layer_outputs, {}
+        return torch.cat([features, *(layers[number].to(features.dtype) for number in self.watched)], dim=-1)

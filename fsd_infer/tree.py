@@ -7,6 +7,7 @@ children) that carry a drafter distribution, ``D`` the deepest node's depth, ``V
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,14 @@ class DraftTree:
         depths: [B, N] distance from the root (0 for the root).
         ancestors: [B, N, N] bool; ``ancestors[b, i, j]`` iff j is on the path root..i, both ends included.
         q_logits: [B, I, Vd] the drafter's raw next-token logits at the inner nodes (I may be 0).
-        q_index: [B, N] row of ``q_logits`` that belongs to node i, or -1 where no distribution is known
-            (exactly the nodes without children).
+        q_index: [B, N] row of ``q_logits`` that belongs to node i, or -1 where no distribution is known: at nodes
+            without children, and where children come from a drafter without distributions (n-gram lookup). There
+            every gate stays closed and the law is the target's.
         draft_ids: [Vd] target id of each drafter vocabulary entry, ascending; None if Vd = V.
         q_scores: [B, I, V] processed drafter logits from which the children were *sampled*, or None where
             the children are a deterministic function of the context (top-k or argmax). Only chains are sampled.
+        scores: [B, N] estimated log-probability that node i is accepted: 0 at the root, a node's never above its
+            parent's, -inf at padding. None where the drafter estimates nothing.
     """
 
     tokens: Tensor
@@ -41,6 +45,7 @@ class DraftTree:
     q_index: Tensor
     draft_ids: Tensor | None = None
     q_scores: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def sampled(self) -> bool:
@@ -66,7 +71,12 @@ class DraftTree:
 
     @classmethod
     def chain(
-        cls, tokens: Tensor, q_logits: Tensor, draft_ids: Tensor | None = None, q_scores: Tensor | None = None
+        cls,
+        tokens: Tensor,
+        q_logits: Tensor,
+        draft_ids: Tensor | None = None,
+        q_scores: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> DraftTree:
         """A chain: tokens [B, N] with the root first, q_logits [B, N-1, Vd] where row i proposed tokens[:, i+1]."""
         batch, nodes = tokens.shape
@@ -81,7 +91,73 @@ class DraftTree:
             q_index=q_index.expand(batch, nodes),
             draft_ids=draft_ids,
             q_scores=q_scores,
+            scores=scores,
         )
+
+    @classmethod
+    def from_rows(cls, rows: list[TreeRow], q_logits: Tensor, draft_ids: Tensor | None = None) -> DraftTree:
+        """A tree per row, on the device of q_logits [B, I, Vd].
+
+        Rows with fewer nodes are padded with leaves under their shallowest nodes without q. Those nodes' law is the
+        target's whatever their children are, so padding changes no rule's law.
+        """
+        count = max(len(row.tokens) for row in rows)
+        for row in rows:
+            row.pad(count, q_logits.shape[-1])
+        device = q_logits.device
+        return cls(
+            tokens=torch.tensor([row.tokens for row in rows], device=device),
+            parents=torch.tensor([row.parents for row in rows], device=device),
+            depths=torch.tensor([row.depths() for row in rows], device=device),
+            ancestors=torch.tensor([row.ancestors() for row in rows], device=device),
+            q_logits=q_logits,
+            q_index=torch.tensor([row.q_index for row in rows], device=device),
+            draft_ids=draft_ids,
+            scores=torch.tensor([row.scores for row in rows], device=device),
+        )
+
+
+@dataclass
+class TreeRow:
+    """One row's tree in plain lists of N entries, for drafters that think in Python. Fields as in DraftTree."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    q_index: list[int]
+
+    def depths(self) -> list[int]:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> list[list[bool]]:
+        count = len(self.parents)
+        found = [[True] + [False] * (count - 1)]
+        for node in range(1, count):
+            line = found[self.parents[node]].copy()
+            line[node] = True
+            found.append(line)
+        return found
+
+    def pad(self, count: int, ids: int) -> None:
+        """Append leaves with tokens below ``ids`` until there are ``count`` nodes. Leaves are without q, so one is."""
+        if len(self.tokens) == count:
+            return
+        depths = self.depths()
+        hosts = sorted((node for node, row in enumerate(self.q_index) if row < 0), key=lambda node: depths[node])
+        for host in hosts:  # a small vocabulary may run out of siblings; padding then hosts padding
+            taken = {token for token, parent in zip(self.tokens[1:], self.parents[1:]) if parent == host}
+            for token in range(ids):
+                if len(self.tokens) == count:
+                    return
+                if token not in taken:
+                    hosts.append(len(self.tokens))
+                    self.tokens.append(token)
+                    self.parents.append(host)
+                    self.scores.append(-math.inf)
+                    self.q_index.append(-1)
 
 
 def ancestors_of(parents: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.drafters.eagle import EagleDrafter, TreeShape
+from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter
+from fsd_infer.drafters.lookup import LookupDrafter
 
 __all__ = [
     "DRAFTERS",
@@ -10,7 +12,9 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "EagleDrafter",
+    "GraftedDrafter",
     "LMDrafter",
+    "LookupDrafter",
     "NoDrafter",
     "TreeShape",
 ]

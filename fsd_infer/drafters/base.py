@@ -46,7 +46,7 @@ class DraftSession(ABC):
 
         Args:
             tokens: [B, K] new tokens of the text, right-padded; the last of each row is the next tree's root.
-            features: [B, K, H] the target's feature at the position *before* each token.
+            features: [B, K, F] the target's features (see :class:`Target`) at the position *before* each token.
             counts: [B] how many of the K are real (0 for a row that is finished).
         """
 

@@ -65,6 +65,7 @@ class EagleDrafter(Drafter):
 
     def __init__(self, head: EagleHead, target: Target, shape: TreeShape | None = None) -> None:
         target.check_lm_head()
+        target.watch(head.config.fused_layers)
         self.target = target
         self.head = head.to(target.device).cast(target.dtype).eval()
         shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
@@ -116,6 +117,7 @@ class EagleSession(DraftSession):
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         positions = self.lengths[:, None] + offsets
         slots = torch.arange(int(positions.max()) + 1, device=tokens.device)
@@ -218,4 +220,5 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter) -> Dr
         q_logits=q_logits.gather(1, rows[..., None].expand(-1, -1, q_logits.shape[-1])),
         q_index=index,
         draft_ids=drafter.draft_ids,
+        scores=torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, chosen)], dim=1),
     )

@@ -13,7 +13,8 @@ from fsd_infer.rules.base import RULES
 
 @dataclass(frozen=True)
 class DraftOnly(GatedRule):
-    """y ~ q at every context that has children, y ~ p where the drafts end.
+    """y ~ q at every context that has children of known distribution, y ~ p elsewhere: where the drafts end, and where
+    they come from a drafter without distributions (n-gram lookup).
 
     Args:
         budget: nats that may be spent per request; None for no limit. Where it does not suffice the exact rule decides.

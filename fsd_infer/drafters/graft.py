@@ -1,0 +1,195 @@
+"""The union of two drafters' trees under one budget of nodes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.errors import FsdError
+from fsd_infer.tree import DraftTree, TreeRow
+
+
+@cache
+def _warn_sampled(name: str) -> None:
+    warnings.warn(
+        f"{name} samples its drafts at temperature above 0, and a sampled chain takes no graft: it drafts alone.",
+        stacklevel=2,
+    )
+
+
+@DRAFTERS.register("graft")
+class GraftedDrafter(Drafter):
+    """Two drafters' trees merged, the best nodes of both kept. By name: "X+lookup", X any drafter's name.
+
+    A side node whose path of tokens is in the main tree is the same node. The chance of a step that both propose is
+    1 - (1 - a)(1 - b), as if they erred independently; the chances of siblings are scaled down where they add up to
+    more than 1. A node's score is the sum of its path's log chances, so the ``nodes`` best always form a tree.
+
+    Rules: the exact rule's law is the target's, as on any deterministic tree. Nodes that only ``side`` proposed have no
+    q: every gate is closed there. A node of ``main`` keeps its q, hence its gate, as long as the child that ``main``
+    likes best is among the kept ones, as it is in every tree of ``main`` alone. The law of `fuzzy` there is p(. | C)
+    with C all kept children, grafted ones too: they only add to p(C), so the law comes closer to p and less is spent.
+    Without the favourite, C could hold nothing but a grafted token that both models find unlikely, and a gate that
+    opens because the models agree would force it; so q is dropped and the gate stays closed.
+
+    A drafter that samples its chain (a small LM at temperature above 0) drafts alone there: a second child has no place
+    in the exact test of a sampled draft.
+
+    Args:
+        main: the drafter whose distributions are used.
+        side: what is grafted on; its distributions are not used.
+        nodes: nodes verified per round, the root included; default as many as ``main`` has alone.
+
+    Raises:
+        FsdError: fewer than 2 nodes.
+    """
+
+    name = "graft"
+
+    def __init__(self, main: Drafter, side: Drafter, nodes: int | None = None) -> None:
+        self.main, self.side = main, side
+        self.nodes = main.max_nodes if nodes is None else nodes
+        if self.nodes < 2:
+            raise FsdError(f"a grafted tree needs nodes >= 2, got {self.nodes}: give nodes.")
+        self.name = f"{main.name}+{side.name}"
+        self.target = getattr(main, "target", None)
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.nodes, self.main.max_nodes)  # main's own tree where it samples
+
+    @property
+    def max_depth(self) -> int:
+        # rows with fewer candidates than others are padded, in the worst case below a chain
+        return max(self.main.max_depth + (self.nodes > self.main.max_nodes), self.side.max_depth)
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
+        return GraftedSession(self, self.main.start(first_tokens, request), self.side.start(first_tokens, request))
+
+    def modules(self) -> list[nn.Module]:
+        return [*self.main.modules(), *self.side.modules()]
+
+    def describe(self) -> dict[str, Any]:
+        parts = {"main": self.main.describe(), "side": self.side.describe()}
+        return {"name": self.name, "nodes": self.nodes, "depth": self.max_depth, **parts}
+
+
+class GraftedSession(DraftSession):
+    """A session of each."""
+
+    def __init__(self, drafter: GraftedDrafter, main: DraftSession, side: DraftSession) -> None:
+        self.drafter, self.main, self.side = drafter, main, side
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self.main.extend(tokens, features, counts)
+        self.side.extend(tokens, features, counts)
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        main = self.main.draft(roots)
+        if main.sampled:
+            _warn_sampled(self.drafter.main.name)
+            return main
+        side = self.side.draft(roots)
+        if side.sampled:
+            _warn_sampled(self.drafter.side.name)
+            return main
+        return merge_trees(main, side, self.drafter.nodes)
+
+    def select(self, rows: Tensor) -> None:
+        self.main.select(rows)
+        self.side.select(rows)
+
+
+def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
+    """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled."""
+    rows = [_merge(*row, nodes) for row in zip(_rows(main), _rows(side), strict=True)]
+    return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
+
+
+def _rows(tree: DraftTree) -> list[TreeRow]:
+    scores = _estimated_scores(tree) if tree.scores is None else tree.scores.tolist()
+    lists = zip(tree.tokens.tolist(), tree.parents.tolist(), scores, tree.q_index.tolist(), strict=True)
+    return [TreeRow(*row) for row in lists]
+
+
+def _estimated_scores(tree: DraftTree) -> list[list[float]]:
+    """Scores [B][N] for a tree without: cumulative log q; children of a node without q share it evenly."""
+    parents = tree.parents
+    siblings = torch.zeros_like(parents).scatter_add_(1, parents[:, 1:], torch.ones_like(parents[:, 1:]))
+    steps = -siblings.clamp_min(1).float().log().gather(1, parents)
+    if tree.q_logits.shape[1]:
+        row = tree.q_index.gather(1, parents)
+        column = tree.tokens
+        if tree.draft_ids is not None:
+            column = torch.searchsorted(tree.draft_ids, column).clamp_max(tree.q_logits.shape[-1] - 1)
+        log_q = tree.q_logits.float().log_softmax(-1)
+        drafted = log_q[torch.arange(row.shape[0], device=row.device)[:, None], row.clamp_min(0), column]
+        steps = torch.where(row >= 0, drafted, steps)
+    scores = []
+    for row_steps, row_parents in zip(steps.tolist(), parents.tolist(), strict=True):
+        sums = [0.0]
+        for node in range(1, len(row_steps)):
+            sums.append(sums[row_parents[node]] + row_steps[node])
+        scores.append(sums)
+    return scores
+
+
+def _steps(row: TreeRow) -> list[float]:
+    """Chance of each node given its parent; 0 at padding."""
+    chances = [1.0]
+    for score, parent in zip(row.scores[1:], row.parents[1:]):
+        chances.append(0.0 if score == -math.inf else math.exp(min(0.0, score - row.scores[parent])))
+    return chances
+
+
+def _merge(main: TreeRow, side: TreeRow, nodes: int) -> TreeRow:
+    tokens, parents = list(main.tokens), list(main.parents)
+    chances = _steps(main)
+    number = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens)) if node}
+    place = [0]  # where each side node is in the union, -1 for padding
+    for node, chance in enumerate(_steps(side)):
+        if node == 0:
+            continue
+        parent = place[side.parents[node]]
+        if chance == 0.0 or parent < 0:
+            place.append(-1)
+            continue
+        key = (parent, side.tokens[node])
+        if key in number:
+            same = number[key]
+            chances[same] = 1.0 - (1.0 - chances[same]) * (1.0 - chance)
+        else:
+            same = number[key] = len(tokens)
+            tokens.append(key[1])
+            parents.append(parent)
+            chances.append(chance)
+        place.append(same)
+
+    total = [0.0] * len(tokens)
+    for parent, chance in zip(parents[1:], chances[1:]):
+        total[parent] += chance
+    scores = [0.0]
+    for parent, chance in zip(parents[1:], chances[1:]):
+        scores.append(scores[parent] + math.log(chance / max(1.0, total[parent])) if chance > 0.0 else -math.inf)
+
+    # stable: at equal scores the earlier node, hence the parent, goes first
+    best = sorted(range(1, len(tokens)), key=lambda node: -scores[node])[: nodes - 1]
+    kept = [0, *sorted(best)]
+    renumbered = {node: place for place, node in enumerate(kept)}
+    worst_first = sorted(range(len(main.tokens) - 1, 0, -1), key=main.scores.__getitem__)
+    favourites = {main.parents[node]: node for node in worst_first}  # of equals the first
+    q_index = [
+        main.q_index[node] if node < len(main.tokens) and favourites.get(node) in renumbered else -1 for node in kept
+    ]
+    return TreeRow(
+        [tokens[node] for node in kept],
+        [renumbered[parents[node]] for node in kept],
+        [scores[node] for node in kept],
+        q_index,
+    )

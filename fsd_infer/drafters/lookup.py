@@ -1,0 +1,253 @@
+"""Drafting without a model: what followed the text's last n-gram before (prompt lookup).
+
+As in prompt lookup decoding (Saxena 2023; ``prompt_lookup_num_tokens`` in transformers), but the continuations form a
+tree, and every node has a score: how likely it is to be accepted, learned from the text itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.errors import FsdError
+from fsd_infer.tree import DraftTree, TreeRow
+
+LONGEST_MATCH = 8  # matches are compared up to this many tokens; longer ones count as this long
+PRIOR_CHANCES = (0.25, 0.45, 0.6, 0.75)  # of the first candidate after a match of 1, 2, 3, >= 4 tokens
+LATER_CANDIDATE = 0.4  # of those, for a candidate after the first
+PRIOR_TRIALS = 4.0  # what a prior counts for
+REMEMBERED_TRIALS = 64.0  # evidence beyond this makes older evidence fade
+
+Candidate = tuple[int, int]  # length of the match, position in the text of the token that followed it
+
+
+class ChanceTable:
+    """How often a candidate that is tried is right, by its rank (first, later) and the length of its match.
+
+    Candidates are tried in order until one is right, so the chance of a later one is conditional on the earlier ones
+    being wrong. A chance is (prior hits + hits) / (prior trials + trials), both counts fading.
+    """
+
+    def __init__(self) -> None:
+        longer = (LONGEST_MATCH - len(PRIOR_CHANCES)) * PRIOR_CHANCES[-1:]
+        first = [chance * PRIOR_TRIALS for chance in PRIOR_CHANCES + longer]
+        self.hits = [first, [hits * LATER_CANDIDATE for hits in first]]
+        self.trials = [[PRIOR_TRIALS] * LONGEST_MATCH, [PRIOR_TRIALS] * LONGEST_MATCH]
+
+    def chance(self, rank: int, length: int) -> float:
+        """Of candidate number ``rank`` (0 the first) after a match of ``length`` tokens; strictly between 0 and 1."""
+        row = min(rank, 1)
+        return self.hits[row][length - 1] / self.trials[row][length - 1]
+
+    def update(self, rank: int, length: int, hit: bool) -> None:
+        row, column = min(rank, 1), length - 1
+        fade = 1.0 if self.trials[row][column] < REMEMBERED_TRIALS else 1.0 - 1.0 / REMEMBERED_TRIALS
+        self.hits[row][column] = self.hits[row][column] * fade + hit
+        self.trials[row][column] = self.trials[row][column] * fade + 1.0
+        # never certain either way: a score must fall from parent to child, and a bucket must be able to recover
+        self.hits[row][column] = min(max(self.hits[row][column], 0.05), self.trials[row][column] - 0.05)
+
+
+class TextIndex:
+    """One text and where its n-grams were followed by what. Depends on the text alone, not on how it arrived.
+
+    Args:
+        max_ngram, min_ngram: lengths of the n-grams that are filed.
+        width: different continuations remembered per n-gram, the most recent ones, and candidates per context.
+    """
+
+    def __init__(self, max_ngram: int, min_ngram: int, width: int) -> None:
+        self.width = width
+        self.text: list[int] = []
+        self.lengths = range(max_ngram, min_ngram - 1, -1)
+        # per length: n-gram -> positions of the tokens that followed it, each a different token, the latest last
+        self.followers: dict[int, dict[tuple[int, ...], list[int]]] = {length: {} for length in self.lengths}
+        self.chances = ChanceTable()
+
+    def append(self, token: int) -> None:
+        """The text grows by one token: judge what would have been proposed for it, then file it. Amortised O(1)."""
+        text = self.text
+        tail = text[-LONGEST_MATCH:]
+        for rank, (length, position) in enumerate(self.candidates(tail)):
+            hit = text[position] == token
+            self.chances.update(rank, length, hit)
+            if hit:
+                break
+        here = len(text)
+        text.append(token)
+        for length in self.lengths:
+            if length > here:
+                continue
+            positions = self.followers[length].setdefault(tuple(tail[-length:]), [])
+            for place, position in enumerate(positions):
+                if text[position] == token:
+                    del positions[place]
+                    break
+            positions.append(here)
+            if len(positions) > self.width:
+                del positions[0]
+
+    def candidates(self, context: list[int]) -> list[Candidate]:
+        """Different next tokens after ``context``: longest match first, then the most recent.
+
+        Args:
+            context: the last tokens, at most :data:`LONGEST_MATCH`: of the text, or of the text and drafts behind it.
+        """
+        text = self.text
+        found: list[Candidate] = []
+        seen: list[int] = []
+        for length in self.lengths:
+            if length > len(context):
+                continue
+            positions = self.followers[length].get(tuple(context[-length:]), ())
+            level = []
+            for position in reversed(positions):
+                token = text[position]
+                if token not in seen:
+                    seen.append(token)
+                    level.append((self._match(context, position, length), position))
+            if len(level) > 1:
+                level.sort(key=lambda candidate: -candidate[0])  # stable: equal lengths stay in order of recency
+            found += level
+            if len(found) >= self.width:
+                return found[: self.width]
+        return found
+
+    def tree(self, root: int, nodes: int, depth: int, least: float) -> TreeRow:
+        """The most promising continuations of the text as a tree, best first.
+
+        Args:
+            root: the text's last token.
+            nodes: most nodes, the root included.
+            depth: deepest node.
+            least: chance of acceptance below which a node is not worth its verification.
+        """
+        tokens, parents, scores, depths = [root], [0], [0.0], [0]
+        floor = math.log(least)
+        queue: list[tuple[float, int, int, int, list[int]]] = []  # -score, order of arrival, parent, token, context
+        arrivals = 0
+
+        def branch(node: int, context: list[int]) -> None:
+            nonlocal arrivals
+            missed = 1.0  # chance that all earlier candidates are wrong
+            for rank, (length, position) in enumerate(self.candidates(context)):
+                chance = self.chances.chance(rank, length)
+                score = scores[node] + math.log(missed * chance)
+                missed *= 1.0 - chance
+                if score >= floor:
+                    arrivals += 1
+                    heapq.heappush(queue, (-score, arrivals, node, self.text[position], context))
+
+        branch(0, self.text[-LONGEST_MATCH:])
+        while queue and len(tokens) < nodes:
+            negative, _, parent, token, context = heapq.heappop(queue)
+            node = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-negative)
+            depths.append(depths[parent] + 1)
+            if depths[node] < depth:
+                branch(node, [*context[1 - LONGEST_MATCH :], token])
+        return TreeRow(tokens, parents, scores, [-1] * len(tokens))
+
+    def _match(self, context: list[int], position: int, length: int) -> int:
+        """Length of the match that ends before ``position``, known to be at least ``length``."""
+        longest = min(len(context), position, LONGEST_MATCH)
+        while length < longest and self.text[position - 1 - length] == context[-1 - length]:
+            length += 1
+        return length
+
+
+@DRAFTERS.register("lookup")
+class LookupDrafter(Drafter):
+    """What followed the text's last tokens earlier in prompt and answer, as a tree. Needs no model and no training.
+
+    The longest of the last ``max_ngram`` ... ``min_ngram`` tokens that occurred before is continued as it was, on the
+    same terms at every drafted node; other continuations of the same or shorter n-grams become branches. The tree is a
+    function of the text alone, so the exact rule's law is the target's. No distribution q is known at its nodes: gates
+    stay closed there, and rules that emit from q emit from p.
+
+    Args:
+        vocab_size: V of the target.
+        depth: deepest draft (number of tokens ahead of the root).
+        nodes: most nodes verified per round, the root included; a round without a match has the root alone.
+        width: most children of a node.
+        max_ngram, min_ngram: lengths of the n-grams that are looked up.
+        least: a node whose estimated chance of acceptance is lower is not drafted, in (0, 1).
+
+    Raises:
+        FsdError: options out of range.
+    """
+
+    name = "lookup"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        depth: int = 10,
+        nodes: int = 16,
+        width: int = 3,
+        max_ngram: int = 4,
+        min_ngram: int = 1,
+        least: float = 0.02,
+    ) -> None:
+        if depth < 1 or nodes < 2 or width < 1:
+            raise FsdError(f"lookup needs depth >= 1, nodes >= 2 and width >= 1; got {depth}, {nodes}, {width}.")
+        if not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
+            raise FsdError(
+                f"lookup needs 1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}; got {min_ngram} and {max_ngram}."
+            )
+        if not 0.0 < least < 1.0:
+            raise FsdError(f"lookup needs 0 < least < 1; got {least}.")
+        self.vocab_size = vocab_size
+        self.depth, self.nodes, self.width = depth, nodes, width
+        self.max_ngram, self.min_ngram, self.least = max_ngram, min_ngram, least
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.depth, self.nodes - 1)
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> LookupSession:
+        return LookupSession(self, first_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        options = {"width": self.width, "max_ngram": self.max_ngram, "min_ngram": self.min_ngram, "least": self.least}
+        return {**super().describe(), **options}
+
+
+class LookupSession(DraftSession):
+    """An index per row."""
+
+    def __init__(self, drafter: LookupDrafter, first_tokens: Tensor) -> None:
+        self.drafter = drafter
+        self.indexes = []
+        for token in first_tokens.tolist():
+            index = TextIndex(drafter.max_ngram, drafter.min_ngram, drafter.width)
+            index.append(token)
+            self.indexes.append(index)
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        for index, row, count in zip(self.indexes, tokens.tolist(), counts.tolist(), strict=True):
+            for token in row[:count]:
+                index.append(token)
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        drafter = self.drafter
+        rows = [
+            index.tree(root, drafter.nodes, drafter.depth, drafter.least)
+            for index, root in zip(self.indexes, roots.tolist(), strict=True)
+        ]
+        no_q = torch.empty(len(rows), 0, drafter.vocab_size, device=roots.device)
+        return DraftTree.from_rows(rows, no_q)
+
+    def select(self, rows: Tensor) -> None:
+        self.indexes = [self.indexes[row] for row in rows.tolist()]

@@ -1,0 +1,348 @@
+"""Trees of two drafters merged: what is kept, what the rules make of it, and that answers stay exact."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import rel_entr, softmax
+from torch import Tensor
+
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer.checkpoint import save_head
+from fsd_infer.drafters import GraftedDrafter, LookupDrafter
+from fsd_infer.drafters.graft import _warn_sampled, merge_trees
+from fsd_infer.errors import ModelLoadError, UnknownNameError
+from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.rules import parse_rule
+from fsd_infer.tree import DraftTree, TreeRow
+from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+from tests.rules_toy import LENGTH, REFERENCE_DIVERGENCES, Enumeration, Toy, V, simulate
+from tests.test_lookup import check_tree, circling_model, contexts_in, take
+from tests.test_rules_laws import ALARM, ROWS, p_value
+from tests.test_rules_tree import tree_round
+
+Path_ = tuple[int, ...]
+
+
+def one_tree(nodes: list[tuple[int, int, float]], q: bool = True) -> DraftTree:
+    """A tree for one row from (parent, token, chance given the parent); the root is added."""
+    tokens, parents, scores = [0], [0], [0.0]
+    for parent, token, chance in nodes:
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(scores[parent] + math.log(chance))
+    inner = sorted(set(parents[1:])) if q else []
+    q_index = [inner.index(node) if node in inner else -1 for node in range(len(tokens))]
+    return DraftTree.from_rows([TreeRow(tokens, parents, scores, q_index)], torch.randn(1, len(inner), VOCAB))
+
+
+def paths(tree: DraftTree, row: int) -> dict[Path_, int]:
+    """Node by path of tokens, padding left out."""
+    found: dict[Path_, int] = {}
+    for node in range(tree.tokens.shape[1]):
+        if tree.scores is None or tree.scores[row, node] > -math.inf:
+            line = tree.ancestors[row, node].nonzero()[:, 0]
+            found[tuple(tree.tokens[row, line].tolist())] = node
+    return found
+
+
+def test_union_of_two_trees() -> None:
+    main = one_tree([(0, 1, 0.6), (0, 2, 0.3), (1, 3, 0.5)])
+    side = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
+    tree = merge_trees(main, side, 6)
+    check_tree(tree)
+    kept = paths(tree, 0)
+    assert set(kept) == {(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 1, 4, 5)}
+    assert tree.scores is not None
+    chance = {path: math.exp(tree.scores[0, node]) for path, node in kept.items()}
+    both = 1 - 0.4 * 0.5
+    at_root, below = max(1.0, both + 0.3), 0.5 + 0.9
+    assert chance[0, 1] == pytest.approx(both / at_root, abs=1e-5)
+    assert chance[0, 2] == pytest.approx(0.3 / at_root, abs=1e-5)
+    assert chance[0, 1, 4] == pytest.approx(chance[0, 1] * 0.9 / below, abs=1e-5)
+    assert chance[0, 1, 4, 5] == pytest.approx(chance[0, 1, 4] * 0.9, abs=1e-5)
+    # the main nodes' distributions stay with them, and the grafted node has none
+    for path in ((0,), (0, 1)):
+        before, after = main.q_index[0, paths(main, 0)[path]], tree.q_index[0, kept[path]]
+        assert torch.equal(tree.q_logits[0, after], main.q_logits[0, before])
+    assert tree.q_index[0, kept[0, 1, 4]] == -1
+    assert set(paths(merge_trees(main, side, 4), 0)) == {(0,), (0, 1), (0, 1, 4), (0, 1, 4, 5)}
+
+
+def test_a_node_without_its_favourite_child_loses_its_gate() -> None:
+    main = one_tree([(0, 1, 0.9), (1, 2, 0.02), (1, 3, 0.01)])
+    side = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
+    tree = merge_trees(main, side, 4)
+    kept = paths(tree, 0)
+    assert (0, 1, 4) in kept and (0, 1, 2) not in kept
+    assert tree.q_index[0, kept[0, 1]] == -1
+    assert tree.q_index[0, 0] >= 0
+    other = one_tree([(0, 1, 0.5), (1, 3, 0.9)], q=False)  # the less likely child, carried past the favourite
+    tree = merge_trees(main, other, 3)
+    assert set(paths(tree, 0)) == {(0,), (0, 1), (0, 1, 3)}
+    assert tree.q_index[0, paths(tree, 0)[0, 1]] == -1
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("nodes", [2, 5, 9, 14, 25])
+def test_merged_trees_are_trees(nodes: int, reduced: bool) -> None:
+    for seed in range(6):
+        main = tree_round(seed, reduced=reduced).tree
+        side = tree_round(seed + 100, nodes=7).tree
+        main.q_logits.nan_to_num_(0.0)
+        side.q_logits.nan_to_num_(0.0)
+        tree = merge_trees(main, side, nodes)
+        check_tree(tree)
+        unions = [paths(main, row).keys() | paths(side, row).keys() for row in range(6)]
+        assert tree.tokens.shape[1] == min(nodes, max(map(len, unions)))
+        assert tree.scores is not None
+        for row in range(6):
+            kept, ours = paths(tree, row), paths(main, row)
+            assert kept.keys() <= unions[row]
+            assert len(kept) == min(nodes, len(unions[row]))
+            favourite = {}
+            for path, node in ours.items():
+                if path != (0,):
+                    favourite.setdefault(path[:-1], []).append((favour(main, row, path, ours), path))
+                assert path not in kept or tree.tokens[row, kept[path]] == main.tokens[row, node]
+            for path, node in kept.items():
+                has_q = int(tree.q_index[row, node]) >= 0
+                assert has_q == (path in favourite and max(favourite[path])[1] in kept)
+                if has_q:
+                    before = main.q_logits[row, main.q_index[row, ours[path]]]
+                    assert torch.equal(tree.q_logits[row, tree.q_index[row, node]], before)
+            padding = tree.scores[row] == -math.inf
+            assert bool((tree.q_index[row, tree.parents[row, padding]] == -1).all())
+
+
+def favour(tree: DraftTree, row: int, path: Path_, nodes: dict[Path_, int]) -> float:
+    """The drafter's logit of a path's last token."""
+    token = path[-1] if tree.draft_ids is None else tree.draft_ids.tolist().index(path[-1])
+    return float(tree.q_logits[row, tree.q_index[row, nodes[path[:-1]]], token])
+
+
+@dataclass(frozen=True)
+class GraftedToy(Toy):
+    """The toy's tree with a side tree of random tokens and chances: two children of the root and one grandchild.
+
+    Attributes:
+        wish: [contexts, V] the side's order of preference by context.
+        chance: [contexts] of its first wish.
+        nodes: of the merged tree.
+    """
+
+    wish: Tensor = torch.empty(0)
+    chance: Tensor = torch.empty(0)
+    nodes: int = 6
+
+    @classmethod
+    def grafted(cls, seed: int, nodes: int, processed: bool = False, reduced: bool = False) -> GraftedToy:
+        toy = Toy.make(seed, processed=processed, reduced=reduced)
+        generator = torch.Generator().manual_seed(seed)
+        wish = torch.rand(toy.p.shape, generator=generator).argsort(-1)
+        chance = torch.rand(toy.p.shape[0], generator=generator) * 0.9 + 0.05
+        return cls(toy.p, toy.q, processed=processed, draft_ids=toy.draft_ids, wish=wish, chance=chance, nodes=nodes)
+
+    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
+        different, row = contexts.unique(return_inverse=True)
+        main, _ = super().draft(different, generator)
+        rows = []
+        for context in different.tolist():
+            first, second = self.wish[context, :2].tolist()
+            chance = float(self.chance[context])
+            after = V * context + 1 + first
+            steps = [0.0, math.log(chance), math.log((1 - chance) / 2)]
+            steps.append(steps[1] + math.log(float(self.chance[after])))
+            rows.append(TreeRow([0, first, second, int(self.wish[after, 0])], [0, 0, 0, 1], steps, [-1] * 4))
+        tree = merge_trees(main, DraftTree.from_rows(rows, torch.empty(len(rows), 0, V)), self.nodes)
+        return take(tree, row), contexts_in(tree, different)[row]
+
+
+class GraftedLaw:
+    """The exact law of the first LENGTH tokens, from the trees and the rules' definitions, in float64."""
+
+    def __init__(self, toy: GraftedToy, kind: str, threshold: float, budget: float = math.inf) -> None:
+        self.toy, self.kind, self.threshold, self.budget = toy, kind, threshold, budget
+        raw_p, raw_q = toy.p.double(), toy.full_q().double()
+        self.raw_p, self.raw_q = softmax(raw_p.numpy(), axis=-1), softmax(raw_q.numpy(), axis=-1)
+        self.p, self.q = (softmax(toy.scores(raw).numpy(), axis=-1) for raw in (raw_p, raw_q))
+        self.trees: dict[int, DraftTree] = {}
+        self.law: dict[int, float] = defaultdict(float)
+        self.expected_spent, self.grafts_in_open_gates = 0.0, 0
+        self._expand(0, 0, 0, 0, 0, 1.0, 0.0)
+
+    def sequence_law(self) -> np.ndarray:
+        return np.array([self.law[code] for code in range(V**LENGTH)])
+
+    def _tree(self, context: int) -> DraftTree:
+        if context not in self.trees:
+            self.trees[context] = self.toy.draft(torch.tensor([context]), torch.Generator())[0]
+        return self.trees[context]
+
+    def _expand(self, length: int, code: int, root: int, context: int, node: int, weight: float, spent: float) -> None:
+        if length == LENGTH:
+            self.law[code] += weight
+            self.expected_spent += weight * spent
+            return
+        tree = self._tree(root)
+        children = {
+            int(tree.tokens[0, child]): child
+            for child in range(1, tree.tokens.shape[1])
+            if tree.parents[0, child] == node
+        }
+        law, cost = self.p[context], 0.0
+        distance = REFERENCE_DIVERGENCES["js"](self.raw_p[context], self.raw_q[context])
+        if tree.q_index[0, node] >= 0 and self.kind != "exact" and distance <= self.threshold:
+            other = self.q[context]
+            if self.kind == "fuzzy":
+                other = np.where(np.isin(np.arange(V), list(children)), self.p[context], 0.0)
+                other = other / other.sum() if other.sum() > 0 else self.p[context]
+            price = rel_entr(other, self.p[context]).sum()
+            if math.isinf(self.budget) or price <= self.budget - spent:
+                law, cost = other, price
+                self.grafts_in_open_gates += len(children) > 2  # the toy's main tree has two children at most
+        for token in np.flatnonzero(law):
+            after = V * context + 1 + int(token)
+            down = children.get(int(token))
+            place = (root, after, down) if down is not None else (after, after, 0)
+            self._expand(length + 1, code * V + int(token), *place, weight * law[token], spent + cost)
+
+
+LAWS = {
+    "exact": ("exact", 0.0, math.inf),
+    "fuzzy:js:0.08": ("fuzzy", 0.08, math.inf),
+    "fuzzy:js:inf": ("fuzzy", math.inf, math.inf),
+    "fuzzy:js:0.3:budget=0.4": ("fuzzy", 0.3, 0.4),
+    "fuzzy-strict:js:0.08": ("strict", 0.08, math.inf),
+    "draft-only": ("strict", math.inf, math.inf),
+}
+
+
+@pytest.mark.parametrize(
+    "toy",
+    [
+        GraftedToy.grafted(31, nodes=6),
+        GraftedToy.grafted(33, nodes=10),  # more than some rows have: padded in batches, not in the enumeration
+        GraftedToy.grafted(32, nodes=6, processed=True),
+        GraftedToy.grafted(36, nodes=10, reduced=True),
+    ],
+    ids=["budget", "padded", "processed", "reduced"],
+)
+@pytest.mark.parametrize("spec", LAWS)
+def test_sequence_law_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
+    kind, threshold, budget = LAWS[spec]
+    wanted = GraftedLaw(toy, kind, threshold, budget)
+    law, target = wanted.sequence_law(), Enumeration(toy, "exact").target_law()
+    assert law.sum() == pytest.approx(1.0, abs=1e-9)
+    got = simulate(toy, parse_rule(spec), ROWS // 4, seed=3)
+    assert p_value(got.codes, law) > ALARM
+    kl = rel_entr(law, target).sum()
+    assert wanted.expected_spent == pytest.approx(kl, abs=1e-9)  # inf where q has mass that the target forbids
+    if spec == "exact":
+        np.testing.assert_allclose(law, target, atol=1e-12)
+        assert got.gates.sum() == 0
+    else:
+        assert got.gates.sum() > 0
+    if kind == "fuzzy":
+        assert np.abs(law - target).sum() / 2 <= math.sqrt(kl / 2) + 1e-9
+        assert got.spent.mean() == pytest.approx(kl, abs=6 * got.spent.std() / math.sqrt(len(got.spent)) + 1e-6)
+        if toy.nodes == 10 and math.isinf(threshold):
+            assert wanted.grafts_in_open_gates > 0, "no gate was open over a grafted child: the test would be hollow"
+    if math.isfinite(budget):
+        assert got.spent.max() <= budget + 1e-6
+        assert kl <= budget
+
+
+def grafts(target: Target) -> dict[str, GraftedDrafter]:
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64))
+    eagle = EagleDrafter(head, target, TreeShape(depth=3, width=3, nodes=8))
+    lookup = LookupDrafter(VOCAB)
+    return {
+        "eagle": GraftedDrafter(eagle, lookup),
+        "eagle, more nodes": GraftedDrafter(eagle, lookup, nodes=20),
+        "oracle": GraftedDrafter(OracleDrafter(target), lookup),
+        "self": GraftedDrafter(LMDrafter(target, target, depth=3), lookup, nodes=8),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_greedy_equals_generate(family: str) -> None:
+    model = tiny_model(family)
+    prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
+    expected = reference(model, prompts)
+    target = Target(model)
+    for name, drafter in grafts(target).items():
+        decoder = FuzzyDecoder(target, drafter)
+        assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1], name
+        out = decoder.generate(prompts, max_new_tokens=24, do_sample=False)
+        assert out.sequences == expected, name
+        if name == "self":
+            assert out.stats.tau > 3, name
+
+
+def test_the_union_accepts_what_either_part_does() -> None:
+    """In answers that repeat themselves, a head that knows nothing is lifted by the lookup."""
+    target = Target(circling_model())
+    drafter = grafts(target)["eagle"]
+    prompt = tiny_prompts((9,))[0]
+    taus = {}
+    for name, part in {"head": drafter.main, "lookup": drafter.side, "both": drafter}.items():
+        out = FuzzyDecoder(target, part).generate([prompt], max_new_tokens=96, do_sample=False)
+        taus[name] = out.stats.tau
+    assert taus["both"] > taus["head"] + 1
+    assert taus["both"] > 0.7 * taus["lookup"]  # with half its nodes
+
+
+def test_padding_changes_no_rows_answer() -> None:
+    """Rows with fewer candidates are padded in a batch, not alone; a fuzzy rule that opens every gate must not care."""
+    target = Target(tiny_model("llama"))
+    decoder = FuzzyDecoder(target, grafts(target)["eagle, more nodes"])
+    options: dict[str, Any] = dict(rule="fuzzy:js:inf", max_new_tokens=24, do_sample=False)
+    prompts = tiny_prompts()
+    batch = decoder.generate(prompts, **options)
+    assert batch.sequences == [decoder.generate([prompt], **options).sequences[0] for prompt in prompts]
+    assert batch.stats.gate_open_fraction > 0.3
+
+
+def test_sampled_chains_are_left_alone() -> None:
+    target = Target(tiny_model("llama"))
+    small = LMDrafter(target, target, depth=3)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=True, temperature=1.5, seed=4)
+    _warn_sampled.cache_clear()
+    alone = FuzzyDecoder(target, small).generate(tiny_prompts(), **options)
+    with pytest.warns(UserWarning, match="lm samples its drafts"):
+        grafted = FuzzyDecoder(target, GraftedDrafter(small, LookupDrafter(VOCAB))).generate(tiny_prompts(), **options)
+    assert grafted.sequences == alone.sequences
+
+
+def test_names(tmp_path: Path) -> None:
+    target = Target(tiny_model("llama"), name="tiny")
+    head = save_head(tmp_path / "head", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
+    lookup = load_drafter("lookup", target, TreeShape(4, 2, 9))
+    assert lookup.describe() == dict(name="lookup", nodes=9, depth=8, width=3, max_ngram=4, min_ngram=1, least=0.02)
+    assert isinstance(load_drafter("none+lookup", target), LookupDrafter)
+    grafted = load_drafter(f"{head}+lookup", target, TreeShape(3, 3, 9))
+    record = grafted.describe()
+    assert (record["name"], record["nodes"], record["depth"]) == ("eagle+lookup", 9, 8)
+    assert record["main"] == load_drafter(head, target, TreeShape(3, 3, 9)).describe()
+    assert record["side"]["name"] == "lookup"
+    out = FuzzyDecoder(target, grafted).generate(tiny_prompts(), max_new_tokens=8, do_sample=False)
+    assert out.stats.drafter == record
+    for name, message in {
+        "shipped": "no drafter is shipped for tiny",
+        "shipped+lookup": "no drafter is shipped for tiny",
+        "+lookup": "names no drafter",
+        "nowhere+lookup": "unknown drafter 'nowhere'",
+    }.items():
+        with pytest.raises((ModelLoadError, UnknownNameError), match=message.replace("+", r"\+")):
+            load_drafter(name, target)
+    with pytest.raises(FsdError, match="nodes >= 2"):
+        GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))

@@ -1,0 +1,252 @@
+"""N-gram lookup: the index, its estimates, the trees, and that drafts from it change no answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters import DraftRequest, LookupDrafter
+from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, ChanceTable, TextIndex
+from fsd_infer.rules import parse_rule
+from fsd_infer.tree import DraftTree, ancestors_of
+from tests.families import VOCAB, reference, tiny_model, tiny_prompts
+from tests.rules_toy import Enumeration, Toy, V, simulate
+from tests.test_rules_laws import ALARM, ROWS, p_value
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def index_of(text: list[int], max_ngram: int = 4, min_ngram: int = 1, width: int = 3) -> TextIndex:
+    index = TextIndex(max_ngram, min_ngram, width)
+    for token in text:
+        index.append(token)
+    return index
+
+
+def scan(text: list[int], context: list[int], max_ngram: int, min_ngram: int, width: int) -> list[tuple[int, int]]:
+    """What the index should answer, by reading the whole text anew."""
+    found: list[tuple[int, int]] = []
+    for n in range(max_ngram, min_ngram - 1, -1):
+        ends = [p for p in range(n, len(text)) if len(context) >= n and text[p - n : p] == context[-n:]]
+        latest = {text[p]: p for p in ends}  # of each following token the last position
+        level = []
+        for position in sorted(latest.values(), reverse=True)[:width]:
+            if text[position] in [text[p] for _, p in found]:
+                continue
+            length = 0
+            while (
+                length < min(LONGEST_MATCH, len(context), position)
+                and text[position - 1 - length] == context[-1 - length]
+            ):
+                length += 1
+            level.append((length, position))
+        found += sorted(level, key=lambda candidate: -candidate[0])
+    return found[:width]
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 3), max_size=4), st.sampled_from([(4, 1, 3), (3, 2, 2), (1, 1, 1), (8, 1, 4)]))
+def test_index_knows_what_a_scan_of_the_text_finds(text: list[int], drafts: list[int], options: tuple) -> None:
+    context = (text + drafts)[-LONGEST_MATCH:]
+    assert index_of(text, *options).candidates(context) == scan(text, context, *options)
+
+
+def test_estimates_follow_the_text() -> None:
+    period = index_of([5, 6, 7, 8, 9] * 12)
+    assert period.chances.chance(0, LONGEST_MATCH) > 0.9 > PRIOR_CHANCES[-1]
+    untouched = ChanceTable()
+    assert period.chances.chance(0, 2) == pytest.approx(untouched.chance(0, 2), abs=0.2)
+    # 1 is always followed by something new: matches of one token are never right
+    fresh = index_of([token for new in range(2, 40) for token in (1, new)])
+    assert fresh.chances.chance(0, 1) < 0.1 < PRIOR_CHANCES[0]
+    # after 1 comes what came the time before the last, 2 or 3: the first candidate is wrong, the second right
+    turns = index_of([token for turn in range(40) for token in (turn + 100, 1, 2 + turn % 2)], max_ngram=1)
+    assert turns.chances.chance(0, 1) < 0.15
+    assert turns.chances.chance(1, 1) > 0.8
+
+
+def test_old_evidence_fades() -> None:
+    table = ChanceTable()
+    for _ in range(1000):
+        table.update(0, 3, True)
+    sure = table.chance(0, 3)
+    for _ in range(60):
+        table.update(0, 3, False)
+    assert sure > 0.95
+    assert table.chance(0, 3) < 0.5
+    for _ in range(1000):
+        table.update(0, 3, False)
+    assert 0 < table.chance(0, 3) < 0.01
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Parents come before children, siblings differ, depths, ancestors and scores are what they say."""
+    batch, nodes = tree.tokens.shape
+    assert tree.scores is not None
+    for row in range(batch):
+        parents, tokens, scores = tree.parents[row].tolist(), tree.tokens[row].tolist(), tree.scores[row].tolist()
+        assert parents[0] == 0
+        assert scores[0] == 0.0
+        assert all(parents[node] < node for node in range(1, nodes))
+        assert len({(parents[node], tokens[node]) for node in range(1, nodes)}) == nodes - 1
+        assert all(scores[node] <= scores[parents[node]] for node in range(nodes))
+        assert all(tree.depths[row, node] == tree.depths[row, parents[node]] + 1 for node in range(1, nodes))
+    assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
+    leaves = torch.ones_like(tree.parents, dtype=torch.bool).scatter_(1, tree.parents[:, 1:], False)
+    assert bool((tree.q_index[leaves] == -1).all())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 6))
+def test_trees_are_trees(texts: list[list[int]], nodes: int, depth: int) -> None:
+    drafter = LookupDrafter(VOCAB, depth=depth, nodes=nodes)
+    tree = draft(drafter, texts)
+    check_tree(tree)
+    assert tree.tokens.shape[1] <= nodes
+    assert tree.max_depth <= drafter.max_depth
+    assert bool((tree.q_index == -1).all())
+    assert tree.scores is not None
+    real = [int(row.isfinite().sum()) for row in tree.scores]
+    assert max(real) == tree.tokens.shape[1], "padding is for rows with fewer nodes than others"
+    for row, text in enumerate(texts):
+        alone = draft(drafter, [text])
+        assert torch.equal(alone.tokens[0], tree.tokens[row, : real[row]]), "a row's tree depends on its text alone"
+
+
+def draft(drafter: LookupDrafter, texts: list[list[int]]) -> DraftTree:
+    """The trees for texts that arrive in pieces of three, right-padded."""
+    session = drafter.start(torch.tensor([text[0] for text in texts]), DraftRequest(len(texts), 100))
+    longest = max(map(len, texts))
+    for start in range(1, longest, 3):
+        pieces = [text[start : start + 3] for text in texts]
+        tokens = torch.tensor([piece + [9] * (3 - len(piece)) for piece in pieces])
+        session.extend(tokens, torch.empty(len(texts), 3, 0), torch.tensor([len(piece) for piece in pieces]))
+    return session.draft(torch.tensor([text[-1] for text in texts]))
+
+
+def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
+    tree = draft(LookupDrafter(VOCAB, depth=10), [[1, 2, 3] * 4])
+    assert tree.max_depth == 10
+    path = [0]
+    while len(path) <= 10:  # the most likely child each time
+        path.append(int((tree.parents[0] == path[-1]).nonzero()[1 if path == [0] else 0]))
+    assert tree.tokens[0, path].tolist() == [3, *[1, 2, 3] * 3, 1]
+
+
+def test_other_continuations_are_branches() -> None:
+    # "1 2" went on with 3, then with 4; "2" alone with 5 as well
+    tree = draft(LookupDrafter(VOCAB), [[1, 2, 3, 8, 1, 2, 4, 9, 2, 5, 1, 2]])
+    children = tree.tokens[0, 1:][tree.parents[0, 1:] == 0].tolist()
+    assert children == [4, 3, 5]
+
+
+def test_rows_leave() -> None:
+    texts = [[1, 2, 1], [3, 4, 3, 4, 3], [5]]
+    drafter = LookupDrafter(VOCAB)
+    session = drafter.start(torch.tensor([1, 3, 5]), DraftRequest(3, 20))
+    tokens = torch.tensor([[2, 1, 0, 0], [4, 3, 4, 3], [0, 0, 0, 0]])
+    session.extend(tokens, torch.empty(3, 4, 0), torch.tensor([2, 4, 0]))
+    session.select(torch.tensor([1]))
+    assert torch.equal(session.draft(torch.tensor([3])).tokens, draft(drafter, texts[1:2]).tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+def test_greedy_equals_generate(family: str) -> None:
+    model = tiny_model(family)
+    decoder = FuzzyDecoder(Target(model), LookupDrafter(VOCAB))
+    prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
+    expected = reference(model, prompts, max_new_tokens=32)
+    for prompt, answer in list(zip(prompts, expected))[:2]:
+        assert decoder.generate([prompt], max_new_tokens=32, do_sample=False).sequences == [answer]
+    for rule in ("exact", "draft-only"):  # no distribution is known, so nothing but the target decides
+        out = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
+        assert out.sequences == expected
+        assert out.stats.divergence_spent == 0
+
+
+def circling_model() -> Any:
+    """A model whose next token depends on the last one alone: sooner or later its greedy answers are periodic."""
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    return model
+
+
+def test_repetitive_answers_take_few_forwards() -> None:
+    """A model that answers in circles is followed around them."""
+    model = circling_model()
+    prompt = tiny_prompts((9,))[0]
+    expected = reference(model, [prompt], max_new_tokens=96)
+    out = FuzzyDecoder(Target(model), LookupDrafter(VOCAB)).generate([prompt], max_new_tokens=96, do_sample=False)
+    assert out.sequences == expected
+    assert out.stats.tau > 3
+
+
+@dataclass(frozen=True)
+class LookupToy(Toy):
+    """Drafts by lookup in a fixed prompt and what the context says was emitted."""
+
+    prompt: tuple[int, ...] = (0, 1, 2, 3, 0, 2, 1, 3, 3, 0, 1, 0, 2, 2, 0)
+
+    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
+        different, row = contexts.unique(return_inverse=True)
+        texts = [[*self.prompt, *emitted(context)] for context in different.tolist()]
+        rows = [index_of(text).tree(text[-1], 7, 3, 0.01) for text in texts]
+        tree = DraftTree.from_rows(rows, torch.empty(len(texts), 0, V))
+        return take(tree, row), contexts_in(tree, different)[row]
+
+
+def take(tree: DraftTree, rows: Tensor) -> DraftTree:
+    """The trees of some rows, in any number."""
+    fields = {field: getattr(tree, field)[rows] for field in ("tokens", "parents", "depths", "ancestors", "q_index")}
+    return DraftTree(q_logits=tree.q_logits[rows], draft_ids=tree.draft_ids, **fields)
+
+
+def emitted(context: int) -> list[int]:
+    """The tokens that lead to a heap-numbered context."""
+    tokens: list[int] = []
+    while context:
+        context, token = divmod(context - 1, V)
+        tokens.append(token)
+    return tokens[::-1]
+
+
+def contexts_in(tree: DraftTree, contexts: Tensor) -> Tensor:
+    """[B, N] heap number of every node's context, the roots at ``contexts`` [B]."""
+    where = [contexts]
+    for node in range(1, tree.tokens.shape[1]):
+        above = torch.stack(where, 1).gather(1, tree.parents[:, node : node + 1])[:, 0]
+        where.append(V * above + 1 + tree.tokens[:, node])
+    return torch.stack(where, 1)
+
+
+@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "fuzzy-strict:js:inf", "random:1.0", "draft-only"])
+@pytest.mark.parametrize("processed", [False, True])
+def test_every_rules_law_is_the_targets(spec: str, processed: bool) -> None:
+    plain = Toy.make(21, processed=processed)
+    toy = LookupToy(plain.p, plain.q, processed=processed)
+    law = Enumeration(toy, "exact").target_law()
+    got = simulate(toy, parse_rule(spec), ROWS // 4, seed=5)
+    assert p_value(got.codes, law) > ALARM
+    assert got.spent.sum() == 0
+    assert got.gates.sum() == 0
+
+
+BAD_OPTIONS: list[dict[str, float]] = [
+    *({"depth": 0}, {"nodes": 1}, {"width": 0}, {"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}),
+    *({"max_ngram": LONGEST_MATCH + 1}, {"least": 0.0}, {"least": math.nan}),
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
+def test_options_out_of_range_are_named(options: dict[str, float]) -> None:
+    with pytest.raises(FsdError, match=next(iter(options))):
+        LookupDrafter(VOCAB, **options)  # type: ignore[arg-type]
