@@ -5,27 +5,34 @@ Decoding and training both encode conversations here and nowhere else, so they c
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from jinja2 import TemplateError
 
+from fsd_infer.conversations import Message, check_messages, row_messages
 from fsd_infer.errors import DataError
+from fsd_infer.rowfiles import read_jsonl, read_rows
 
-ROLES = ("system", "user", "assistant", "tool")
+__all__ = [  # with the readers that belong to it, which have modules of their own
+    "Message",
+    "PromptRow",
+    "check_messages",
+    "encode_chat",
+    "encode_conversation",
+    "read_jsonl",
+    "read_prompts",
+    "row_id",
+    "row_messages",
+    "special_ids",
+]
 
-
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class PromptRow:
         id: stable hash of file name, line and messages.
         messages: the conversation up to and including the turn that wants an answer.
         source: the row's ``source`` or ``category``, else the file's name without suffixes.
-        file, line: where the row stands (lines count from 1).
+        file, line: where the row stands (lines, or rows of a table, count from 1).
         row: the whole row as read.
     """
 
@@ -48,93 +55,6 @@ class PromptRow:
     row: Mapping[str, Any]
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) of a JSONL file, gzip-compressed or not; blank lines are passed over.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a UTF-8 JSON object; names file and line.
-    """
-    path = Path(path)
-    line = 0
-    try:
-        with open(path, "rb") as probe:
-            packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if packed else open(path, "rb") as lines:
-            for line, raw in enumerate(lines, start=1):
-                if raw.strip():
-                    yield line, _parse(raw, f"{path}:{line}")
-    except (OSError, EOFError, zlib.error) as error:  # a truncated gzip file raises EOFError or zlib.error
-        if not path.is_file():
-            raise DataError(f"{path}: no such file. Give the path of a .jsonl or .jsonl.gz file.") from error
-        raise DataError(f"{path}: unreadable after line {line} ({error}). Fetch or write the file again.") from error
-
-
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
-        ) from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}). Mend or remove the line.") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}. Write one object per line.")
-    return row
-
-
-def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """The conversation a row asks to be answered.
-
-    Reads ``messages`` (a final assistant turn is a reference answer and is dropped), ``prompt``, ``question`` or
-    ``turns`` (the first one), in this order.
-
-    Args:
-        row: one row of a prompt file.
-        where: how errors name the row, "file:line".
-
-    Raises:
-        DataError: none of the fields is there, or one has the wrong type or is empty.
-    """
-    if "messages" in row:
-        messages = check_messages(row["messages"], where)
-        if messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages or messages[-1]["role"] == "system":
-            raise DataError(f"{where}: `messages` holds no turn to answer. End it with a user turn.")
-        return messages
-    for field in ("prompt", "question", "turns"):
-        if field in row:
-            text = row[field]
-            if field == "turns" and isinstance(text, list) and text:
-                text = text[0]
-            if not isinstance(text, str):
-                raise DataError(f"{where}: `{field}` must hold text, found {type(text).__name__}.")
-            if not text.strip():
-                raise DataError(f"{where}: `{field}` is empty. Give the prompt some text or remove the line.")
-            return [{"role": "user", "content": text}]
-    raise DataError(f"{where}: no prompt. Give one of the fields messages, prompt, question, turns.")
-
-
-def check_messages(messages: Any, where: str = "messages") -> list[Message]:
-    """``messages`` as plain role/content dicts. Raises DataError where it is not a list of chat turns."""
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise DataError(f"{where}: messages must be a list of at least one turn.")
-    checked: list[Message] = []
-    for number, turn in enumerate(messages):
-        if not isinstance(turn, Mapping):
-            raise DataError(f"{where}: turn {number} must be an object with `role` and `content`.")
-        role, content = turn.get("role"), turn.get("content")
-        if role not in ROLES:
-            raise DataError(f"{where}: turn {number} has role {role!r}; known roles are {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            raise DataError(f"{where}: turn {number} ({role}) must have `content` of type text.")
-        if role == "user" and not content.strip():
-            raise DataError(f"{where}: turn {number} (user) is empty. Give it some text or remove the row.")
-        checked.append({"role": role, "content": content})
-    return checked
-
-
 def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
     """16 hexadecimal digits that depend on the file's name (not its folder), the line and the messages."""
     text = json.dumps([file_name, line, list(messages)], ensure_ascii=False, sort_keys=True)
@@ -142,13 +62,16 @@ def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
 
 
 def read_prompts(path: str | Path) -> Iterator[PromptRow]:
-    """Yields every prompt of a .jsonl or .jsonl.gz file. Raises DataError (with file and line) on a malformed row."""
-    path = Path(path)
-    default_source = path.name.split(".")[0]
-    for line, row in read_jsonl(path):
-        messages = row_messages(row, f"{path}:{line}")
-        source = row.get("source") or row.get("category") or default_source
-        yield PromptRow(row_id(path.name, line, messages), messages, str(source), path.name, line, row)
+    """Yields every prompt of a data file or directory, see :func:`fsd_infer.rowfiles.read_rows`.
+
+    Raises DataError (with file and line or row) on a malformed row.
+    """
+    default_source = Path(path).name.split(".")[0]
+    for row in read_rows(path):
+        messages = row_messages(row.values, row.where)
+        source = row.values.get("source") or row.values.get("category") or default_source
+        identity = row_id(row.file.name, row.number, messages)
+        yield PromptRow(identity, messages, str(source), row.file.name, row.number, row.values)
 
 
 def encode_chat(
@@ -185,21 +108,25 @@ def encode_conversation(
     Every assistant turn is marked: its text and the token that ends it, not the template's opening of the turn nor what
     the template puts behind its end. Ids behind the last end are cut off, since no answer contains them.
 
+    A template with generation markers (``{% generation %}``) says itself what the target produces. With any other a
+    turn's answer is what its ids add to those of the prompt before it, which is exact, or refused.
+
     Args:
         tokenizer: a transformers tokenizer.
-        messages: turns, the last one the assistant's.
+        messages: turns, the last one the assistant's and the first one not.
         complete: False if the last answer was cut off by a length limit; its end token is then left out too.
 
     Returns:
         (ids, loss_mask), two lists of one length; the mask is 1 on answer tokens, 0 elsewhere.
 
     Raises:
-        DataError: no assistant turn at the end, or a template under which the ids of a prompt are not a prefix of the
-            ids of the conversation that continues it (then what is trained is not what decoding sees).
+        DataError: no assistant turn at the end, or one at the beginning; a template without markers under which the
+            ids of a prompt are not a prefix of the ids of the conversation that continues it (then what is trained is
+            not what decoding sees); or markers that leave out a turn.
     """
     turns = check_messages(messages)
-    if turns[-1]["role"] != "assistant":
-        raise DataError("a conversation to train on must end with an assistant turn.")
+    if turns[-1]["role"] != "assistant" or turns[0]["role"] == "assistant":
+        raise DataError("a conversation to train on must end with an assistant turn, and not begin with one.")
     if not getattr(tokenizer, "chat_template", None):
         prompt = encode_chat(tokenizer, turns[:-1])
         answer = _encode_text(tokenizer, turns[-1]["content"])
@@ -207,19 +134,33 @@ def encode_conversation(
             answer.append(tokenizer.eos_token_id)
         return prompt + answer, [0] * len(prompt) + [1] * len(answer)
 
+    marked = getattr(tokenizer, "is_fast", False) and _MARKER.search(tokenizer.get_chat_template())
+    whole, spans = _spans_by_markers(tokenizer, turns) if marked else _spans_by_prefix(tokenizer, turns)
     enders = special_ids(tokenizer)
-    whole = _encode_text(tokenizer, _render(tokenizer, turns, False))
     mask = [0] * len(whole)
     end = 0
+    for number, (start, closed) in enumerate(spans):
+        end = closed
+        while end > start and whole[end - 1] not in enders:
+            end -= 1
+        if end == start or (marked and tokenizer.decode(whole[end:closed]).strip()):
+            end = closed  # no special token closes the turn
+        elif number == len(spans) - 1 and not complete:
+            end -= 1
+        mask[start:end] = [1] * (end - start)
+    return whole[:end], mask[:end]
+
+
+def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> tuple[list[int], list[tuple[int, int]]]:
+    """(ids, where each assistant turn begins and ends), from the ids of shorter conversations."""
+    whole = _encode_text(tokenizer, _render(tokenizer, turns, False))
+    spans = []
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        prompt = encode_chat(tokenizer, turns[:number]) if number else []
-        closed = (
-            whole
-            if number == len(turns) - 1
-            else _encode_text(tokenizer, _render(tokenizer, turns[: number + 1], False))
-        )
+        prompt = encode_chat(tokenizer, turns[:number])
+        last = number == len(turns) - 1
+        closed = whole if last else _encode_text(tokenizer, _render(tokenizer, turns[: number + 1], False))
         for what, part in (("prompt before", prompt), ("conversation up to", closed)):
             if whole[: len(part)] != part:
                 raise DataError(
@@ -227,15 +168,26 @@ def encode_conversation(
                     "conversation's ids, so training would not see what decoding sees. Train on rows that carry "
                     "prompt_ids and response_ids (`fsd-train regenerate` writes them), or mend the template."
                 )
-        end = len(closed)
-        while end > len(prompt) and closed[end - 1] not in enders:
-            end -= 1
-        if end == len(prompt):  # the template closes a turn without a special token
-            end = len(closed)
-        elif number == len(turns) - 1 and not complete:
-            end -= 1
-        mask[len(prompt) : end] = [1] * (end - len(prompt))
-    return whole[:end], mask[:end]
+        spans.append((len(prompt), len(closed)))
+    return whole, spans
+
+
+def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> tuple[list[int], list[tuple[int, int]]]:
+    """(ids, where each assistant turn begins and ends), from the template's generation markers."""
+    try:
+        found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    except TemplateError as error:
+        raise _refusal(turns, error) from error
+    marks = [0, *found["assistant_masks"], 0]
+    edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
+    spans = list(zip(edges[::2], edges[1::2]))
+    wanted = sum(turn["role"] == "assistant" for turn in turns)
+    if len(spans) < wanted:
+        raise DataError(
+            f"chat template: its generation markers mark {len(spans)} of {wanted} assistant turns. "
+            "Mend the template, or remove rows with empty answers."
+        )
+    return list(found["input_ids"]), spans
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -247,9 +199,14 @@ def special_ids(tokenizer: Any) -> set[int]:
 def _render(tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool) -> str:
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:  # templates refuse roles they do not know, or an order of turns
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise DataError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
+    except TemplateError as error:
+        raise _refusal(turns, error) from error
+
+
+def _refusal(turns: Sequence[Message], error: TemplateError) -> DataError:
+    # templates refuse roles they do not know, or an order of turns
+    roles = ", ".join(turn["role"] for turn in turns)
+    return DataError(f"the chat template refuses a conversation of the roles {roles}: {error}")
 
 
 def _encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -1,15 +1,30 @@
-"""Callbacks of training: exported heads, throughput, curves."""
+"""Callbacks of training: exported heads, throughput, curves, accepted length in real decoding."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import os
 import shutil
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+
+from fsd_infer.cpu import pack_linears
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
+from fsd_infer.errors import DataError
+from fsd_infer.rules import parse_rule
+from fsd_infer.target import Target
+from fsd_train.metrics import DEFAULT_RULES
+from fsd_train.strategies import whole_head
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +55,11 @@ class ExportHead(Callback):
         self.write(trainer, pl_module)
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
+        with whole_head(pl_module):  # every rank takes part where the head is sharded
+            if trainer.is_global_zero:
+                self._write(trainer, pl_module)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
         directory = Path(self.directory or Path(_log_dir(trainer)) / "head")
         draft, old = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
         shutil.rmtree(draft, ignore_errors=True)
@@ -85,6 +103,10 @@ class TokenRate(Callback):
             self._tokens, self._seconds, self._batches = 0, 0.0, 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.pause()
+
+    def pause(self) -> None:
+        """Leave out the time until the next batch begins."""
         self._start = None
 
 
@@ -107,11 +129,11 @@ class LossCurve(Callback):
         return {"points": self.points}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = {name: [(int(x), float(y)) for x, y in points] for name, points in state_dict["points"].items()}
+        self.points = _points(state_dict["points"])
 
     def _note(self, trainer: Trainer, validation: bool) -> None:
         for name, value in trainer.callback_metrics.items():
-            if name.startswith("val_") == validation:
+            if name.startswith("val_") == validation and not name.startswith("decoded_"):
                 points = self.points.setdefault(name, [])
                 if not points or points[-1][0] < trainer.global_step:
                     points.append((trainer.global_step, float(value)))
@@ -127,7 +149,11 @@ class LossCurve(Callback):
             self._note(trainer, validation=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or not self.points:
+        curves = dict(self.points)
+        for callback in _callbacks(trainer):
+            if isinstance(callback, DecodedTau):
+                curves.update(callback.points)
+        if not trainer.is_global_zero or not curves:
             return
         try:
             from matplotlib.figure import Figure
@@ -135,17 +161,19 @@ class LossCurve(Callback):
             log.warning("no curves.png: matplotlib is not installed")
             return
         panels = {
-            "loss": [name for name in self.points if name.endswith("loss")],
-            "agreement": [name for name in self.points if "agreement" in name],
-            "tau": [name for name in self.points if name.endswith("tau")],
+            "loss": [name for name in curves if name.endswith("loss")],
+            "agreement": [name for name in curves if "agreement" in name],
+            "tau": [name for name in curves if "tau" in name],
+            "gate open": [name for name in curves if "gate_open" in name],
+            "divergence": [name for name in curves if "divergence" in name or "spent" in name],
         }
         shown = {title: names for title, names in panels.items() if names}
         figure = Figure(figsize=(5 * len(shown), 4))
         for number, (title, names) in enumerate(shown.items(), start=1):
             axes = figure.add_subplot(1, len(shown), number)
             for name in sorted(names):
-                marker = "." if name.startswith("val_") else ""
-                axes.plot(*zip(*self.points[name], strict=True), label=name, marker=marker)
+                marker = "." if name.startswith(("val_", "decoded_")) else ""
+                axes.plot(*zip(*curves[name], strict=True), label=name, marker=marker)
             axes.set(title=title, xlabel="step")
             axes.legend(fontsize=7)
         figure.tight_layout()
@@ -154,5 +182,177 @@ class LossCurve(Callback):
         figure.savefig(path, dpi=120)
 
 
+def _points(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Points of curves as they were before they went through a checkpoint."""
+    return {name: [(int(x), float(y)) for x, y in points] for name, points in saved.items()}
+
+
+def _callbacks(trainer: Any) -> list[Callback]:
+    return list(trainer.callbacks)  # set by a connector, so that type checkers do not see it
+
+
 def _log_dir(trainer: Trainer) -> str:
     return trainer.log_dir or trainer.default_root_dir
+
+
+class DecodedTau(Callback):
+    """Decodes validation prompts with the head or drafter as it is, through fsd_infer's engine, and logs per rule
+
+    - ``decoded_tau/RULE``: accepted length, the target's own token counted;
+    - ``decoded_gate_open/RULE``: share of tokens emitted where a gate was open;
+    - ``decoded_spent/RULE``: divergence spent per token, in nats;
+    - ``decoded_length/RULE``: mean answer length in tokens.
+
+    They can be monitored by ModelCheckpoint (``monitor: decoded_tau/exact``) and are drawn by :class:`LossCurve`. With
+    ``ema_decay`` it is the averaged weights that decode. Draws are the same each time and leave training's alone.
+
+    Memory: a copy of the head or drafter in the target's dtype while decoding; and, where features are cached and the
+    target was therefore loaded without its layers, the whole target (2 bytes per parameter in bf16) from the first
+    time on. Single-process and ddp strategies only; rank 0 decodes and the others wait.
+
+    Args:
+        rules: as for `fsd-infer`: "exact", "fuzzy:js:0.3" ...
+        every_n_train_steps: also during training; at the end in any case.
+        prompts: how many validation prompts, taken at equal distances.
+        max_new_tokens: of each answer.
+        temperature: of the decoding; 0 is greedy.
+        tree: depth, width and nodes of the draft tree; default as in decoding on this device.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self,
+        rules: list[str] | None = None,
+        every_n_train_steps: int | None = None,
+        prompts: int = 16,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        tree: dict[str, int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if prompts < 1 or max_new_tokens < 2 or temperature < 0:
+            raise DataError(
+                "DecodedTau needs prompts >= 1, max_new_tokens >= 2 and temperature >= 0; got "
+                f"{prompts}, {max_new_tokens} and {temperature}."
+            )
+        self.rules = list(rules or DEFAULT_RULES)
+        for rule in self.rules:
+            parse_rule(rule)
+        self.every_n_train_steps = every_n_train_steps
+        self.prompts, self.max_new_tokens, self.temperature, self.seed = prompts, max_new_tokens, temperature, seed
+        self.tree = None if tree is None else TreeShape(**tree)
+        self.points: dict[str, list[tuple[int, float]]] = {}
+        self._full: Target | None = None
+        self._last = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = _points(state_dict["points"])
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if trainer.strategy.restore_checkpoint_after_setup:  # fsdp, deepspeed: no rank has all weights
+            raise DataError(
+                f"DecodedTau cannot decode under {type(trainer.strategy).__name__}: leave it out, or use ddp."
+            )
+        if not getattr(getattr(trainer, "datamodule", None), "validation_set", None):
+            raise DataError("DecodedTau needs validation rows: set data.validation_fraction or data.validation_files.")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
+            for name, value in self.run(trainer, pl_module).items():
+                pl_module.log(name, value, logger=False)  # for monitors; loggers have it from run()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step != self._last:
+            self.run(trainer, pl_module)
+
+    def run(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Decode now, log, and return what was logged."""
+        self._last = trainer.global_step
+        values: dict[str, float] = {}
+        if trainer.is_global_zero:
+            with _averaged(trainer, pl_module):
+                values = self.measure(trainer, pl_module)
+        values = trainer.strategy.broadcast(values)  # the others wait here
+        for name, value in values.items():
+            self.points.setdefault(name, []).append((self._last, value))
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=self._last)
+        for callback in _callbacks(trainer):
+            if isinstance(callback, TokenRate):
+                callback.pause()
+        return values
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """The values by name, for the weights as they are."""
+        target = self._target(pl_module)
+        decoder = FuzzyDecoder(target, drafter_of(pl_module, target, self.tree))
+        prompts = self._prompts(trainer, target)
+        sampled = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        options: dict[str, Any] = sampled if self.temperature > 0 else {"do_sample": False}
+        values = {}
+        for rule in self.rules:
+            with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                made = decoder.generate(
+                    prompts, rule, max_new_tokens=self.max_new_tokens, seed=self.seed, chat=False, **options
+                )
+            stats = made.stats
+            values[f"decoded_tau/{rule}"] = stats.tau
+            values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction
+            values[f"decoded_spent/{rule}"] = stats.divergence_spent / max(stats.new_tokens, 1)
+            values[f"decoded_length/{rule}"] = stats.new_tokens / len(prompts)
+        return values
+
+    def _target(self, pl_module: Any) -> Target:
+        """The module's own target where it can run, else the whole one, loaded once."""
+        own: Target = pl_module.target
+        if not any(parameter.is_meta for parameter in own.model.parameters()):
+            return own
+        if self._full is None:
+            name = pl_module.hparams["target"]
+            self._full = Target.from_pretrained(name, dtype=own.dtype, device=pl_module.device)
+            pack_linears(self._full.model)
+        return self._full
+
+    def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:
+        rows = trainer.datamodule.validation_set
+        room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
+        found = []
+        for number in range(len(rows)):
+            item = rows[number]
+            first = int(item["loss_mask"].argmax())
+            if 0 < first <= room:
+                found.append(item["input_ids"][:first].tolist())
+        if not found:
+            raise DataError(f"no validation prompt leaves room for {self.max_new_tokens} tokens in {target.name}.")
+        count = min(self.prompts, len(found))
+        return [found[number * len(found) // count] for number in range(count)]
+
+
+def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:
+    """A drafter made of a copy of what is being trained."""
+    if hasattr(pl_module, "make_drafter"):
+        made: Drafter = pl_module.make_drafter(target, tree)
+        return made
+    head = copy.deepcopy(pl_module.head).requires_grad_(False)
+    return EagleDrafter(head, target, tree)
+
+
+@contextmanager
+def _averaged(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Inside, the module has the weights that would be validated: the averaged ones, where a callback averages."""
+    averaging = [callback for callback in _callbacks(trainer) if isinstance(callback, WeightAveraging)]
+    for callback in averaging:
+        callback.on_validation_epoch_start(trainer, pl_module)
+    try:
+        yield
+    finally:
+        for callback in averaging:
+            callback.on_validation_epoch_end(trainer, pl_module)

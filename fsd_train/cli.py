@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsd_infer.errors import FsdError
 
@@ -23,20 +24,40 @@ COMMANDS = {
     "validate": Command("fsd_train.cli:lightning", "measure a checkpoint on the validation split"),
     "regenerate": Command("fsd_train.regenerate:main", "let the target answer prompts, to train on its answers"),
     "cache-features": Command("fsd_train.features:main", "store the target's features of the answers"),
+    "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
     "export": Command("fsd_train.module:export_main", "write a checkpoint's head as config.json and safetensors"),
 }
 
 
 def lightning(argv: Sequence[str]) -> int:
     """Runs LightningCLI with ``argv`` (the subcommand first); every option of Trainer, module and data is in --help."""
+    from lightning.pytorch import Trainer
     from lightning.pytorch.cli import LightningCLI
 
     from fsd_train.data import AnswersDataModule
+    from fsd_train.safety import check_checkpoint
+    from fsd_train.strategies import check_ranks, named_strategy
+
+    class TrainCLI(LightningCLI):
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            super().parse_arguments(parser, args)
+            if self.config.get("subcommand") == "fit":
+                check_checkpoint(self.config["fit"].get("ckpt_path"))  # before anything is loaded
+
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            name = self._get(self.config_init, "trainer", default={}).get("strategy")
+            if isinstance(name, str):
+                kwargs.setdefault("strategy", named_strategy(name))
+            return super().instantiate_trainer(**kwargs)
+
+        def before_fit(self) -> None:
+            check_ranks(self.model, self.trainer)
 
     module = importlib.import_module("fsd_train.module")
-    LightningCLI(
+    TrainCLI(
         module.EagleModule,
         AnswersDataModule,
+        subclass_mode_model=True,  # `class_path: fsd_train.lm_module.LMModule` trains a small LM instead of a head
         seed_everything_default=0,
         # the data module's batch sampler splits the batches among replicas itself
         trainer_defaults={"use_distributed_sampler": False},

@@ -1,4 +1,4 @@
-"""Answers to train on: rows of regenerated JSONL as token ids with a mask on what the target said, in batches."""
+"""Answers to train on: rows of data files as token ids with a mask on what the target said, in batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import NotRequired
 
+from fsd_infer.conversations import row_conversation, row_questions
 from fsd_infer.errors import DataError
-from fsd_infer.prompts import Message, check_messages, encode_conversation, read_jsonl, row_id, row_messages
+from fsd_infer.prompts import encode_conversation, row_id
+from fsd_infer.rowfiles import read_rows
 from fsd_train.backends import stable_seed
 from fsd_train.features import FeatureStore, WithFeatures, sequence_key
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
@@ -39,7 +41,7 @@ class Batch(TypedDict):
     loss_mask: Tensor
     index: Tensor
     ids: list[str]
-    features: NotRequired[Tensor]  # [B, M, H], where they are cached
+    features: NotRequired[Tensor]  # [B, M, F], where they are cached
 
 
 class AnswersDataset(Dataset[Item]):
@@ -92,8 +94,8 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> tu
     """Token ids and loss mask of one row of answers.
 
     Rows with ``prompt_ids`` and ``response_ids`` are taken as they are: these are the target's own tokens. Others are
-    encoded with the chat template, as decoding does: ``messages`` and ``response``, or ``messages`` that end with an
-    assistant turn. There every assistant turn is an answer.
+    conversations (see :func:`fsd_infer.conversations.row_conversation`) and encoded with the chat template, as decoding
+    does; every assistant turn is an answer.
 
     Args:
         row: the row.
@@ -103,27 +105,16 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> tu
     Raises:
         DataError: the row has neither form, its ids are no token ids, or the template does not allow it.
     """
-    if "response_ids" in row or "prompt_ids" in row:
+    if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
         prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
         return prompt + response, [0] * len(prompt) + [1] * len(response)
     if tokenizer is None:
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer was given to encode the text.")
     try:
-        return encode_conversation(tokenizer, conversation(row, where), row.get("finish_reason", "stop") == "stop")
+        complete = row.get("finish_reason") in (None, "stop")
+        return encode_conversation(tokenizer, row_conversation(row, where), complete)
     except DataError as error:
         raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
-
-
-def conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """The row's messages with the answer as last turn."""
-    if "response" not in row:
-        messages = check_messages(row.get("messages"), where)
-        if messages[-1]["role"] != "assistant":
-            raise DataError(f"{where}: no answer. Give `response`, or end `messages` with an assistant turn.")
-        return messages
-    if not isinstance(row["response"], str):
-        raise DataError(f"{where}: `response` must hold text, found {type(row['response']).__name__}.")
-    return [*row_messages(row, where), {"role": "assistant", "content": row["response"]}]
 
 
 def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
@@ -149,7 +140,7 @@ def read_answers(
     """Reads files of answers.
 
     Args:
-        paths: .jsonl or .jsonl.gz files.
+        paths: files or directories, see :func:`fsd_infer.rowfiles.read_rows`.
         tokenizer: for rows without ids.
         max_length: longer conversations are cut to their first tokens, and left out if no answer token remains.
         validation_fraction: share of the prompts that goes to the second dataset.
@@ -159,25 +150,26 @@ def read_answers(
         (training, validation)
 
     Raises:
-        DataError: a malformed row, with file and line, or no row at all.
+        DataError: a malformed row, with file and line or row number, or no row at all.
     """
     parts: tuple[list[Any], list[Any]] = ([], [])
-    for path in map(Path, paths):
-        for line, row in read_jsonl(path):
-            where = f"{path}:{line}"
-            ids, mask = encode_row(row, tokenizer, where)
+    for path in paths:
+        for row in read_rows(path):
+            ids, mask = encode_row(row.values, tokenizer, row.where)
             if vocab_size is not None and max(ids) >= vocab_size:
                 raise DataError(
-                    f"{where}: token id {max(ids)} is outside the target's vocabulary of {vocab_size}. "
+                    f"{row.where}: token id {max(ids)} is outside the target's vocabulary of {vocab_size}. "
                     "Regenerate the answers with this target."
                 )
+            if not any(mask[:max_length]):
+                continue
             # what was asked, without the answers: by text where there is one, since ids depend on the target
-            turns = check_messages(row["messages"], where) if "messages" in row else []
-            asked = [turn for turn in turns if turn["role"] != "assistant"]
+            asked = row_questions(row.values, row.where)
             key: Any = [(turn["role"], turn["content"]) for turn in asked] or ids[: mask.index(1)]
-            name = row["id"] if isinstance(row.get("id"), str) else row_id(path.name, line, asked)
-            if any(mask[:max_length]):
-                parts[held_out(key, validation_fraction)].append((name, ids[:max_length], mask[:max_length]))
+            name = row.values.get("id")
+            if not isinstance(name, str):
+                name = row_id(row.file.name, row.number, asked)
+            parts[held_out(key, validation_fraction)].append((name, ids[:max_length], mask[:max_length]))
     if not parts[0]:
         raise DataError(f"{', '.join(map(str, paths))}: no row to train on (max_length {max_length}).")
     return AnswersDataset(parts[0]), AnswersDataset(parts[1])
@@ -215,7 +207,8 @@ class AnswersDataModule(LightningDataModule):
     checkpoints and resumed from.
 
     Args:
-        train_files: .jsonl or .jsonl.gz files that `fsd-train regenerate` wrote, or rows with messages and a response.
+        train_files: files that `fsd-train regenerate` wrote, or conversations as JSON lines, Parquet or directories of
+            the `datasets` library: see docs/training-data.md.
         validation_files: rows to validate on; without them a share of the training prompts is held out.
         validation_fraction: that share, chosen by the hash of the prompt.
         max_length: tokens per conversation at most; longer ones are cut.
@@ -289,6 +282,11 @@ class AnswersDataModule(LightningDataModule):
         if len(keep) < len(rows):
             log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
         return rows.subset(keep)
+
+    @property
+    def feature_layers(self) -> list[int] | None:
+        """The inner layers that cached features hold, or None where features are computed during training."""
+        return None if self._store is None else self._store.layers
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it)."""

@@ -2,8 +2,8 @@
 
 A cache is a directory:
 
-    index.json               format, target fingerprint, hidden size
-    shard-00000.safetensors  features [tokens, H] bf16, the sequences one after the other
+    index.json               format, target fingerprint, layers whose outputs stand behind the final features
+    shard-00000.safetensors  features [tokens, F] bf16, the sequences one after the other
     shard-00000.json         keys and offsets of the sequences, checksum of the file above
 
 A sequence's key is a digest of its token ids, so a cache serves any file that holds the same sequences. A shard is
@@ -64,7 +64,7 @@ class FeatureStore:
         self.header = _read_header(self.directory)
         if fingerprint is not None:
             _check_target(self.directory, self.header, fingerprint)
-        self.hidden_size = int(self.header["target"]["hidden_size"])
+        self.layers: list[int] = self.header.get("layers", [])
         self._shards: list[Path] = []
         self._where: dict[str, tuple[int, int, int]] = {}
         self._open: dict[int, Any] = {}
@@ -92,7 +92,7 @@ class FeatureStore:
         return sum(stop - start for _, start, stop in self._where.values())
 
     def get(self, key: str) -> Tensor:
-        """Features [M, H] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged."""
+        """Features [M, F] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged."""
         if key not in self._where:
             raise DataError(f"{self.directory} lacks the features of sequence {key}: run `fsd-train cache-features`.")
         shard, start, stop = self._where[key]
@@ -110,7 +110,7 @@ class FeatureStore:
 
 
 class WithFeatures(Dataset[dict[str, Any]]):
-    """A dataset whose items also carry ``features`` [M, H] from a cache.
+    """A dataset whose items also carry ``features`` [M, F] from a cache.
 
     Args:
         dataset: items are dicts with ``input_ids``.
@@ -143,7 +143,7 @@ def cache_features(
     """Compute and store the features of sequences that the cache does not hold yet.
 
     Args:
-        target: whose features; bf16 is what is stored, whatever its dtype.
+        target: whose features, those of watched layers included; bf16 is what is stored, whatever its dtype.
         sequences: token ids.
         directory: of the cache, made if missing.
         shard_tokens: tokens per shard, the unit of work that an interruption can lose.
@@ -152,15 +152,19 @@ def cache_features(
         progress: show a progress bar.
 
     Raises:
-        DataError: the cache is another target's, or the disk has no room for it.
+        DataError: the cache is another target's or has other layers, or the disk has no room for it.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     header = directory / "index.json"
     if header.exists():
         _check_target(directory, _read_header(directory), target.fingerprint())
+        _check_layers(directory, _read_header(directory), target.watched)
     else:
-        _write_json(header, {"format": FORMAT, "version": VERSION, "target": target.fingerprint()})
+        _write_json(
+            header,
+            {"format": FORMAT, "version": VERSION, "target": target.fingerprint(), "layers": list(target.watched)},
+        )
     held = FeatureStore(directory)
     todo: dict[str, Sequence[int] | Tensor] = {}
     total = held.tokens
@@ -173,7 +177,7 @@ def cache_features(
         todo[key] = ids
         total += len(ids)
     wanted = total - held.tokens
-    _check_disk(directory, wanted * target.hidden_size * 2)
+    _check_disk(directory, wanted * _token_bytes(target))
     number = len(list(_records(directory)))
     bar = tqdm(
         total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
@@ -188,7 +192,7 @@ def cache_features(
 def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int, batch_tokens: int, bar: Any) -> None:
     lengths = torch.tensor([len(ids) for _, ids in rows])
     offsets = [0, *lengths.cumsum(0).tolist()]
-    features = torch.empty(offsets[-1], target.hidden_size, dtype=torch.bfloat16)
+    features = torch.empty(offsets[-1], target.hidden_size * (1 + len(target.watched)), dtype=torch.bfloat16)
     for batch in length_batches(lengths.tolist(), batch_tokens):
         longest = max(int(lengths[row]) for row in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -270,6 +274,19 @@ def _check_target(directory: Path, header: Mapping[str, Any], fingerprint: Mappi
             )
 
 
+def _check_layers(directory: Path, header: Mapping[str, Any], layers: Sequence[int]) -> None:
+    held = header.get("layers", [])
+    if held != list(layers):
+        raise DataError(
+            f"the cache {directory} holds inner layers {held}, not {list(layers)}. Give another --output, or the same "
+            "--layers."
+        )
+
+
+def _token_bytes(target: Target) -> int:
+    return 2 * target.hidden_size * (1 + len(target.watched))
+
+
 def _check_disk(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if needed and needed + _DISK_RESERVE > free:
@@ -295,7 +312,7 @@ def _sha256(path: Path) -> str:
 
 def _complete_lines(path: Path, scratch: Path) -> Path:
     """The file itself, or a copy without its last line if that is still being written."""
-    if not path.is_file() or path.suffix == ".gz":
+    if not path.is_file() or path.suffix in (".gz", ".parquet"):
         return path
     with open(path, "rb") as file:
         if not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read())[1] == b"\n":
@@ -315,6 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", required=True, help="built-in name, directory or hub id")
     parser.add_argument("--data", required=True, action="append", help="answers (.jsonl); may be given more than once")
     parser.add_argument("--output", required=True, help="directory of the cache")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[], metavar="N",
+        help="also store the outputs of these decoder layers, for heads with fused_layers",
+    )  # fmt: skip
     parser.add_argument("--max-length", type=int, default=512, help="tokens kept per sequence, as in training")
     parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
     parser.add_argument(
@@ -325,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
     args = parser.parse_args(argv)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
+    target.watch(args.layers)
     target.check_lm_head()  # training with cached features has no layers to check it with
     with tempfile.TemporaryDirectory() as scratch:
         paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]
@@ -336,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if int(item["loss_mask"].sum()) >= args.min_answer_share * len(item["input_ids"])
     ]
     tokens = sum(map(len, sequences))
-    size = tokens * target.hidden_size * 2
+    size = tokens * _token_bytes(target)
     print(f"{len(sequences)} of {len(rows)} sequences, {tokens} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
     store = cache_features(
         target, sequences, args.output, shard_tokens=args.shard_tokens, batch_tokens=args.batch_tokens,

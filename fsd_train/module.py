@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from fsd_infer.checkpoint import save_head
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.checkpoint import load_head, save_head
+from fsd_infer.errors import DataError
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
-from fsd_train.losses import DraftBatch, LMHead, build_loss
-from fsd_train.metrics import ChainLength, StepAgreement, greedy_agreement
+from fsd_train.losses import DraftBatch, LMHead, build_loss, reference_of
+from fsd_train.metrics import DEFAULT_RULES, ChainLength, RuleMetrics, StepAgreement, compare
 from fsd_train.optim import OPTIMIZERS, build_optimizer
+from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, read_checkpoint
 from fsd_train.slim import load_slim, move
 from fsd_train.unroll import supervised, unroll
 
@@ -36,6 +38,7 @@ class _Frozen:
         self.target: Target | None = None
         self.draft_head: LMHead | None = None
         self.full_head: LMHead | None = None
+        self.reference: EagleHead | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
         return self
@@ -45,17 +48,22 @@ class EagleModule(LightningModule):
     """Trains a draft head on a frozen target's features.
 
     Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
-    they are cached, ``features`` [B, M, H]; without the last the target runs in the step.
+    they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
 
     Args:
         target: built-in name, directory or hub id.
-        head: options of :class:`fsd_infer.head.EagleConfig` (final_norm, feature_scale, num_layers ...), and ``layer``.
+        head: options of :class:`fsd_infer.head.EagleConfig` (final_norm, feature_scale, num_layers, fused_layers ...),
+            and ``layer``.
+        initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
+        initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
+            adding nothing. The draft vocabulary is chosen anew.
         draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
         step_decay: weight of step s is step_decay^s.
-        loss: name of a loss.
-        loss_args: its arguments.
+        loss: name of a loss, or a list of ``{name, weight, args}`` (see :class:`fsd_train.losses.MixLoss`). In
+            validation schedules are at their end and no tokens are left out, so that ``val_loss`` means one thing.
+        loss_args: arguments of a single loss.
         noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
             feature_scale).
         optimizer: "adamw", or "muon" (matrices by Muon, vectors by AdamW).
@@ -69,6 +77,8 @@ class EagleModule(LightningModule):
         ema_decay: decay of an exponential moving average of the weights, which is then what is validated and
             exported; None for none.
         eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
+        eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
+            :class:`fsd_train.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
         seed: of initial weights and noise.
     """
 
@@ -78,10 +88,12 @@ class EagleModule(LightningModule):
         self,
         target: str,
         head: dict[str, Any] | None = None,
+        initial_layers: list[int] | None = None,
+        initial_head: str | None = None,
         draft_vocab_size: int | None = None,
         unroll_steps: int = 1,
         step_decay: float = 1.0,
-        loss: str = "eagle",
+        loss: str | list[dict[str, Any]] = "eagle",
         loss_args: dict[str, Any] | None = None,
         noise: float = 0.0,
         optimizer: str = "adamw",
@@ -93,6 +105,7 @@ class EagleModule(LightningModule):
         time_limit: float | None = None,
         ema_decay: float | None = None,
         eval_steps: int = 4,
+        eval_rules: list[str] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -107,6 +120,7 @@ class EagleModule(LightningModule):
         steps = max(unroll_steps, eval_steps)
         self.val_agreement = StepAgreement(steps)
         self.val_chain = ChainLength()
+        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, steps)
         self._frozen = _Frozen()
         self._seconds_before = 0.0  # training time of the runs that this one resumes
         self._started: float | None = None
@@ -124,9 +138,21 @@ class EagleModule(LightningModule):
             config = EagleConfig.for_target(target, draft_vocab_size=self.hparams["draft_vocab_size"], **options)
             self.head = EagleHead(config).float()
             self.head.initialise_from(target)
+            self._start_from()
         # here rather than in setup(): an averaging callback copies the module before that runs
         if self._trainer is not None and self.trainer.training and self.head.draft_ids is not None:
             self.head.draft_ids.copy_(self._choose_draft_ids(len(self.head.draft_ids)))
+
+    def _start_from(self) -> None:
+        """Initial weights: the target's layers, or an earlier head."""
+        layers, head = self.hparams["initial_layers"], self.hparams["initial_head"]
+        if layers:
+            target = self.target
+            if any(parameter.is_meta for parameter in target.model.parameters()):
+                target = Target.from_pretrained(self.hparams["target"], dtype=target.dtype, device="cpu")
+            self.head.take_layers(target.layers(layers))
+        if head:
+            self.head.continue_from(load_head(head, self.target))
 
     def _choose_draft_ids(self, size: int) -> Tensor:
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -151,7 +177,22 @@ class EagleModule(LightningModule):
             if self._frozen.target is None:
                 self._frozen.target = Target.from_pretrained(self.hparams["target"], dtype=dtype, device="cpu")
                 self._frozen.target.check_lm_head()
+            self._agree_on_layers(self._frozen.target, getattr(data, "feature_layers", None))
         return self._frozen.target
+
+    def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
+        """Make the target speak of the inner layers that the batches will have."""
+        wanted = sorted(set((self.hparams["head"] or {}).get("fused_layers") or []))
+        if cached is None:
+            if not any(parameter.is_meta for parameter in target.model.parameters()):
+                target.watch(wanted)
+        elif missing := sorted(set(wanted) - set(cached)):
+            raise DataError(
+                f"the head reads inner layers {wanted}, and the cached features lack {missing}: cache them again with "
+                f"`--layers {' '.join(map(str, wanted))}`."
+            )
+        else:
+            target.watched = tuple(cached)
 
     def _move_target(self) -> None:
         move(self.target, self.device)
@@ -168,14 +209,15 @@ class EagleModule(LightningModule):
         self.configure_model()
 
     def configure_callbacks(self) -> list[Callback]:
-        if self.hparams["ema_decay"] is None:
-            return []
-        from lightning.pytorch.callbacks import EMAWeightAveraging
+        callbacks: list[Callback] = [CheckResume(), StopOnNonFinite()]
+        if self.hparams["ema_decay"] is not None:
+            from lightning.pytorch.callbacks import EMAWeightAveraging
 
-        return [EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False)]
+            callbacks.append(EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False))
+        return callbacks
 
     def configure_optimizers(self) -> Any:
-        parameters = list(self.head.parameters())
+        parameters = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         optimizer = build_optimizer(
             self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
             tuple(self.hparams["betas"]),
@@ -199,6 +241,12 @@ class EagleModule(LightningModule):
         limit = self.hparams["time_limit"]
         return 0.0 if limit is None else min(self._seconds / (60 * limit), 1.0)
 
+    @property
+    def progress(self) -> float:
+        """How much of the run has passed, 0 to 1: the further of steps and time."""
+        total = float(self.trainer.estimated_stepping_batches)
+        return min(max(self._time_share, self.global_step / total if 0 < total < math.inf else 0.0), 1.0)
+
     def on_train_start(self) -> None:
         self._started = time.monotonic()
 
@@ -210,6 +258,7 @@ class EagleModule(LightningModule):
         checkpoint["training_seconds"] = self._seconds
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_state(self, checkpoint)
         self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
 
     # steps ---------------------------------------------------------------------------------------------------------
@@ -225,21 +274,27 @@ class EagleModule(LightningModule):
         ids = batch["input_ids"]
         wanted = supervised(batch["loss_mask"], steps)  # [S, B, M-1]
         positions = wanted[0].flatten().nonzero().squeeze(1)
-        if not len(positions):
+        if not len(positions) and self._alone:
             return None
         features = batch.get("features")
         if features is None:
             if any(parameter.is_meta for parameter in self.target.model.parameters()):
                 raise DataError("the target was loaded without its layers, but a batch has no cached features.")
             features = self.target.features(ids)
-        features = features.to(self.head.fc.weight.dtype)
+        if not len(positions):
+            return None
+        raw = features
+        features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
-        if noise:
-            inputs = inputs + self._noise(inputs.shape, noise)
+        features = features[..., : self.head.config.hidden_size]
+        if noise:  # on the final features alone: the head's own outputs replace these, never the inner layers'
+            extra = inputs.shape[-1] - features.shape[-1]
+            inputs = inputs + torch.nn.functional.pad(self._noise(features[:, 1:].shape, noise), (0, extra))
         with torch.no_grad():
             embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
         start = int(wanted[1].any(0).int().argmax()) if steps > 1 else 0
         outputs = unroll(self.head, embeds, inputs, steps, start)
+        reference = self._reference_estimates(embeds, raw[:, :-1], steps, start)
         decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
         following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
         return DraftBatch(
@@ -250,7 +305,28 @@ class EagleModule(LightningModule):
             positions=positions,
             head=self.lm_head(),
             feature_scale=self.head.feature_scale,
+            reference=None if reference is None else reference.flatten(1, 2)[:, positions],
         )
+
+    @torch.no_grad()
+    def _reference_estimates(self, embeds: Tensor, features: Tensor, steps: int, start: int) -> Tensor | None:
+        """[S, B, M-1, H], what the loss's reference head makes of the target's features; None where it is not wanted.
+
+        It reads them without noise. Not wanted in validation.
+        """
+        directory = reference_of(self.loss)
+        if directory is None or not self.training:
+            return None
+        if self._frozen.reference is None:
+            self._frozen.reference = load_head(directory, self.target)
+            if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.watched)):
+                raise DataError(
+                    f"the reference head {directory} reads inner layers {lacking}, which the trained head does not: "
+                    "add them to head.fused_layers, or use another reference."
+                )
+        head = self._frozen.reference.to(self.device)
+        inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
+        return torch.stack(unroll(head, embeds, inputs, steps, start))
 
     def _noise(self, shape: Sequence[int], width: float) -> Tensor:
         """Uniform noise that depends on seed, rank and batch number only, so that a resumed run draws the same."""
@@ -259,11 +335,23 @@ class EagleModule(LightningModule):
         noise = (torch.rand(tuple(shape), generator=generator) * (2 * width) - width).to(self.device)
         return noise if self.head.feature_scale is None else noise * self.head.feature_scale
 
+    @property
+    def _alone(self) -> bool:
+        return self._trainer is None or self.trainer.world_size == 1
+
+    def _idle(self, steps: int) -> Tensor:
+        """Zero, by way of every weight: other ranks wait for this one's part in gathering weights and gradients."""
+        config = self.head.config
+        embeds = torch.zeros(1, 2, config.embed_size, device=self.device)
+        features = torch.zeros(1, 2, config.hidden_size * (1 + len(config.fused_layers)), device=self.device)
+        outputs = unroll(self.head, embeds, features, steps)
+        return torch.stack([out.sum() for out in outputs]).sum() * 0.0
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
         drafts = self.draft(batch, self.hparams["unroll_steps"], self.hparams["noise"])
         if drafts is None:
-            return None
-        out = self.loss(drafts)
+            return None if self._alone else self._idle(self.hparams["unroll_steps"])
+        out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
         self.log("loss", out.loss, prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
@@ -279,19 +367,24 @@ class EagleModule(LightningModule):
         steps = max(self.hparams["unroll_steps"], self.hparams["eval_steps"])
         drafts = self.draft(batch, steps)
         if drafts is None:
+            if not self._alone:
+                self._idle(steps)
             return
         out = self.loss(drafts)
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
             self._frozen.full_head = LMHead.of(self.target)
-        agree = greedy_agreement(drafts, self._frozen.full_head, self.head.draft_ids)
-        self.val_agreement.update(agree, drafts.weights)
-        self.val_chain.update(agree, drafts.weights, drafts.positions)
+        seen = compare(drafts, self._frozen.full_head, self.head.draft_ids, self.val_rules.divergences)
+        self.val_agreement.update(seen.agree, drafts.weights)
+        self.val_chain.update(seen.agree, drafts.weights, drafts.positions)
+        self.val_rules.update(seen, drafts.weights, drafts.positions)
         self.log("val_loss", out.loss, prog_bar=True, batch_size=len(drafts.positions), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         for step, value in enumerate(self.val_agreement.compute()):
             self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
         self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
+        for name, metric in self.val_rules.compute().items():
+            self.log(f"val_{name}", metric)
         self.val_agreement.reset()
         self.val_chain.reset()
 
@@ -347,18 +440,15 @@ def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor
 
 
 def load_module(checkpoint: str | Path) -> EagleModule:
-    """An EagleModule from a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
-    path = Path(checkpoint)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such checkpoint. Give a .ckpt file of `fsd-train fit`.")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is truncated or no Lightning checkpoint ({error}): use another.") from error
-    if not isinstance(state, dict) or "state_dict" not in state or "target" not in state.get("hyper_parameters", {}):
-        raise CheckpointError(f"{path} was not written by `fsd-train fit`: it has no head in it.")
+    """The module of a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
+    state = read_checkpoint(checkpoint)
     options = {k: v for k, v in state["hyper_parameters"].items() if not k.startswith("_")}
-    module = EagleModule(**options)
+    if "drafter" in options:
+        from fsd_train.lm_module import LMModule  # it is built on this module
+
+        module: EagleModule = LMModule(**options)
+    else:
+        module = EagleModule(**{**options, "initial_layers": None, "initial_head": None})  # the weights are at hand
     module.configure_model()
     module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
     return module

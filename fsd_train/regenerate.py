@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.prompts import encode_chat, read_jsonl, read_prompts
+from fsd_infer.rowfiles import rows_digest
 from fsd_train.backends import Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
 
 WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample
@@ -254,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="fsd-train regenerate", description=(__doc__ or "").replace("`", ""))
     p.add_argument("--target", required=True, help="built-in name, directory or hub id of the target")
     p.add_argument(
-        "--prompts", required=True, nargs="+", help="JSONL files (.gz too) with prompt, messages, question or turns"
+        "--prompts", required=True, nargs="+", help="files or directories of prompts: see docs/training-data.md"
     )
     p.add_argument("--output", required=True, help="a .jsonl file, or a directory that will hold answers.jsonl")
     p.add_argument("--max-new-tokens", type=_positive, default=192)
@@ -336,9 +336,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["endpoint_model"] = args.endpoint_model
     else:
         settings.update(batch_size=args.batch_size, dtype=args.dtype)
-    settings["prompts"] = {
-        Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in args.prompts
-    }
+    settings["prompts"] = {Path(path).name: rows_digest(path) for path in args.prompts}
     return settings
 
 

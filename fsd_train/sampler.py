@@ -17,8 +17,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
     """Batches of conversations of like length whose padded size stays within a budget of tokens.
 
     Each epoch shuffles the rows, sorts windows of them by length, fills batches up to B·M <= ``max_tokens``, and
-    shuffles the batches. The order follows from seed and epoch alone. With several replicas each gets every n-th batch;
-    the first batches are repeated at the end where needed, so that all replicas have the same number.
+    shuffles the batches. Where that would leave a window with more padding than ``max_padding``, as with few rows and a
+    large budget, that window's budget is lowered until it fits. The order follows from seed and epoch alone. With
+    several replicas each gets every n-th batch; the first batches are repeated at the end where needed, so that all
+    replicas have the same number.
 
     `start_at` makes the next pass begin inside an epoch.
 
@@ -29,6 +31,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         shuffle: False keeps one order, by length, in every epoch.
         window: rows that are sorted together.
         rank, replicas: which share of the batches to give, of how many.
+        max_padding: share of padding in a window at most, in (0, 1].
     """
 
     def __init__(
@@ -40,9 +43,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
         window: int = 2048,
         rank: int = 0,
         replicas: int = 1,
+        max_padding: float = 0.1,
     ) -> None:
         if max_tokens < 1:
             raise DataError(f"max_tokens is {max_tokens}; a batch needs at least one token.")
+        if not 0 < max_padding <= 1:
+            raise DataError(f"max_padding is {max_padding}; it is a share, above 0 and up to 1.")
+        self.max_padding = max_padding
         self.lengths, self.max_tokens, self.seed = list(lengths), max_tokens, seed
         self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
         self.epoch = 0
@@ -79,20 +86,38 @@ class TokenBudgetSampler(Sampler[list[int]]):
         window = self.window if self.shuffle else max(count, 1)
         batches: list[list[int]] = []
         for start in range(0, count, window):
-            batch: list[int] = []
-            for index in sorted(order[start : start + window], key=self.lengths.__getitem__):
-                # in rising order the newest row is the longest, so it sets the padded width
-                if batch and (len(batch) + 1) * self.lengths[index] > self.max_tokens:
-                    batches.append(batch)
-                    batch = []
-                batch.append(index)
-            batches.append(batch)
+            rows = sorted(order[start : start + window], key=self.lengths.__getitem__)
+            budget = float(self.max_tokens)
+            found = self._fill(rows, budget)
+            while self._padding(found) > self.max_padding:  # ends at the latest with single rows
+                budget *= 0.8
+                found = self._fill(rows, budget)
+            batches += found
         if self.shuffle:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
         if batches and self.replicas > 1:
             size = math.ceil(len(batches) / self.replicas)
             batches = [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
         return batches
+
+    def _fill(self, rows: Sequence[int], budget: float) -> list[list[int]]:
+        """Rows of rising length as batches of at most ``budget`` padded tokens, or of one row."""
+        batches: list[list[int]] = []
+        for index in rows:
+            # in rising order the newest row is the longest, so it sets the padded width
+            if not batches or (len(batches[-1]) + 1) * self.lengths[index] > budget:
+                batches.append([])
+            batches[-1].append(index)
+        return batches
+
+    def _padding(self, batches: Sequence[Sequence[int]]) -> float:
+        padded = sum(len(batch) * max(self.lengths[index] for index in batch) for batch in batches)
+        return 1 - sum(self.lengths[index] for batch in batches for index in batch) / padded if padded else 0.0
+
+    @property
+    def padding(self) -> float:
+        """Share of padding among the positions of this replica's batches in the current epoch."""
+        return self._padding(self.batches())
 
     @property
     def skip(self) -> int:

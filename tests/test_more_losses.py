@@ -14,7 +14,7 @@ from torch import Tensor
 from fsd_infer.errors import DataError, UnknownNameError
 from fsd_infer.target import Target
 from fsd_train.losses import LOSSES, DraftBatch, LMHead, build_loss
-from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate
+from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate, threshold_points
 from fsd_train.losses.rows import LIVE, chunked_rows
 from fsd_train.module import EagleModule
 from tests.train_toys import VOCAB, save_toy_target
@@ -314,6 +314,45 @@ def test_expected_length_is_the_simulated_one(seed: int, fuzzy: bool, width: int
     assert error < 0.01 and 0.05 < value < S
 
 
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
+def test_a_distribution_of_thresholds_is_the_simulated_mean(weights: list[float] | None) -> None:
+    """Rounds that draw their threshold first: the linear objective is S less the mean accepted length."""
+    generator = torch.Generator().manual_seed(5)
+    batch, _ = make_batch(spread=0.8, seed=2)
+    with torch.no_grad():
+        p, q = distributions(batch)
+        chain = chain_rows(batch.positions, batch.weights)[:, 3]
+        p_chain, q_chain = p[0, chain], q[torch.arange(S), chain]
+        low, middle, high = plain_js(p_chain, q_chain).sort().values.tolist()
+        thresholds = [(low + middle) / 2, (middle + high) / 2]  # one and two of the three gates are open
+        alone = torch.zeros(S, N)
+        alone[torch.arange(S), chain] = 1.0
+        args = {
+            "threshold": thresholds,
+            "threshold_weights": weights,
+            "objective": "linear",
+            "softness": 1e-6,
+            "anchor": 0.0,
+        }
+        loss = float(build_loss("fsd", args)(replace(batch, weights=alone)).loss)
+    shares = [0.5, 0.5] if weights is None else [0.25, 0.75]
+    simulated = spread = 0.0
+    for threshold, share in zip(thresholds, shares):
+        length, error = simulated_length(p_chain, q_chain, 40_000, threshold, None, generator)
+        simulated += share * length
+        spread += (share * error) ** 2
+    assert abs((S - loss) - simulated) < 4.5 * math.sqrt(spread)
+
+
+def test_a_range_of_thresholds_is_its_midpoints() -> None:
+    assert threshold_points({"from": 0.1, "to": 0.5, "points": 4})[0] == pytest.approx([0.15, 0.25, 0.35, 0.45])
+    assert threshold_points([0.0, math.inf], [1, 3]) == ([0.0, math.inf], [0.25, 0.75])
+    assert threshold_points(0.3) == ([0.3], [1.0])
+    batch, estimates = make_batch()
+    loss = build_loss("fsd", {"threshold": {"from": 0.1, "to": 0.4, "points": 3}})(batch).loss
+    check(batch, estimates, loss, build_loss("fsd", {"threshold": [0.15, 0.25, 0.35]})(batch).loss)
+
+
 def test_soft_gate_and_length_at_their_ends() -> None:
     distance = torch.tensor([0.0, 0.1, 0.3, math.inf])
     assert soft_gate(distance, 0.0, 0.1).tolist() == [0, 0, 0, 0]
@@ -335,6 +374,7 @@ def test_perfect_drafts_cost_nothing() -> None:
 # how it is computed
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle", {}),
     ("kl", {}),
     ("reverse_kl", {}),
     ("js", {}),
@@ -347,6 +387,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fsd", {"divergence": "ag", "threshold": 0.5, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "kl", "threshold": 0.5, "temperature": 0.7}),
 ]
+LARGE = 131072  # the vocabulary of today's families
 
 
 @pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)
@@ -374,20 +415,39 @@ def peak_memory(run: Any) -> int:
     return peak
 
 
+def check_memory(name: Any, args: dict[str, Any], vocab: int, cap: float | None, selects: bool = False) -> None:
+    chunk_size, rows, width = 4 * LIVE, 3 * LIVE, 4
+    batch = DraftBatch(
+        torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
+        torch.zeros(rows, dtype=torch.long), torch.arange(rows), LMHead(torch.randn(vocab, width), cap=cap),
+        reference=torch.randn(2, rows, width) if selects else None,
+    )  # fmt: skip
+    loss = build_loss(name, {**args, "chunk_size": chunk_size} if isinstance(name, str) else None)
+    peak = peak_memory(lambda: loss(batch).loss.backward())
+    assert 4 * vocab * 4 < peak < 1.3 * chunk_size * vocab * 4
+
+
 @pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_memory_bound(name: str, args: dict[str, Any], cap: float | None) -> None:
     """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
-    vocab, chunk_size, rows, width = 4096, 4 * LIVE, 3 * LIVE, 4
-    estimates = torch.randn(2, rows, width, requires_grad=True)
-    batch = DraftBatch(
-        estimates, torch.randn(rows, width), torch.ones(2, rows), torch.zeros(rows, dtype=torch.long),
-        torch.arange(rows), LMHead(torch.randn(vocab, width), cap=cap),
-    )  # fmt: skip
-    loss = build_loss(name, {**args, "chunk_size": chunk_size})
-    loss(batch).loss.backward()  # warm-up
-    peak = peak_memory(lambda: loss(batch).loss.backward())
-    assert 4 * vocab * 4 < peak < 1.3 * chunk_size * vocab * 4
+    check_memory(name, args, 4096, cap)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("eagle", {}),
+        ("reverse_kl", {}),
+        ("lk", {}),
+        ("fsd", {"threshold": [0.1, 0.3]}),
+        ("adaspec", {"reference": "first", "loss_args": {"chunk_size": 4 * LIVE}}),
+        ([{"name": name, "args": {"chunk_size": 4 * LIVE}} for name in ("lk", "fsd")], {}),
+    ],
+    ids=str,
+)
+def test_memory_bound_at_a_large_vocabulary(name: Any, args: dict[str, Any]) -> None:
+    check_memory(name, args, LARGE, None, selects=name == "adaspec")
 
 
 def test_rows_scale_with_their_coefficients_in_both_passes() -> None:
@@ -439,6 +499,9 @@ def test_wrong_arguments_are_named() -> None:
         ("fsd", {"objective": "mean"}, "log_mean"),
         ("fsd", {"threshold": []}, "threshold"),
         ("fsd", {"threshold": [0.3, math.nan]}, "threshold"),
+        ("fsd", {"threshold": {"from": 0.3, "to": 0.1}}, "0 <= from < to"),
+        ("fsd", {"threshold": {"low": 0.3}}, "from, to and points"),
+        ("fsd", {"threshold": [0.1, 0.2], "threshold_weights": [1.0]}, "threshold_weights"),
         ("fsd", {"softness": 0.0}, "softness"),
         ("fsd", {"width": 0}, "width"),
         ("fsd", {"anchor": -0.1}, "anchor"),

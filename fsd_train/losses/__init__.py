@@ -1,22 +1,27 @@
 """Losses by name. One file per loss; importing this package registers them all.
 
-A loss is a callable ``loss(batch: DraftBatch) -> LossOutput``; its constructor takes the recipe's ``loss_args``.
+A loss is a callable ``loss(batch: DraftBatch) -> LossOutput``; its constructor takes the recipe's ``loss_args``. A list
+in the recipe mixes several: :class:`fsd_train.losses.mix.MixLoss`.
 """
 
 from __future__ import annotations
 
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, build_loss
+from fsd_train.losses.adaspec import AdaSpecLoss
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, build_loss, reference_of
 from fsd_train.losses.divergences import DivergenceLoss
 from fsd_train.losses.eagle import EagleLoss, soft_cross_entropy
 from fsd_train.losses.fsd import FSDLoss
 from fsd_train.losses.js import JSLoss
 from fsd_train.losses.kl import KLLoss
 from fsd_train.losses.lk import LKLoss
+from fsd_train.losses.mix import MixLoss
 from fsd_train.losses.reverse_kl import ReverseKLLoss
+from fsd_train.losses.schedule import Schedule
 from fsd_train.losses.tv import TVLoss
 
 __all__ = [
     "LOSSES",
+    "AdaSpecLoss",
     "DivergenceLoss",
     "DraftBatch",
     "EagleLoss",
@@ -27,8 +32,11 @@ __all__ = [
     "LMHead",
     "Loss",
     "LossOutput",
+    "MixLoss",
     "ReverseKLLoss",
+    "Schedule",
     "TVLoss",
     "build_loss",
+    "reference_of",
     "soft_cross_entropy",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +76,9 @@ class DraftBatch:
         positions: [N], flat index b·M + i; the chain of step s at a row starts s positions earlier.
         head: LM head over the draft vocabulary.
         feature_scale: [H] that the head divides features by, or None.
+        reference: [S, N, H], a frozen reference head's estimates on the same inputs, or None.
+        progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
+        step: optimiser steps that have passed.
     """
 
     estimates: Tensor
@@ -84,6 +88,9 @@ class DraftBatch:
     positions: Tensor
     head: LMHead
     feature_scale: Tensor | None = None
+    reference: Tensor | None = None
+    progress: float = 1.0
+    step: float = math.inf
 
 
 @dataclass
@@ -103,7 +110,11 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """The interface of a loss."""
+    """The interface of a loss.
+
+    It may have two more attributes: ``reference``, the directory of an exported head whose estimates it wants in
+    :attr:`DraftBatch.reference`, and ``couples_rows``, True if rows count only together with others.
+    """
 
     def __call__(self, batch: DraftBatch) -> LossOutput: ...
 
@@ -111,14 +122,39 @@ class Loss(Protocol):
 LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
 
 
-def build_loss(name: str, args: dict[str, Any] | None = None) -> Loss:
-    """The loss called ``name``. Raises UnknownNameError, or DataError for an argument that it does not take."""
+def build_loss(name: str | Sequence[Mapping[str, Any]], args: dict[str, Any] | None = None) -> Loss:
+    """The loss called ``name``, or a mix of several.
+
+    Args:
+        name: a registered name, or a list of mappings ``{name, weight, args}``: see
+            :class:`fsd_train.losses.mix.MixLoss`.
+        args: arguments of the one loss; those of a list stand in the list.
+
+    Raises:
+        UnknownNameError: no loss has that name.
+        DataError: an argument that the loss does not take, or a malformed list.
+    """
+    if not isinstance(name, str):
+        from fsd_train.losses.mix import MixLoss  # it builds its parts by this function
+
+        if args:
+            raise DataError("loss_args belongs to a single loss; with a list of losses write args into its entries.")
+        return MixLoss(name)
     kind = LOSSES.get(name)
     known = inspect.signature(kind).parameters
     unknown = sorted(set(args or {}) - set(known))
     if unknown:
         raise DataError(f"loss {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(known)}.")
+    needed = [key for key, value in known.items() if value.default is value.empty and key not in (args or {})]
+    if needed:
+        raise DataError(f"loss {name!r} needs the argument {', '.join(needed)}: add it to the recipe.")
     return kind(**(args or {}))
+
+
+def reference_of(loss: Loss) -> str | None:
+    """Directory of the reference head that a loss wants, or None."""
+    found = getattr(loss, "reference", None)
+    return found if isinstance(found, str) else None
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.rows import blocks, check_chunk_size
+
+# Tensors of a block's size that are alive at the peak: p, logits, q, and what a soft cap's gradient makes of them.
+LIVE = 5
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -24,8 +28,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         losses = torch.empty(steps, rows, dtype=torch.float32, device=estimates.device)
         agree = torch.empty(steps, rows, dtype=torch.bool, device=estimates.device)
         grad = torch.empty_like(estimates) if ctx.needs_input_grad[0] else None
-        for start in range(0, rows, chunk_size):
-            piece = slice(start, start + chunk_size)
+        for piece in blocks(rows, chunk_size, LIVE):
             p = head(features[piece])  # [n, Vd]
             best = p.argmax(-1)
             p = p.softmax(-1)
@@ -37,6 +40,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 if grad is not None:
                     slope = log_q.exp_().sub_(p)
                     grad[step, piece] = head.grad_hidden(logits, slope).to(grad.dtype)
+                    del slope
+                del logits, log_q  # or they live on beside the next step's
+            del p
         ctx.save_for_backward(*([] if grad is None else [grad]))
         ctx.mark_non_differentiable(agree)
         return losses, agree
@@ -48,7 +54,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(
-    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int = 256
+    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """−Σ_v p(v) log q(v) in nats, p and q being softmaxes over the draft vocabulary (p renormalised within it).
 
@@ -56,7 +62,8 @@ def soft_cross_entropy(
         estimates: [S, N, H], the drafter's; the only differentiable argument.
         features: [N, H], the target's.
         head: LM head rows of the draft vocabulary.
-        chunk_size: rows whose logits are alive at a time (memory: four fp32 tensors [chunk_size, Vd]).
+        chunk_size: rows whose fp32 logits would fill the memory that may be used: the peak stays below
+            1.3·4·chunk_size·Vd bytes (chunk_size ≥ 5).
 
     Returns:
         (loss [S, N] fp32, agreement [S, N] bool: the two most likely tokens are the same)
@@ -76,14 +83,13 @@ class EagleLoss:
     Args:
         w_feature: weight of the feature term.
         w_ce: weight of the cross-entropy.
-        chunk_size: rows of logits alive at a time.
+        chunk_size: memory bound in rows of logits, see :func:`soft_cross_entropy`.
     """
 
-    def __init__(self, w_feature: float = 1.0, w_ce: float = 0.1, chunk_size: int = 256) -> None:
+    def __init__(self, w_feature: float = 1.0, w_ce: float = 0.1, chunk_size: int = 1024) -> None:
         if w_feature < 0 or w_ce < 0 or w_feature + w_ce == 0:
             raise DataError(f"loss weights must be positive, got w_feature={w_feature}, w_ce={w_ce}.")
-        if chunk_size < 1:
-            raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
+        check_chunk_size(chunk_size)
         self.w_feature = w_feature
         self.w_ce = w_ce
         self.chunk_size = chunk_size

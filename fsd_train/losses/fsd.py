@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,39 @@ def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
     return torch.sigmoid((threshold - distance) / softness)
 
 
+def threshold_points(threshold: Any, weights: Sequence[float] | None = None) -> tuple[list[float], list[float]]:
+    """The distribution of thresholds that a recipe names, as points and their probabilities.
+
+    Args:
+        threshold: one number; several; or ``{from, to, points}``, the uniform distribution between the two, taken at
+            the midpoints of ``points`` (5 by default) equal parts.
+        weights: relative weights of several thresholds; equal ones by default.
+
+    Raises:
+        DataError: no threshold, one that is negative or no number, or weights that do not fit.
+    """
+    if isinstance(threshold, Mapping):
+        if not {"from", "to"} <= set(threshold) <= {"from", "to", "points"}:
+            raise DataError(
+                f"fsd: a range of thresholds has the keys from, to and points, found {', '.join(map(str, threshold))}."
+            )
+        low, high, count = threshold["from"], threshold["to"], threshold.get("points", 5)
+        if not 0 <= low < high < math.inf or type(count) is not int or count < 1:
+            raise DataError(f"fsd: a range of thresholds wants 0 <= from < to and points >= 1, got {dict(threshold)}.")
+        points = [low + (high - low) * (number + 0.5) / count for number in range(count)]
+    else:
+        points = [threshold] if isinstance(threshold, int | float) else list(threshold)
+    if not points or not all(value >= 0 for value in points):
+        raise DataError(f"fsd: threshold must be one or more numbers that are not negative, got {threshold}.")
+    shares = [1.0] * len(points) if weights is None else [float(weight) for weight in weights]
+    if len(shares) != len(points) or not all(0 <= share < math.inf for share in shares) or not sum(shares):
+        raise DataError(
+            f"fsd: threshold_weights must hold a weight for each of the {len(points)} thresholds, not negative and not "
+            f"all 0, got {weights}."
+        )
+    return [float(value) for value in points], [share / sum(shares) for share in shares]
+
+
 @LOSSES.register("fsd")
 class FSDLoss:
     """The expected number of accepted drafts L = Σ_k Π_{j≤k} a_j of every chain, to be made long, plus an anchor.
@@ -68,7 +102,9 @@ class FSDLoss:
     Args:
         rule: "exact" or "fuzzy" (the or-rule; a strict gate has no such form).
         divergence: D, a name of :mod:`fsd_infer.divergence`; on raw distributions.
-        threshold: T, or several: the objective is then their mean, since one head serves many settings.
+        threshold: T, or a distribution of thresholds, since one head serves many settings: the objective is then its
+            mean over them. Several numbers, or a range ``{from, to, points}``: see :func:`threshold_points`.
+        threshold_weights: relative weights of several thresholds; equal ones by default.
         softness: s > 0, in the unit of D.
         objective: "log": mean over chains of −ln(L/S); "log_mean": −ln(mean L/S); "linear": mean of S−L, whose
             gradient is that of the negative mean length.
@@ -80,11 +116,14 @@ class FSDLoss:
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
+    couples_rows = True
+
     def __init__(
         self,
         rule: str = "fuzzy",
         divergence: str = "js",
-        threshold: float | Sequence[float] = 0.3,
+        threshold: float | Sequence[float] | Mapping[str, Any] = 0.3,
+        threshold_weights: Sequence[float] | None = None,
         softness: float = 0.1,
         objective: str = "log",
         width: int | None = None,
@@ -93,14 +132,12 @@ class FSDLoss:
         w_feature: float = 0.0,
         chunk_size: int = 1024,
     ) -> None:
-        thresholds = [threshold] if isinstance(threshold, int | float) else list(threshold)
+        points, shares = threshold_points(threshold, threshold_weights)
         if rule not in RULES or objective not in OBJECTIVES:
             raise DataError(
                 f"fsd: rule is one of {', '.join(RULES)} and objective one of {', '.join(OBJECTIVES)}, "
                 f"got {rule!r} and {objective!r}."
             )
-        if not thresholds or not all(value >= 0 for value in thresholds):
-            raise DataError(f"fsd: threshold must be one or more numbers that are not negative, got {threshold}.")
         if not softness > 0 or not temperature > 0:
             raise DataError(f"fsd: softness and temperature must be positive, got {softness} and {temperature}.")
         if width is not None and width < 1:
@@ -108,7 +145,7 @@ class FSDLoss:
         if not anchor >= 0 or not w_feature >= 0:
             raise DataError(f"fsd: anchor and w_feature must not be negative, got {anchor} and {w_feature}.")
         check_chunk_size(chunk_size)
-        self.thresholds = [float(value) for value in thresholds] if rule == "fuzzy" else [0.0]
+        self.thresholds, self.shares = (points, shares) if rule == "fuzzy" else ([0.0], [1.0])
         self.softness = softness
         self.objective = objective
         self.width = width
@@ -152,16 +189,16 @@ class FSDLoss:
         chains = chain_rows(batch.positions, batch.weights)
         exact = values[0].gather(1, chains)  # [S, C]
         losses, parts = [], {"acceptance": weighted_mean(values[0], batch.weights).detach()}
-        for threshold in self.thresholds:
+        for threshold, share in zip(self.thresholds, self.shares):
             accepted = exact
             if self._fuzzy:
                 gate = soft_gate(values[1].gather(1, chains), threshold, self.softness)
                 accepted = exact + (1 - exact) * gate
             lengths = expected_length(accepted)
-            losses.append(self._objective(lengths, steps))
+            losses.append(share * self._objective(lengths, steps))
             if lengths.numel():
                 parts[f"soft_tau_{threshold:g}" if self._fuzzy else "soft_tau"] = 1 + lengths.detach().mean()
-        loss = torch.stack(losses).mean()
+        loss = torch.stack(losses).sum()
         parts["length_loss"] = loss.detach()
         if self.anchor:
             anchor = weighted_mean(values[-1], batch.weights)

@@ -32,8 +32,9 @@ def check_chunk_size(chunk_size: int) -> None:
         raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
 
 
-def _blocks(rows: int, chunk_size: int) -> Iterator[slice]:
-    size = max(1, chunk_size // LIVE)
+def blocks(rows: int, chunk_size: int, live: int = LIVE) -> Iterator[slice]:
+    """Slices of ``rows`` so short that ``live`` tensors of a block's size hold no more than ``chunk_size`` rows."""
+    size = max(1, chunk_size // live)
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
@@ -61,7 +62,7 @@ class _ChunkedRows(torch.autograd.Function):
         agree = torch.empty(steps, length, dtype=torch.bool, device=estimates.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(estimates) if wanted and count == 1 else None
-        for block in _blocks(length, chunk_size):
+        for block in blocks(length, chunk_size):
             log_p = head(features[block]).log_softmax(-1)
             best = log_p.argmax(-1)
             for step in range(steps):
@@ -89,7 +90,7 @@ class _ChunkedRows(torch.autograd.Function):
         head, rows, chunk_size = ctx.settings
         grad = torch.empty_like(estimates)
         with torch.autocast(estimates.device.type, enabled=False):
-            for block in _blocks(estimates.shape[1], chunk_size):
+            for block in blocks(estimates.shape[1], chunk_size):
                 log_p = head(features[block]).log_softmax(-1)
                 for step in range(estimates.shape[0]):
                     logits = head(estimates[step, block]).requires_grad_()

@@ -1,0 +1,165 @@
+"""Conversations out of the rows of data files, in the forms that data sets come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from fsd_infer.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+# who speaks in ShareGPT's `conversations`
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+ANSWERS = ("response", "completion")
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
+    """``messages`` as plain role/content dicts. Raises DataError where it is not a list of chat turns.
+
+    Args:
+        messages: what the row holds.
+        where: how errors name the row, "file:line".
+        field: how they name what was read.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise DataError(f"{where}: {field} must be a list of at least one turn.")
+    checked: list[Message] = []
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping):
+            raise DataError(f"{where}: turn {number} must be an object with `role` and `content`.")
+        role, content = turn.get("role"), turn.get("content")
+        if role not in ROLES:
+            raise DataError(f"{where}: turn {number} has role {role!r}; known roles are {', '.join(ROLES)}.")
+        if not isinstance(content, str):
+            raise DataError(f"{where}: turn {number} ({role}) must have `content` of type text.")
+        if role == "user" and not content.strip():
+            raise DataError(f"{where}: turn {number} (user) is empty. Give it some text or remove the row.")
+        checked.append({"role": role, "content": content})
+    return checked
+
+
+def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
+    """The conversation a row asks to be answered.
+
+    Reads, in this order: ``messages``; ``conversations`` (ShareGPT: ``from`` and ``value``, or ``role`` and
+    ``content``); ``prompt`` (text or a list of turns), ``question`` or ``turns`` (the first one). A final assistant
+    turn is a reference answer and is dropped; the turns before it stay, earlier answers included. Assistant turns
+    before the first user turn answer nothing and are left out. A field that is null counts as absent.
+
+    Args:
+        row: one row of a prompt file.
+        where: how errors name the row, "file:line".
+
+    Raises:
+        DataError: none of the fields is there, or one has the wrong type or is empty.
+    """
+    turns = _asked(row, where)
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    if not turns or turns[-1]["role"] == "system":
+        raise DataError(f"{where}: the conversation holds no turn to answer. End it with a user turn.")
+    return turns
+
+
+def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:
+    """The conversation of a row with its answers, ending with an assistant turn.
+
+    Either a prompt as :func:`row_messages` reads it and its answer in ``response`` or ``completion`` (text, or a list
+    of turns), or a conversation that holds the answers itself; what follows its last assistant turn is left out.
+
+    Raises:
+        DataError: no answer, or a malformed field; as for :func:`row_messages`.
+    """
+    field = next((name for name in ANSWERS if row.get(name) is not None), None)
+    if field is not None:
+        turns = [*row_messages(row, where), *_answer(row[field], where, field)]
+    else:
+        turns = _asked(row, where)
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    if not turns:
+        raise DataError(f"{where}: no answer. Give `response`, or end `messages` with an assistant turn.")
+    return turns
+
+
+def row_questions(row: Mapping[str, Any], where: str = "row") -> list[Message]:
+    """The turns of ``messages`` or ``conversations`` that are not answers; empty for rows of another form."""
+    return [turn for turn in _turns(row, where) or [] if turn["role"] != "assistant"]
+
+
+def _turns(row: Mapping[str, Any], where: str) -> list[Message] | None:
+    if row.get("messages") is not None:
+        return check_messages(row["messages"], where)
+    if row.get("conversations") is not None:
+        return check_messages(_named(row["conversations"], where), where, "conversations")
+    return None
+
+
+def _named(turns: Any, where: str) -> Any:
+    """ShareGPT's turns with the usual names; whatever is not of that form is left for the caller to check."""
+    if not isinstance(turns, Sequence) or isinstance(turns, (str, bytes)):
+        return turns
+    named: list[Any] = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or turn.get("from") is None:
+            named.append(turn)
+            continue
+        speaker = turn["from"]
+        if speaker not in SPEAKERS:
+            raise DataError(f"{where}: turn {number} is from {speaker!r}; known are {', '.join(SPEAKERS)}.")
+        if not isinstance(turn.get("value"), str):
+            raise DataError(f"{where}: turn {number} (from {speaker}) must have `value` of type text.")
+        named.append({"role": SPEAKERS[speaker], "content": turn["value"]})
+    return named
+
+
+def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
+    """The turns of the row's prompt field, without answers to nothing."""
+    turns = _turns(row, where)
+    if turns is None:
+        turns = _prompt(row, where)
+    first = next((number for number, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
+    return [turn for number, turn in enumerate(turns) if turn["role"] != "assistant" or number > first]
+
+
+def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
+    for field in ("prompt", "question", "turns"):
+        if row.get(field) is None:
+            continue
+        text = row[field]
+        if field == "prompt" and isinstance(text, list):
+            return check_messages(text, where, "prompt")
+        if field == "turns" and isinstance(text, list) and text:
+            text = text[0]
+        if not isinstance(text, str):
+            raise DataError(f"{where}: `{field}` must hold text, found {type(text).__name__}.")
+        if not text.strip():
+            raise DataError(f"{where}: `{field}` is empty. Give the prompt some text or remove the line.")
+        return [{"role": "user", "content": text}]
+    raise DataError(f"{where}: no prompt. Give one of the fields messages, conversations, prompt, question, turns.")
+
+
+def _answer(value: Any, where: str, field: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if not isinstance(value, list):
+        raise DataError(f"{where}: `{field}` must hold text, found {type(value).__name__}.")
+    return check_messages(value, where, field)

@@ -1,0 +1,162 @@
+"""Rows of data files: JSON lines, Parquet, and the directories that the `datasets` library writes.
+
+pyarrow and datasets come with the extra `train` and are imported only where a file asks for them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsd_infer.errors import DataError
+
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
+
+
+class Row(NamedTuple):
+    """One row: the file it stands in (the directory, for one that `datasets` wrote), its number from 1, its values."""
+
+    file: Path
+    number: int
+    values: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """How errors name the row."""
+        return f"{self.file}:{self.number}"
+
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """Yields the rows of a data file or directory.
+
+    Args:
+        path: a .parquet file; a directory of `Dataset.save_to_disk` (of several splits, ``train`` is read); a
+            directory that holds .parquet files, itself or in a folder ``data`` (where their names begin with a split's
+            name, those of ``train`` are read); any other file is taken for JSON lines, gzip-compressed or not.
+
+    Raises:
+        DataError: nothing there, a file that cannot be read, no split ``train`` among several, a line that is not a
+            JSON object, or a package that reading it needs is not installed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            yield from _saved_rows(path)
+            return
+        for file in _parquet_files(path):
+            yield from _parquet_rows(file)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    else:
+        for line, values in read_jsonl(path):
+            yield Row(path, line, values)
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) of a JSONL file, gzip-compressed or not; blank lines are passed over.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not a UTF-8 JSON object; names file and line.
+    """
+    path = Path(path)
+    line = 0
+    try:
+        with open(path, "rb") as probe:
+            packed = probe.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if packed else open(path, "rb") as lines:
+            for line, raw in enumerate(lines, start=1):
+                if raw.strip():
+                    yield line, _parse(raw, f"{path}:{line}")
+    except (OSError, EOFError, zlib.error) as error:  # a truncated gzip file raises EOFError or zlib.error
+        if not path.is_file():
+            raise DataError(f"{path}: no such file. Give the path of a .jsonl or .jsonl.gz file.") from error
+        raise DataError(f"{path}: unreadable after line {line} ({error}). Fetch or write the file again.") from error
+
+
+def rows_digest(path: str | Path) -> str:
+    """SHA-256 of a data file, or of the names and contents of a directory's files, in hexadecimal."""
+    path = Path(path)
+    if not path.is_dir():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    whole = hashlib.sha256()
+    for file in sorted(found for found in path.rglob("*") if found.is_file()):
+        whole.update(f"{file.relative_to(path).as_posix()} {rows_digest(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}). Mend or remove the line.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}. Write one object per line.")
+    return row
+
+
+def _parquet_files(directory: Path) -> list[Path]:
+    """The directory's Parquet files in order of their names, those of the training split if there are several."""
+    files = sorted(directory.glob("*.parquet")) or sorted(directory.glob("data/*.parquet"))
+    if not files:
+        raise DataError(
+            f"{directory}: neither .parquet files nor a dataset saved by `datasets`. Give a file, or such a directory."
+        )
+    splits = {file: found.group(1) if (found := _SPLIT.match(file.name)) else None for file in files}
+    if len(set(splits.values())) == 1:
+        return files
+    chosen = [file for file, split in splits.items() if split == "train"]
+    if not chosen:
+        raise DataError(f"{directory}: files of several splits and none called train-*. Give the files themselves.")
+    return chosen
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    parquet = _needed("pyarrow.parquet", path)
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(path, number, values)
+    except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
+        if not path.is_file():
+            raise DataError(f"{path}: no such file. Give the path of a .parquet file.") from error
+        raise DataError(f"{path}: unreadable after row {number} ({error}). Fetch or write the file again.") from error
+
+
+def _saved_rows(directory: Path) -> Iterator[Row]:
+    datasets = _needed("datasets", directory)
+    try:
+        found = datasets.load_from_disk(str(directory))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{directory}: not a whole dataset ({error}). Save it again.") from error
+    if isinstance(found, datasets.DatasetDict):
+        if "train" not in found:
+            raise DataError(
+                f"{directory}: its splits are {', '.join(found)}, none is called train. Give {directory}/SPLIT."
+            )
+        found = found["train"]
+    for number, values in enumerate(found.with_format(None), start=1):
+        yield Row(directory, number, dict(values))
+
+
+def _needed(module: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"{path}: reading it needs the package {module.split('.')[0]}. Install it with "
+            "`pip install 'fsd-toolkit[train]'`, or convert the rows to .jsonl."
+        ) from error

@@ -1,0 +1,302 @@
+"""Distillation of an independent small causal LM towards the target, on fixed answers or on its own (DistillSpec).
+
+DistillSpec (Zhou et al., arXiv 2310.08461) trains the drafter on answers that it sampled itself, since those are the
+contexts it drafts in. With probability ``on_policy`` a batch keeps its prompts and gets new answers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.drafters import LMDrafter, TreeShape
+from fsd_infer.errors import DataError
+from fsd_infer.target import Target
+from fsd_train.losses import DraftBatch, EagleLoss, LMHead, Loss
+from fsd_train.losses.base import reference_of
+from fsd_train.module import EagleModule
+from fsd_train.small_lm import LogitsHead, SmallLM
+from fsd_train.unroll import supervised
+
+EXPORT_DTYPE = torch.bfloat16
+
+
+class LMModule(EagleModule):
+    """Distils a small causal LM of the target's vocabulary towards the target.
+
+    Batches, schedule, resumption and metrics are those of :class:`fsd_train.module.EagleModule`. The rows of a batch
+    are the contexts in which decoding drafts: from the first answer token on, each next token of the answer.
+
+    Memory beyond that of the model: its logits at the supervised tokens and their gradient, 2·N·V values in the
+    training precision (N answer tokens of a batch; ``data.batch_tokens`` bounds N). The target's logits are computed
+    in chunks by the loss.
+
+    Args:
+        target: built-in name, directory or hub id of the target.
+        drafter: the same of the small model that training starts from.
+        lora: train a LoRA adapter with these options of ``peft.LoraConfig`` ({} for the defaults: r 16, alpha 32, all
+            linear layers); None trains all weights.
+        on_policy: probability λ that a batch's answers are sampled from the drafter itself. Above 0 the target runs in
+            those steps, so it is loaded with all its layers even where features are cached.
+        on_policy_tokens: longest such answer.
+        on_policy_temperature: of the sampling.
+        unroll_steps: drafts of a chain that the loss sees together, 1 to 7. The model reads the text itself, so a
+            draft's distribution does not depend on the step; only losses that couple steps (``fsd``) gain by more
+            than 1, at that many times the gradient's memory.
+        step_decay: weight of step s is step_decay^s.
+        loss: name of a loss or a list as for EagleModule, other than eagle and without the feature term (a small
+            LM has features of its own).
+        loss_args: arguments of a single loss.
+        optimizer: "adamw", or, with ``lora``, "muon".
+        lr, weight_decay, betas, warmup_steps, final_lr, time_limit, ema_decay, seed: as for EagleModule.
+        eval_steps: chain length looked at in validation (at least ``unroll_steps``).
+        eval_rules: as for EagleModule.
+    """
+
+    head: SmallLM  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        target: str,
+        drafter: str,
+        lora: dict[str, Any] | None = None,
+        on_policy: float = 0.0,
+        on_policy_tokens: int = 128,
+        on_policy_temperature: float = 1.0,
+        unroll_steps: int = 1,
+        step_decay: float = 1.0,
+        loss: str | list[dict[str, Any]] = "reverse_kl",
+        loss_args: dict[str, Any] | None = None,
+        optimizer: str = "adamw",
+        lr: float = 1e-4,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 100,
+        final_lr: float = 0.0,
+        time_limit: float | None = None,
+        ema_decay: float | None = None,
+        eval_steps: int = 4,
+        eval_rules: list[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= on_policy <= 1 or on_policy_tokens < 1 or on_policy_temperature <= 0:
+            raise DataError(
+                "on_policy is a probability, and on_policy_tokens and on_policy_temperature are positive; got "
+                f"{on_policy}, {on_policy_tokens} and {on_policy_temperature}."
+            )
+        if optimizer == "muon" and lora is None:
+            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
+        if ema_decay is not None and lora is not None:
+            raise DataError("ema_decay averages whole models: leave it out with lora.")
+        super().__init__(
+            target,
+            unroll_steps=unroll_steps,
+            step_decay=step_decay,
+            loss=loss,
+            loss_args=loss_args,
+            optimizer=optimizer,
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            warmup_steps=warmup_steps,
+            final_lr=final_lr,
+            time_limit=time_limit,
+            ema_decay=ema_decay,
+            eval_steps=eval_steps,
+            eval_rules=eval_rules,
+            seed=seed,
+        )
+        # the shared steps read EagleModule's options, some of which a small LM does not have
+        for name, parameter in inspect.signature(EagleModule.__init__).parameters.items():
+            if name != "self" and parameter.default is not parameter.empty:
+                self.hparams.setdefault(name, parameter.default)
+        check_loss(self.loss)
+
+    # setting up ----------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load target and drafter (idempotent)."""
+        if hasattr(self, "head"):
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.hparams["seed"])  # of fresh adapters
+            self.head = SmallLM(self.hparams["drafter"], self.target, self.hparams["lora"])
+
+    @property
+    def target(self) -> Target:
+        """The frozen target; with all its layers where answers are sampled, whatever is cached."""
+        if self._frozen.target is None and self.hparams["on_policy"] and self._trainer is not None:
+            dtype = torch.bfloat16 if self._half else torch.float32
+            self._frozen.target = Target.from_pretrained(self.hparams["target"], dtype=dtype, device="cpu")
+            self._frozen.target.check_lm_head()
+        return super().target
+
+    def lm_head(self) -> LogitsHead:
+        """The target's LM head over the common tokens, passing the drafter's logits through."""
+        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
+            head = LMHead.of(self.target, self.head.draft_ids)
+            self._frozen.draft_head = LogitsHead(head.weight, head.bias, head.scale, head.cap)
+        assert isinstance(self._frozen.draft_head, LogitsHead)
+        return self._frozen.draft_head
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
+        """The drafter's logits beside the target's features at the supervised rows; None if there are none."""
+        ids = batch["input_ids"]
+        wanted = supervised(batch["loss_mask"], steps)  # [S, B, M-1]
+        positions = wanted[0].flatten().nonzero().squeeze(1)
+        if not len(positions) and self._alone:
+            return None
+        features = batch.get("features")
+        if features is None:
+            if any(parameter.is_meta for parameter in self.target.model.parameters()):
+                raise DataError("the target was loaded without its layers, but a batch has no cached features.")
+            features = self.target.features(ids)  # on every rank at the same time, where the target is sharded
+        if not len(positions):
+            return None
+        features = features[:, 1:, : self.target.hidden_size].flatten(0, 1)[positions]
+        # position i+1 of either model predicts token i+2, so both rows stand one further than a head's input
+        logits = self.head(ids, positions)
+        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
+        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
+        return DraftBatch(
+            estimates=logits[None].expand(steps, -1, -1),
+            features=features,
+            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
+            tokens=following.flatten()[positions],
+            positions=positions,
+            head=self.lm_head(),
+        )
+
+    def _idle(self, steps: int) -> Tensor:
+        """Zero, by way of every weight: other ranks wait for this one's part in gathering weights and gradients."""
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        return self.head(ids, ids[0, :1]).sum() * 0.0
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
+        return super().training_step(self.maybe_on_policy(batch), batch_idx)
+
+    def maybe_on_policy(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """With probability ``on_policy`` the batch with answers of the drafter's own, else the batch.
+
+        Chance and draws depend on seed, rank and batch number only, so that a resumed run samples the same.
+        """
+        share = self.hparams["on_policy"]
+        if not share:
+            return batch
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer is not None else 0
+        seed = self.hparams["seed"] * 1_000_003 + number
+        # the same on all ranks: one that samples would keep the others waiting
+        if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
+            return batch
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed * 4096 + self.global_rank)
+            return self.on_policy_batch(batch)
+
+    def on_policy_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch's conversations up to their last answer, and the drafter's own answer in place of that one.
+
+        Returns:
+            a batch like the given one, without features; ``loss_mask`` is 1 on the sampled tokens alone.
+        """
+        ids, mask = batch["input_ids"], batch["loss_mask"].bool()
+        prompts = [row[: _last_answer(answer)] for row, answer in zip(ids, mask, strict=True)]
+        limit = self.hparams["on_policy_tokens"]
+        room = [getattr(model, "max_positions", None) for model in (self.target, self.head)]
+        limit = min([limit, *(most - max(map(len, prompts)) for most in room if most is not None)])
+        if limit < 1:
+            return batch
+        answers = self.head.sample(prompts, limit, self.hparams["on_policy_temperature"], self.target.eos_token_ids)
+        texts = [torch.cat(parts) for parts in zip(prompts, answers, strict=True)]
+        width = max(map(len, texts))
+        fresh = {name: ids.new_zeros(len(texts), width) for name in ("input_ids", "attention_mask", "loss_mask")}
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            fresh["input_ids"][row, : len(text)] = text
+            fresh["attention_mask"][row, : len(text)] = 1
+            fresh["loss_mask"][row, len(prompt) : len(text)] = 1
+        return {**{name: value for name, value in batch.items() if name != "features"}, **fresh}
+
+    # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What is trained: all weights, or the adapter's alone."""
+        state = super().state_dict(*args, **kwargs)
+        if not hasattr(self, "head") or self.hparams["lora"] is None:
+            return state
+        trained = {f"head.{name}" for name, value in self.head.named_parameters() if value.requires_grad}
+        return {name: value for name, value in state.items() if name in trained}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
+        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
+        if strict and wrong:
+            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        own = set(inspect.signature(type(self).__init__).parameters)
+        saved = checkpoint.get("hyper_parameters", {})
+        checkpoint["hyper_parameters"] = {k: v for k, v in saved.items() if k in own or k.startswith("_")}
+
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.
+
+        Full training: a transformers directory in bf16, with the tokenizer if there is one. LoRA: a peft adapter
+        directory, whose adapter_config.json records the base model as ``drafter`` named it.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.hparams["lora"] is None:
+            self.head.merged(EXPORT_DTYPE).save_pretrained(directory)
+            if self.head.tokenizer is not None:
+                self.head.tokenizer.save_pretrained(directory)
+        else:
+            # peft would look the base model up on the hub to see whether its vocabulary grew
+            self.head.model.save_pretrained(directory, save_embedding_layers=False)
+        own = inspect.signature(type(self).__init__).parameters
+        record = {
+            "steps": int(self.global_step) if self._trainer is not None else None,
+            "hyperparameters": {name: self.hparams[name] for name in own if name != "self"},
+            "target": self.target.fingerprint(),
+            **(extra or {}),
+        }
+        (directory / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+        return directory
+
+    def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:
+        """The drafter as it is now, as a copy in the target's dtype, adapters merged."""
+        model = self.head.merged(target.dtype).to(target.device)
+        return LMDrafter(
+            Target(model, self.head.tokenizer, self.head.name), target, tree.depth if tree is not None else 5
+        )
+
+
+def check_loss(loss: Loss) -> None:
+    """Raise DataError for a loss that wants something only a head has."""
+    parts: list[Any] = [part.loss for part in getattr(loss, "parts", [])] or [loss]
+    if any(isinstance(part, EagleLoss) or getattr(part, "w_feature", 0) for part in parts):
+        raise DataError(
+            "a small LM has features of its own, which cannot match the target's: set w_feature to 0, and instead of "
+            "eagle take reverse_kl, whose gradient is that of its cross-entropy."
+        )
+    if reference_of(loss) is not None:
+        raise DataError("a loss with a reference head cannot train a small LM: choose another one.")
+
+
+def _last_answer(mask: Tensor) -> int:
+    """Where the last run of ones in mask [M] begins; at least 1, so that there is a prompt."""
+    ends = mask.nonzero()
+    if not len(ends):
+        return max(len(mask), 1)
+    end = int(ends[-1])
+    before = (~mask[:end]).nonzero()
+    return max(int(before[-1]) + 1 if len(before) else 0, 1)

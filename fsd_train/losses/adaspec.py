@@ -1,0 +1,105 @@
+"""Training on the tokens that a reference drafter shows to be worth it: AdaSPEC (arXiv 2510.19779)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import DataError
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, build_loss, reference_of, weighted_mean
+from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows
+from fsd_train.losses.schedule import Schedule
+
+
+def largest(values: Tensor, weights: Tensor, keep: float) -> Tensor:
+    """Which supervised rows of each step have the largest values.
+
+    Args:
+        values: [S, N].
+        weights: [S, N], 0 where a step is not supervised.
+        keep: share of each step's supervised rows, in (0, 1]; rounded up to whole rows.
+
+    Returns:
+        [S, N] bool.
+    """
+    chosen = torch.zeros_like(weights, dtype=torch.bool)
+    for step, counted in enumerate(weights > 0):
+        rows = counted.nonzero().squeeze(1)
+        count = math.ceil(keep * len(rows) - 1e-9)
+        chosen[step, rows[values[step, rows].topk(count).indices]] = True
+    return chosen
+
+
+@LOSSES.register("adaspec")
+class AdaSpecLoss:
+    """Another loss on the share k of tokens with the largest gap Δ = D(p, q) − D(p, q_ref).
+
+    q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``reverse_kl``) in the paper.
+    A large gap marks a token that a drafter of this kind can fit and this one does not yet; where both fail alike,
+    the target is out of reach and the token is left out. The paper's reference is a drafter of the same size, distilled
+    beforehand from the same target on all tokens.
+
+    Tokens are chosen anew in every batch, among those supervised and for each unrolled step on its own. Without a
+    reference in the batch, as in validation, all tokens count.
+
+    Args:
+        reference: directory of an exported head of the same target. It reads what the trained head reads, and its
+            estimates go through the same rows of the LM head, so its own draft vocabulary does not matter.
+        keep: k, a number in (0, 1] or a schedule (see :class:`fsd_train.losses.schedule.Schedule`).
+        loss: name of the loss on the chosen tokens, or a list as for :class:`fsd_train.losses.mix.MixLoss`.
+        loss_args: its arguments.
+        divergence: D, a name of :mod:`fsd_infer.divergence`.
+        chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        keep: float | Mapping[str, Any] = 0.4,
+        loss: str | Sequence[Mapping[str, Any]] = "reverse_kl",
+        loss_args: dict[str, Any] | None = None,
+        divergence: str = "reverse_kl",
+        chunk_size: int = 1024,
+    ) -> None:
+        if not isinstance(reference, str) or not reference:
+            raise DataError("adaspec: reference must name the directory of an exported head.")
+        self.keep = Schedule.read(keep, "adaspec: keep")
+        if not all(0 < value <= 1 for value in (self.keep.start, self.keep.end)):
+            raise DataError(f"adaspec: keep is a share of the tokens, above 0 and up to 1, got {keep!r}.")
+        check_chunk_size(chunk_size)
+        self.reference = reference
+        self.inner = build_loss(loss, loss_args)
+        if reference_of(self.inner) is not None:
+            raise DataError("adaspec: the loss on the chosen tokens must not choose tokens itself.")
+        if getattr(self.inner, "couples_rows", False):
+            raise DataError(
+                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; "
+                "name both in a list of losses instead."
+            )
+        self.chunk_size = chunk_size
+        self._rows = divergence_rows(divergence)
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        if batch.reference is None:
+            return self.inner(batch)
+        gap = self.gap(batch)
+        chosen = largest(gap, batch.weights, self.keep.at(batch.progress, batch.step))
+        kept = replace(batch, weights=batch.weights * chosen)
+        out = self.inner(kept)
+        out.parts["gap"] = weighted_mean(gap, batch.weights)
+        out.parts["gap_kept"] = weighted_mean(gap, kept.weights)
+        return out
+
+    @torch.no_grad()
+    def gap(self, batch: DraftBatch) -> Tensor:
+        """Δ at every row of every step, [S, N] fp32. Both drafters are compared with p in one pass."""
+        assert batch.reference is not None
+        both = torch.cat([batch.estimates, batch.reference.to(batch.estimates.dtype)])
+        values, _ = chunked_rows(lambda p, q: self._rows(p, q)[None], replace(batch, estimates=both), self.chunk_size)
+        own, reference = values[0].chunk(2)
+        return own - reference

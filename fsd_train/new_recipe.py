@@ -1,0 +1,403 @@
+"""`fsd-train new-recipe`: a commented recipe from a target's config."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsd_infer.errors import DataError, FsdError, ModelLoadError
+from fsd_infer.models import EAGER_FAMILIES, attention_for, resolve_target
+from fsd_infer.target import Target
+
+SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
+COVERAGE = 0.99
+DRAFT_VOCABULARIES = (4096, 8192, 16000, 32000)
+# bytes that backward keeps per token and run of the head: 2·(20 H + 4 I), counted on a Llama layer under bf16 autocast
+ACTIVATION_BUDGET = 12e9
+TOKENS_PER_STEP = 16384
+GPUS = (24, 48, 80)  # GB
+LARGEST = GPUS[-1]
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a recipe depends on.
+
+    Attributes:
+        name: how the target is asked for: built-in name, directory or hub id.
+        family: transformers' ``model_type``.
+        parameters: number of weights, tied ones once.
+        hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, vocab_size: as in its config; the vocabulary
+            is the width of the logits.
+        positions: longest context, or None if the config does not say.
+        scaled_norm: whether it has a final norm with a weight under the name the head reads.
+        experts: whether it is a mixture of experts.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    positions: int | None = None
+    scaled_norm: bool = True
+    experts: bool = False
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of a head of one gated decoder layer: projection, attention, MLP."""
+        h = self.hidden_size
+        attention = 2 * h * self.head_dim * (self.heads + self.kv_heads)
+        return 2 * h * h + attention + 3 * h * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a recipe sets, see :func:`choose`."""
+
+    max_length: int
+    batch_tokens: int
+    accumulate: int
+    unroll_steps: int
+    draft_vocab_size: int | None
+    lr: float
+    max_steps: int
+    coverage: float | None = None
+    tokenizer: bool = False
+
+
+def facts_of(name: str) -> TargetFacts:
+    """The facts of a target, from its config alone: no weights are read.
+
+    Raises:
+        ModelLoadError: it cannot be found, is no decoder-only language model, or has layers that token trees cannot be
+            verified through.
+        UnknownNameError: see :func:`fsd_infer.models.resolve_target`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(resolve_target(name))
+        _check_layers(config.get_text_config(decoder=True))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, FsdError):
+            raise
+        raise ModelLoadError(f"no recipe can be made for {name}: {error}") from error
+    text = config.get_text_config(decoder=True)
+    target = Target(model, name=name)
+    assert target.layer_windows  # names and refuses other kinds of layers
+    hidden, heads = target.hidden_size, int(text.num_attention_heads)
+    experts = any(getattr(text, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    return TargetFacts(
+        name=name,
+        family=text.model_type,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        hidden_size=hidden,
+        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        layers=int(text.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or hidden // heads),
+        vocab_size=target.vocab_size,
+        positions=target.max_positions,
+        scaled_norm=getattr(getattr(target.decoder, "norm", None), "weight", None) is not None,
+        experts=experts,
+    )
+
+
+def _check_layers(config: Any) -> None:
+    """Raise ModelLoadError for families that do without attention in some layers; :class:`Target` sees to the rest."""
+    kinds = {str(kind) for kind in getattr(config, "layers_block_type", None) or []}
+    foreign = sorted(kind for kind in kinds if "attention" not in kind)
+    if foreign or not getattr(config, "num_attention_heads", None):
+        raise ModelLoadError(
+            f"{config.model_type} has layers of type {', '.join(foreign) or 'other than attention'}; a token tree can "
+            "be verified in one forward only through full or sliding-window attention. Use another target."
+        )
+
+
+def choose(facts: TargetFacts) -> Choices:
+    """Settings by size: what EAGLE, SpecForge and speculators use for large targets, our own for small ones."""
+    small = facts.hidden_size <= SMALL
+    max_length = min(512 if small else 2048, facts.positions or 2048)
+    unroll_steps = 3 if small else 5
+    batch_tokens = 2048
+    while not small and batch_tokens < TOKENS_PER_STEP:
+        if activation_bytes(facts, 2 * batch_tokens, unroll_steps) > ACTIVATION_BUDGET:
+            break
+        batch_tokens *= 2
+    if facts.vocab_size <= 16384:
+        vocabulary = None
+    elif small:
+        vocabulary = 8192
+    elif facts.hidden_size <= 2048:
+        vocabulary = 16000 if facts.vocab_size <= 65536 else 32000
+    else:
+        vocabulary = None if facts.vocab_size <= 40000 else 32000
+    choices = Choices(
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        accumulate=1,
+        unroll_steps=unroll_steps,
+        draft_vocab_size=vocabulary,
+        lr=1e-3 if small else 3e-4 if facts.hidden_size <= 2048 else 1e-4,
+        max_steps=2500 if small else 20000,
+    )
+    if small:
+        return choices
+    smaller = replace(choices, batch_tokens=max(batch_tokens // 2, 2048))
+    if not _fits(facts, choices, LARGEST) and _fits(facts, smaller, LARGEST):
+        choices = smaller
+    return replace(choices, accumulate=TOKENS_PER_STEP // choices.batch_tokens)
+
+
+def _fits(facts: TargetFacts, choices: Choices, gigabytes: int) -> bool:
+    return 1.1 * sum(size for _, _, size in memory(facts, choices)) <= gigabytes * 1e9
+
+
+def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
+    """The smallest of ``DRAFT_VOCABULARIES`` that holds 99 % of the answers' tokens, and the share that it holds.
+
+    Args:
+        counts: [V] occurrences in the answers.
+
+    Returns:
+        (size, share); size None, the whole vocabulary, where none of them is enough or smaller than V.
+    """
+    ranked = counts.sort(descending=True).values.double()
+    total = float(ranked.sum())
+    for size in DRAFT_VOCABULARIES:
+        if size < len(counts) and total and float(ranked[:size].sum()) >= COVERAGE * total:
+            return size, float(ranked[:size].sum()) / total
+    return None, 1.0
+
+
+def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> Choices:
+    """Draft vocabulary and length after the answers that will be trained on. Raises DataError on malformed rows."""
+    from fsd_train.data import AnswersDataModule
+
+    longest = min(facts.positions or 2048, 4 * choices.max_length)
+    tokenizer: str | None = None
+    data = AnswersDataModule(list(files), validation_fraction=0.0, max_length=longest)
+    try:
+        data.setup()
+    except DataError:  # rows of text
+        tokenizer = facts.name
+        data = AnswersDataModule(list(files), validation_fraction=0.0, max_length=longest, tokenizer=tokenizer)
+        data.setup()
+    assert data.train_set is not None
+    lengths = sorted(data.train_set.lengths)
+    usual = lengths[int(0.99 * (len(lengths) - 1))]
+    size, share = covering_vocabulary(data.answer_counts(facts.vocab_size))
+    return replace(
+        choices,
+        draft_vocab_size=size,
+        coverage=share,
+        tokenizer=tokenizer is not None,
+        max_length=min(choices.max_length, -(-usual // 64) * 64, facts.positions or choices.max_length),
+    )
+
+
+def activation_bytes(facts: TargetFacts, tokens: int, steps: int) -> float:
+    """What backward keeps, about: 2 B · (20 H + 4 I) · tokens · steps."""
+    return 2.0 * (20 * facts.hidden_size + 4 * facts.intermediate_size) * tokens * steps
+
+
+def memory(facts: TargetFacts, choices: Choices) -> list[tuple[str, str, float]]:
+    """What fills a device's memory: (name, arithmetic, bytes), with the target in the step and bf16 autocast."""
+    h, vocabulary = facts.hidden_size, choices.draft_vocab_size
+    rows = [
+        ("target", f"2 B x {_count(facts.parameters)} weights (bf16)", 2.0 * facts.parameters),
+        (
+            "head",
+            f"18 B x {_count(facts.head_parameters)} (fp32 weights, gradients, 2 moments; bf16 copy)",
+            18.0 * facts.head_parameters,
+        ),
+        (
+            "activations",
+            f"2 B x (20 x {h} + 4 x {facts.intermediate_size}) x {choices.batch_tokens} tokens x "
+            f"{choices.unroll_steps} steps",
+            activation_bytes(facts, choices.batch_tokens, choices.unroll_steps),
+        ),
+        (
+            "logits",
+            f"1.3 x 4 B x 1024 rows x {vocabulary or facts.vocab_size}",
+            1.3 * 4 * 1024 * (vocabulary or facts.vocab_size),
+        ),
+    ]
+    if vocabulary is not None:
+        rows.insert(2, ("draft LM head", f"2 B x {vocabulary} x {h}", 2.0 * vocabulary * h))
+    return rows
+
+
+def hardware(facts: TargetFacts, choices: Choices) -> str:
+    """What a recipe is meant for, with a tenth of the memory to spare."""
+    if facts.hidden_size <= SMALL and _fits(facts, choices, 4):
+        return "two CPU cores and 4 GB of memory, or any GPU"
+    for size in GPUS:
+        if _fits(facts, choices, size):
+            return f"one {size} GB GPU"
+    return f"several {LARGEST} GB GPUs with --trainer.strategy fsdp"
+
+
+def slug(name: str) -> str:
+    """The last part of a target's name, fit for a file name."""
+    return re.sub(r"[^a-z0-9.]+", "-", Path(name).name.lower()).strip("-.") or "target"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.2g} MB"
+
+
+def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note: str = "") -> str:
+    """The recipe as YAML."""
+    run = f"runs/{slug(facts.name)}"
+    answers = list(files) or [f"{run}/answers.jsonl"]
+    rows = memory(facts, choices)
+    total = sum(size for _, _, size in rows)
+    table = [f"#   {name:<14}{sum_:<80}= {_gigabytes(size):>8}" for name, sum_, size in rows]
+    table.append(f"#   {'together':<94}= {_gigabytes(total):>8}")
+    small = facts.hidden_size <= SMALL
+    cached = 2.0 * facts.hidden_size * 1e6
+    make_answers = (
+        ""
+        if files
+        else f"#   fsd-train regenerate --target {facts.name} --prompts PROMPTS.jsonl \\\n#     --output {answers[0]}\n"
+    )
+    layer = ""
+    if facts.family in EAGER_FAMILIES:
+        layer = "    layer: llama            # the family's own layer needs eager attention, which keeps every score\n"
+    elif facts.experts:
+        layer = "    layer: llama            # a dense layer: a draft head is meant to be small\n"
+    scaled = str(facts.scaled_norm).lower()
+    vocabulary = "null" if choices.draft_vocab_size is None else str(choices.draft_vocab_size)
+    if choices.coverage is not None:
+        why = f"holds {choices.coverage:.1%} of the tokens of the answers"
+    elif choices.draft_vocab_size is None:
+        why = f"all {facts.vocab_size} ids"
+    else:
+        why = f"of {facts.vocab_size}; EAGLE-3 and SpecForge use 32000"
+    every = 200 if small else 500
+    tokenizer = f"  tokenizer: {facts.name}   # encodes rows of text\n" if choices.tokenizer else ""
+    return f"""\
+# A draft head for {facts.name} ({facts.family}, {_count(facts.parameters)} weights, hidden size {facts.hidden_size}).
+#
+{make_answers}#   fsd-train fit --config RECIPE
+#   fsd-infer generate --target {facts.name} \\
+#     --drafter {run}/head --prompt "..."
+#
+# Meant for: {hardware(facts, choices)}. Expected memory there, about:
+{chr(10).join(table)}
+# Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are shared out as well.
+# With cached features (`fsd-train cache-features`, then data.features) the target's layers are not loaded; they take
+# 2 B x {facts.hidden_size} = {_gigabytes(cached)} of disk per million tokens.
+{note}seed_everything: 0
+
+trainer:
+  accelerator: auto
+  devices: 1
+  strategy: auto
+  precision: bf16-mixed
+  max_steps: {choices.max_steps}
+  max_epochs: -1
+  accumulate_grad_batches: {choices.accumulate}
+  gradient_clip_val: 1.0
+  log_every_n_steps: 10
+  check_val_every_n_epoch: null
+  val_check_interval: {every * choices.accumulate}      # in batches
+  limit_val_batches: 16
+  num_sanity_val_steps: 0
+  use_distributed_sampler: false   # the data module shares batches out itself
+  default_root_dir: {run}
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args:
+      save_dir: {run}
+      name: logs
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args:
+        dirpath: {run}/checkpoints
+        filename: step-{{step}}
+        auto_insert_metric_name: false
+        every_n_train_steps: {every}
+        save_last: true
+    - class_path: fsd_train.callbacks.ExportHead
+      init_args:
+        directory: {run}/head
+        every_n_train_steps: {every}
+    - class_path: fsd_train.callbacks.LossCurve
+      init_args:
+        path: {run}/curves.png
+    - class_path: fsd_train.callbacks.TokenRate
+
+model:
+  target: {facts.name}
+  head:
+{layer}    final_norm: {scaled}
+    feature_scale: {scaled}
+  draft_vocab_size: {vocabulary}   # {why}
+  unroll_steps: {choices.unroll_steps}           # EAGLE-3 trains 7, speculators 3; memory and time grow with it
+  step_decay: 0.8
+  loss: eagle
+  loss_args:
+    w_feature: 0.3
+    w_ce: 1.0
+  noise: 0.1
+  lr: {choices.lr:.1e}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
+  weight_decay: 0.01
+  warmup_steps: {100 if small else 500}
+  eval_steps: {max(5, choices.unroll_steps)}
+
+data:
+  train_files: [{", ".join(answers)}]
+{tokenizer}  validation_fraction: 0.02
+  max_length: {choices.max_length}
+  batch_tokens: {choices.batch_tokens}
+"""
+
+
+def recipe_for(name: str, files: Sequence[str] = ()) -> str:
+    """A recipe for a target, and, given answers, for these. Raises as :func:`facts_of` and :func:`fit_to_data`."""
+    facts = facts_of(name)
+    choices = choose(facts)
+    return render(facts, fit_to_data(facts, choices, files) if files else choices, files)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train new-recipe`."""
+    parser = argparse.ArgumentParser(prog="fsd-train new-recipe", description="Write a recipe for a target.")
+    parser.add_argument("--target", required=True, help="built-in name, directory or hub id; its weights are not read")
+    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="answers that it is to be trained on")
+    parser.add_argument("--output", metavar="FILE", help="of the recipe; default standard output")
+    args = parser.parse_args(argv)
+    if args.output and Path(args.output).exists():
+        raise DataError(f"{args.output} exists already: give another name, or remove it.")
+    text = recipe_for(args.target, args.data)
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(text.replace("--config RECIPE", f"--config {args.output}"), encoding="utf-8")
+    return 0

@@ -1,0 +1,179 @@
+"""What keeps a run safe: checkpoints are checked before anything is trained, and a NaN stops it before it spreads."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsd_infer.errors import CheckpointError, NonFiniteLossError
+
+# what Trainer itself resolves, to a path or to nothing
+SPECIAL = frozenset({"last", "best", "hpc", "registry"})
+# one of these lies in a directory that a sharding strategy wrote
+_SHARDED = ("meta.pt", ".metadata", "latest", "checkpoint")
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The contents of a checkpoint file of `fsd-train fit`, its tensors mapped from the file.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint. Give a .ckpt file of `fsd-train fit`.")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} is truncated or no Lightning checkpoint ({reason}): use another.") from error
+    if not isinstance(state, dict) or "state_dict" not in state or "target" not in state.get("hyper_parameters", {}):
+        raise CheckpointError(f"{path} was not written by `fsd-train fit`: it has no head in it.")
+    return state
+
+
+def check_checkpoint(path: str | Path | None) -> None:
+    """Raise CheckpointError unless training can go on from ``path``.
+
+    None, the words that Trainer resolves itself ("last", "best" ...) and addresses (``s3://...``) are left to it.
+    """
+    if path is None or str(path).split(":")[0] in SPECIAL or "://" in str(path):
+        return
+    path = Path(path)
+    if path.is_dir():
+        if not any((path / name).exists() for name in _SHARDED):
+            raise CheckpointError(f"{path} is a directory, but no sharded checkpoint: give a .ckpt file.")
+        return
+    state = read_checkpoint(path)
+    missing = [name for name in ("optimizer_states", "lr_schedulers", "loops") if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"{path} holds weights only (no {', '.join(missing)}), so training cannot go on from it: "
+            "use a checkpoint saved without save_weights_only."
+        )
+
+
+def check_state(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the checkpoint's weights are those of this module, by name and shape."""
+    trainer = module._trainer
+    if trainer is not None and trainer.strategy.restore_checkpoint_after_setup:
+        return  # sharded by now: the strategy compares them
+    where = "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)
+    ours, theirs = module.state_dict(), checkpoint["state_dict"]
+    wrong = sorted(set(ours) ^ set(theirs)) + [
+        name for name in ours.keys() & theirs.keys() if ours[name].shape != theirs[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{where} was written with other settings: {len(wrong)} tensors differ in name or shape, first "
+            f"{wrong[0]!r}. Resume with the model section that it was trained with."
+        )
+
+
+class StopOnNonFinite(Callback):
+    """Stops training at a NaN or infinite loss or gradient, before the optimizer takes the step.
+
+    The rows of the batch (of all accumulated batches, if only the gradient shows it) are written to
+    ``non-finite-step-N-rank-R.json``, and nothing is saved any more, so the last checkpoint is a good one. EagleModule
+    and LMModule bring this callback with them.
+
+    Args:
+        directory: of that file; default the trainer's log directory.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory
+        self._batch: Any = None
+        self._seen: list[dict[str, Any]] = []  # batches since the last step of the optimizer
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        value = float(loss.detach())
+        self._seen.append({"loss": value, "ids": _row_ids(self._batch)})
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        seen, self._seen = self._seen, []
+        bad = [entry for entry in seen if not math.isfinite(entry["loss"])]
+        what = f"loss is {bad[0]['loss']}" if bad else ""
+        # with a gradient scaler (fp16) infinite gradients are its business: it leaves such steps out
+        if not bad and getattr(trainer.precision_plugin, "scaler", None) is None:
+            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+            if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
+                what, bad = "gradient is not finite", seen
+        # all ranks stop together, or the others would wait for this one
+        if trainer.strategy.reduce_boolean_decision(not what, all=True):
+            return
+        what = what or "loss or the gradient is not finite on another rank"
+        path = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
+        path = path / f"non-finite-step-{trainer.global_step}-rank-{trainer.global_rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # NaN is no JSON
+        rows = [{"loss": str(entry["loss"]), "ids": entry["ids"]} for entry in bad]
+        path.write_text(json.dumps({"step": trainer.global_step, "what": what, "batches": rows}, indent=1) + "\n")
+        raise NonFiniteLossError(
+            f"the {what} at step {trainer.global_step}: training stopped before that step. The rows of the batch are "
+            f"named in {path}. {_last_checkpoint(trainer)} Look at these rows, or resume with a lower learning rate or "
+            "trainer.gradient_clip_val."
+        )
+
+
+def _row_ids(batch: Any) -> list[Any]:
+    """The ids of a batch's rows, or their numbers, or nothing."""
+    if not isinstance(batch, dict):
+        return []
+    ids: Any = batch.get("ids", batch.get("index", []))
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+
+
+def _last_checkpoint(trainer: Trainer) -> str:
+    for callback in trainer.checkpoint_callbacks:
+        path = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        if path:
+            return f"The last checkpoint is {path}."
+    return "There is no checkpoint yet." if not trainer.ckpt_path else f"The last checkpoint is {trainer.ckpt_path}."
+
+
+class CheckResume(Callback):
+    """Refuses a truncated or foreign checkpoint by name before anything of it is restored.
+
+    EagleModule and LMModule bring this callback with them. Sharding strategies read their checkpoints themselves.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # the path is not known to callbacks yet, but every file goes through the strategy's reader
+        if stage == "fit" and not isinstance(trainer.strategy.checkpoint_io, _Checked):
+            trainer.strategy.checkpoint_io = _Checked(trainer.strategy.checkpoint_io)
+
+
+class _Checked(CheckpointIO):
+    """Another reader and writer of checkpoints, behind :func:`check_checkpoint`."""
+
+    def __init__(self, inner: CheckpointIO) -> None:
+        self.inner = inner
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        check_checkpoint(path)
+        options = {} if map_location is None else {"map_location": map_location}
+        return self.inner.load_checkpoint(path, weights_only=weights_only, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()

@@ -1,0 +1,166 @@
+"""What stands behind the names given to ``trainer.strategy``, and what training on several devices needs besides."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.head import EagleHead
+from fsd_infer.target import Target
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MARK = "fsd_sharded_optimizer"  # in checkpoints of ShardedStrategy
+DEEPSPEED_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
+
+
+def named_strategy(name: str) -> str | Strategy:
+    """The strategy for a name in a recipe; names that mean to us what they mean to Lightning come back as they are.
+
+    - ``fsdp`` is :class:`ShardedStrategy`. Lightning's own refuses CPUs and clipping by norm.
+    - ``deepspeed_stage_1`` to ``_3``: Lightning's, told that batches have no fixed size (the number is used for
+      DeepSpeed's throughput log only; ours is a budget of tokens).
+
+    Raises:
+        DataError: DeepSpeed is asked for and not installed.
+    """
+    if name == "fsdp":
+        return ShardedStrategy()
+    if name in DEEPSPEED_STAGES:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise DataError(f"strategy {name} needs DeepSpeed: pip install 'fsd-toolkit[deepspeed]'.")
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(stage=DEEPSPEED_STAGES[name], logging_batch_size_per_gpu=1)
+    return name
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Head, gradients, optimiser state and the frozen target's layers sharded over all devices (PyTorch's FSDP2).
+
+    The target's embeddings, final norm and LM head stay whole on each device: losses read rows of them directly. A
+    checkpoint is one file with whole tensors, which `fsd-train export` and other strategies read, and can be continued
+    on any number of devices; those of other strategies cannot be continued here, because their optimiser state counts
+    parameters in another order. Runs on CUDA (nccl) and on CPU (gloo).
+
+    Args:
+        process_group_backend: default by device.
+        timeout: of collective operations.
+    """
+
+    def __init__(
+        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    def setup_environment(self) -> None:
+        # "auto" would mean one group per node
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        mesh = self.device_mesh["data_parallel"]
+        for child in module.children():
+            if any(parameter.requires_grad for parameter in child.parameters()):
+                fully_shard(child, mesh=mesh, reshard_after_forward=False)  # an unrolled step runs it many times
+        target = getattr(module, "target", None)
+        if isinstance(target, Target):
+            shard_target(target, mesh)
+        super().setup(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint[_MARK] = True
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        try:
+            marked = _MARK in torch.load(
+                checkpoint_path, mmap=True, map_location="cpu", weights_only=bool(weights_only)
+            )
+        except (RuntimeError, OSError, EOFError, ValueError) as error:
+            raise CheckpointError(f"{checkpoint_path} is truncated or no checkpoint ({error}): use another.") from error
+        if not marked:
+            raise CheckpointError(
+                f"{checkpoint_path} was written by another strategy than fsdp: continue it with that one, or begin "
+                "anew with its exported head as model.initial_head."
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+def shard_target(target: Target, mesh: DeviceMesh) -> None:
+    """Shard each decoder layer of a frozen target over the mesh; a layer is whole only while it runs.
+
+    Every rank must then run the target at the same time. A target loaded without its layers is left alone.
+    """
+    if any(parameter.is_meta for parameter in target.decoder.parameters()):
+        return
+    for layer in target.layers(range(int(target.config.num_hidden_layers))):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """A module's state dict with sharded tensors put together. All ranks must call it: they exchange their shards."""
+    partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    if partitioned:  # DeepSpeed, stage 3
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(partitioned):
+            return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    if isinstance(module, FSDPModule):
+        module.reshard()  # it stays whole after a forward without a backward
+    state = module.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Does this process hold a part of the weights only?"""
+    return isinstance(module, FSDPModule) or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+@contextmanager
+def whole_head(module: Any) -> Iterator[None]:
+    """Within it, ``module.head`` is a whole head on every rank, also where it is sharded. All ranks must enter it."""
+    head = getattr(module, "head", None)
+    if not isinstance(head, EagleHead) or not is_sharded(head):
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        copy = EagleHead(head.config)
+    copy.load_state_dict(whole_state(head))
+    module.head = copy.to(module.device).train(head.training).requires_grad_(False)
+    try:
+        yield
+    finally:
+        module.head = head
+
+
+def check_ranks(module: LightningModule, trainer: Trainer) -> None:
+    """Raises DataError if options of the module do not go with the strategy."""
+    options: Any = module.hparams
+    if trainer.num_devices * trainer.num_nodes > 1 and options.get("time_limit") is not None:
+        raise DataError("time_limit goes by each process's own clock: with several devices give trainer.max_steps.")
+    if isinstance(trainer.strategy, ShardedStrategy):
+        if options.get("ema_decay") is not None:
+            raise DataError("ema_decay does not work with strategy fsdp: unset it, or use ddp.")
+        if options.get("optimizer") == "muon":
+            raise DataError("optimizer muon needs whole matrices, which fsdp does not keep: use adamw, or ddp.")

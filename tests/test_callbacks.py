@@ -1,0 +1,318 @@
+"""Callbacks and validation metrics: really decoded accepted length, the stop at a NaN, refused checkpoints, loggers."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.divergence import divergence, expand_draft
+from fsd_infer.drafters import EagleDrafter
+from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
+from fsd_infer.target import Target
+from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
+from fsd_train.cli import main as cli
+from fsd_train.data import AnswersDataModule
+from fsd_train.features import cache_features
+from fsd_train.losses import DraftBatch, LMHead, LossOutput
+from fsd_train.metrics import RuleMetrics, compare
+from fsd_train.module import EagleModule
+from tests.train_toys import save_toy_target, write_answers
+
+RULES = ["exact", "fuzzy:js:0.4"]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/, answers.jsonl and features/."""
+    root = tmp_path_factory.mktemp("toys")
+    target = Target.from_pretrained(str(save_toy_target(root / "target")), dtype=torch.float32)
+    write_answers(root / "answers.jsonl", target, rows=20)
+    data = AnswersDataModule([str(root / "answers.jsonl")], validation_fraction=0.0)
+    data.setup()
+    assert data.train_set is not None
+    cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
+    return root
+
+
+def make(toys: Path, cached: bool = False, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
+    values = {"draft_vocab_size": 40, "unroll_steps": 2, "noise": 0.1, "warmup_steps": 1, "eval_steps": 3, **options}
+    data = AnswersDataModule(
+        [str(toys / "answers.jsonl")],
+        validation_fraction=0.3,
+        batch_tokens=128,
+        features=str(toys / "features") if cached else None,
+    )
+    return EagleModule(str(toys / "target"), **values), data
+
+
+def trainer(out: Path, *callbacks: Any, steps: int = STEPS, **options: Any) -> Trainer:
+    seed_everything(0)
+    return Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, logger=CSVLogger(out), log_every_n_steps=1,
+        callbacks=[ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1), *callbacks],
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, check_val_every_n_epoch=None,
+        val_check_interval=3, use_distributed_sampler=False, **options,
+    )  # fmt: skip
+
+
+def logged(trained: Trainer, name: str) -> list[float]:
+    with open(Path(trained.log_dir or "") / "metrics.csv") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:
+    rows = data.validation_set
+    assert rows is not None and len(rows) >= count
+    prompts = [rows[i]["input_ids"][: int(rows[i]["loss_mask"].argmax())].tolist() for i in range(len(rows))]
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path, cached: bool) -> None:
+    module, data = make(toys, cached)
+    callback = DecodedTau(
+        RULES, every_n_train_steps=4, prompts=3, max_new_tokens=10, tree=dict(depth=3, width=2, nodes=6)
+    )
+    trained = trainer(tmp_path, callback, TokenRate(window=2), LossCurve(every_n_train_steps=1))
+    trained.fit(module, data)
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    decoder = FuzzyDecoder(target, EagleDrafter(copy.deepcopy(module.head), target, callback.tree))
+    for rule in RULES:
+        made = decoder.generate(prompts_of(data, 3), rule, max_new_tokens=10, do_sample=False, seed=0)
+        values = {name: callback.points[f"decoded_{name}/{rule}"] for name in ("tau", "gate_open", "spent", "length")}
+        assert [step for step, _ in values["tau"]] == [4, STEPS]
+        assert values["tau"][-1][1] == pytest.approx(made.stats.tau)
+        assert values["gate_open"][-1][1] == pytest.approx(made.stats.gate_open_fraction)
+        assert values["spent"][-1][1] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
+        assert values["length"][-1][1] == pytest.approx(made.stats.new_tokens / 3)
+        assert logged(trained, f"decoded_tau/{rule}") == pytest.approx([value for _, value in values["tau"]])
+        assert "decoded_tau/" + rule in trained.callback_metrics  # a checkpoint may be chosen by it
+    assert (callback._full is not None) == cached
+    assert (Path(trained.log_dir or "") / "curves.png").is_file()
+
+
+def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
+    weights = []
+    for name, callbacks in {
+        "plain": [],
+        "decoding": [DecodedTau(["draft-only"], 2, prompts=2, max_new_tokens=6, temperature=1.0)],
+    }.items():
+        module, data = make(toys)
+        trainer(tmp_path / name, *callbacks).fit(module, data)
+        weights.append(module.head.fc.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_averaged_weights_are_what_decodes(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys, ema_decay=0.9, lr=0.05)
+    callback = DecodedTau(["exact"], prompts=2, max_new_tokens=8)
+    seen = []
+    measure = callback.measure
+    callback.measure = lambda *args: seen.append(module.head.fc.weight.detach().clone()) or measure(*args)  # type: ignore
+    trainer(tmp_path, callback).fit(module, data)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], module.head.fc.weight)  # after training the module holds the averaged weights
+
+
+def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="no-such-rule"):
+        DecodedTau(["no-such-rule"])
+    with pytest.raises(DataError, match="prompts"):
+        DecodedTau(prompts=0)
+    module, data = make(toys)
+    data.validation_fraction = 0.0
+    with pytest.raises(DataError, match="validation"):
+        trainer(tmp_path, DecodedTau()).fit(module, data)
+
+
+class Failing:
+    """A loss that is NaN from its n-th call on."""
+
+    def __init__(self, loss: Any, good: int) -> None:
+        self.loss, self.left = loss, good
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        out: LossOutput = self.loss(batch)
+        self.left -= 1
+        return out if self.left >= 0 else LossOutput(out.loss * torch.nan, out.parts)
+
+
+def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys)
+    module.loss = Failing(module.loss, good=2)
+    with pytest.raises(NonFiniteLossError) as caught:
+        trainer(tmp_path, limit_val_batches=0).fit(module, data)
+    last = tmp_path / "ckpt" / "step=2.ckpt"
+    assert str(last) in str(caught.value)
+    assert sorted(file.name for file in last.parent.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
+    state = torch.load(last, weights_only=False)["state_dict"]
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    assert torch.equal(state["head.fc.weight"], module.head.fc.weight)  # the bad step was not taken
+    (file,) = tmp_path.rglob("non-finite-step-2-rank-0.json")
+    assert str(file) in str(caught.value)
+    report = json.loads(file.read_text())
+    assert report["step"] == 2 and report["batches"][0]["loss"] == "nan"
+    batches = [batch["ids"] for batch in data.train_dataloader()]
+    assert report["batches"][0]["ids"] == batches[2]
+
+
+def test_infinite_gradient_stops(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys, cached=True, draft_vocab_size=None)
+    module.configure_model()
+    module.head.fc.weight.register_hook(lambda grad: grad * torch.inf)
+    before = module.head.fc.weight.detach().clone()
+    with pytest.raises(NonFiniteLossError, match="gradient"):
+        trainer(tmp_path, limit_val_batches=0, accumulate_grad_batches=2).fit(module, data)
+    assert torch.equal(module.head.fc.weight, before)
+    (file,) = tmp_path.rglob("non-finite-step-0-rank-0.json")
+    assert len(json.loads(file.read_text())["batches"]) == 2
+
+
+def test_bad_checkpoints_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys)
+    trainer(tmp_path / "first", steps=1, limit_val_batches=0).fit(module, data)
+    good = tmp_path / "first" / "ckpt" / "step=1.ckpt"
+    state = torch.load(good, weights_only=False)
+
+    def refused(path: Path, words: str, **options: Any) -> None:
+        again, rows = make(toys, **options)
+        run = trainer(tmp_path / "again", limit_val_batches=0)
+        with pytest.raises(CheckpointError, match=words) as caught:
+            run.fit(again, rows, ckpt_path=path, weights_only=False)
+        assert str(path) in str(caught.value)
+        assert run.global_step == 0
+
+    bad = tmp_path / "bad.ckpt"
+    bad.write_bytes(good.read_bytes()[:3000])
+    refused(bad, "truncated")
+    bad.write_text("no checkpoint at all")
+    refused(bad, "truncated or no Lightning checkpoint")
+    torch.save({"model": {}}, bad)
+    refused(bad, "not written by")
+    torch.save({name: value for name, value in state.items() if name != "optimizer_states"}, bad)
+    refused(bad, "weights only")
+    refused(tmp_path / "none.ckpt", "no such checkpoint")
+    (tmp_path / "directory").mkdir()
+    refused(tmp_path / "directory", "directory")
+    refused(good, "other settings.*draft_ids", draft_vocab_size=50)
+
+
+def test_tensorboard_by_recipe(toys: Path, tmp_path: Path) -> None:
+    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": str(tmp_path)}}
+    config = {
+        "trainer": {
+            "max_steps": 2, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
+            "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
+            "check_val_every_n_epoch": None, "val_check_interval": 2, "enable_checkpointing": False, "logger": logger,
+            "callbacks": [
+                {
+                    "class_path": "fsd_train.callbacks.DecodedTau",
+                    "init_args": {"rules": RULES, "prompts": 2, "max_new_tokens": 6},
+                }
+            ],
+        },
+        "model": {"target": str(toys / "target"), "draft_vocab_size": 40, "eval_steps": 2, "eval_rules": RULES},
+        "data": {"train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.3, "batch_tokens": 128},
+    }  # fmt: skip
+    (tmp_path / "recipe.json").write_text(json.dumps(config))
+    assert cli(["fit", "--config", str(tmp_path / "recipe.json")]) == 0
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    written = events.read_bytes()
+    for tag in (b"val_tau", b"val_expected_tau/exact", b"val_gate_open_0/fuzzy", b"decoded_tau/exact", b"loss"):
+        assert tag in written, tag
+
+
+def test_rule_metrics_against_the_plain_formulas() -> None:
+    torch.manual_seed(0)
+    steps, rows, width, vocab = 2, 5, 6, 9
+    draft_ids = torch.tensor([0, 2, 3, 7, 8])
+    full = LMHead(torch.randn(vocab, width))
+    batch = DraftBatch(
+        estimates=torch.randn(steps, rows, width),
+        features=torch.randn(rows, width),
+        weights=torch.tensor([[1.0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]),
+        tokens=torch.zeros(rows, dtype=torch.long),
+        positions=torch.tensor([3, 4, 5, 6, 9]),
+        head=LMHead(full.weight[draft_ids]),
+    )
+    seen = compare(batch, full, draft_ids, ["js", "top_k_tv:2"], chunk_size=2)
+    p = full(batch.features).log_softmax(-1).expand(steps, -1, -1)
+    q = expand_draft(batch.head(batch.estimates), draft_ids, vocab).log_softmax(-1)
+    overlap = torch.minimum(p.exp(), q.exp()).sum(-1)
+    torch.testing.assert_close(seen.overlap, overlap)
+    assert torch.equal(seen.agree, p.argmax(-1) == q.argmax(-1))
+    for name, values in seen.distances.items():
+        torch.testing.assert_close(values, divergence(name)(p, q, log_probs=True))
+
+    threshold = float(seen.distances["js"][0].sort().values[2])  # opens at some rows and not at others
+    rule = f"fuzzy:js:{threshold!r}"
+    metrics = RuleMetrics(["exact", rule, "fuzzy:js:0"], steps)
+    seen = compare(batch, full, draft_ids, metrics.divergences)
+    metrics.update(seen, batch.weights, batch.positions)
+    values = metrics.compute()
+    js, counted = seen.distances["js"], batch.weights > 0
+    gate = (js <= threshold).float()
+    for step in range(steps):
+        assert float(values[f"divergence_js_{step}"]) == pytest.approx(float(js[step][counted[step]].mean()), rel=1e-5)
+        assert float(values[f"gate_open_{step}/{rule}"]) == pytest.approx(float(gate[step][counted[step]].mean()))
+    assert 0 < float(values[f"gate_open_0/{rule}"]) < 1
+    for name, a in {"exact": overlap, rule: overlap + (1 - overlap) * gate, "fuzzy:js:0": overlap}.items():
+        # two whole chains: roots at positions 3 and 4, their second steps at 4 and 5
+        lengths = [1 + a[0, 0] + a[0, 0] * a[1, 1], 1 + a[0, 1] + a[0, 1] * a[1, 2]]
+        assert float(values[f"expected_tau/{name}"]) == pytest.approx(float(sum(lengths) / 2), rel=1e-5)
+    assert bool(metrics.compute()["expected_tau/exact"].isnan())  # a clean slate
+    with pytest.raises(DataError, match="random"):
+        RuleMetrics(["random:0.5"], steps)
+
+
+def test_steps_that_share_estimates_are_computed_once() -> None:
+    torch.manual_seed(0)
+    head = LMHead(torch.randn(9, 6))
+    estimates = torch.randn(1, 5, 6)
+    common: dict[str, Any] = dict(
+        features=torch.randn(5, 6),
+        weights=torch.ones(3, 5),
+        tokens=torch.zeros(5, dtype=torch.long),
+        positions=torch.arange(5),
+        head=head,
+    )
+    shared = compare(DraftBatch(estimates=estimates.expand(3, -1, -1), **common), head, None, ["js"])
+    apart = compare(DraftBatch(estimates=estimates.repeat(3, 1, 1), **common), head, None, ["js"])
+    torch.testing.assert_close(shared.overlap, apart.overlap)
+    torch.testing.assert_close(shared.distances["js"], apart.distances["js"])
+    assert torch.equal(shared.agree, apart.agree)
+
+
+def test_validation_logs_them(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys, eval_rules=RULES)
+    trained = trainer(tmp_path, steps=3)
+    trained.fit(module, data)
+    (exact,), (fuzzy,) = (logged(trained, f"val_expected_tau/{rule}") for rule in RULES)
+    assert 1 < exact <= fuzzy <= 4
+    for step in range(3):
+        assert 0 < logged(trained, f"val_divergence_js_{step}")[0] <= 0.6932
+        assert 0 <= logged(trained, f"val_gate_open_{step}/{RULES[1]}")[0] <= 1
+
+
+def test_fit_refuses_a_truncated_checkpoint_by_name(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "cut.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(1000)}}, bad)
+    bad.write_bytes(bad.read_bytes()[:2000])
+    config = {"model": {"target": str(toys / "target")}, "data": {"train_files": [str(toys / "answers.jsonl")]}}
+    (tmp_path / "recipe.json").write_text(json.dumps(config))
+    assert cli(["fit", "--config", str(tmp_path / "recipe.json"), "--ckpt_path", str(bad)]) == 1
+    message = capsys.readouterr().err
+    assert str(bad) in message and "truncated" in message

@@ -1,0 +1,323 @@
+"""Training of small LMs as drafters: losses reach all their weights, what is exported loads and decodes exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.divergence import divergence
+from fsd_infer.drafters import LMDrafter
+from fsd_infer.drafters.lm import is_adapter, load_adapter, load_lm
+from fsd_infer.errors import CheckpointError, DataError, ModelLoadError, VocabularyMismatchError
+from fsd_infer.target import Target
+from fsd_train.callbacks import DecodedTau, ExportHead
+from fsd_train.cli import main as cli
+from fsd_train.data import AnswersDataModule, collate
+from fsd_train.lm_module import LMModule
+from fsd_train.module import export_main
+from tests.train_toys import VOCAB, save_toy_target, toy_model, write_answers
+
+STEPS = 4
+LORA = {"r": 4, "lora_alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/, drafter/ and answers.jsonl."""
+    root = tmp_path_factory.mktemp("toys")
+    target = Target.from_pretrained(str(save_toy_target(root / "target")), dtype=torch.float32)
+    save_toy_target(root / "drafter", seed=1)
+    write_answers(root / "answers.jsonl", target, rows=16)
+    return root
+
+
+def make(toys: Path, **options: Any) -> LMModule:
+    values = {"lr": 3e-3, "warmup_steps": 1, "on_policy_tokens": 10, **options}
+    return LMModule(str(toys / "target"), str(toys / "drafter"), **values)
+
+
+def ready(toys: Path, **options: Any) -> LMModule:
+    """A module outside of a Trainer, its target whole."""
+    module = make(toys, **options)
+    module._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    module.configure_model()
+    return module
+
+
+def rows(toys: Path) -> AnswersDataModule:
+    return AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.2, batch_tokens=160)
+
+
+def batch_of(toys: Path, count: int = 4) -> dict[str, Any]:
+    data = rows(toys)
+    data.setup()
+    assert data.train_set is not None
+    return dict(collate([data.train_set[i] for i in range(count)]))
+
+
+def fit(
+    toys: Path, out: Path, *callbacks: Any, ckpt: Path | None = None, **options: Any
+) -> tuple[LMModule, AnswersDataModule]:
+    seed_everything(0)
+    module, data = make(toys, **options), rows(toys)
+    trainer = Trainer(
+        max_steps=STEPS, max_epochs=-1, accelerator="cpu", devices=1, logger=False, default_root_dir=out,
+        callbacks=[ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1), *callbacks],
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, check_val_every_n_epoch=None,
+        val_check_interval=STEPS, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt, weights_only=False)
+    return module, data
+
+
+def assert_decodes_exactly(toys: Path, drafter: Path) -> None:
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]
+    decoder = FuzzyDecoder(target, LMDrafter(load_lm(drafter, target), target, depth=3))
+    made = decoder.generate(prompts, max_new_tokens=12, do_sample=False)
+    for prompt, answer in zip(prompts, made.sequences, strict=True):
+        ids = torch.tensor([prompt])
+        plain = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert answer == plain[0, len(prompt) :].tolist()
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 15)[None]).logits
+
+
+def test_rows_are_the_contexts_that_decoding_drafts_in(toys: Path) -> None:
+    module, batch = ready(toys), batch_of(toys)
+    drafts = module.draft(batch, 2)
+    assert drafts is not None
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    theirs = module.head.model(ids).logits
+    target = module.target.model(ids).logits
+    width = ids.shape[1] - 1
+    for row, flat in enumerate(drafts.positions.tolist()):
+        b, i = divmod(flat, width)
+        assert mask[b, i + 1] and mask[b, i + 2]  # the root, which the target gave, and what is drafted after it
+        assert drafts.tokens[row] == ids[b, i + 2]
+        torch.testing.assert_close(drafts.estimates[1, row], theirs[b, i + 1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafts.head(drafts.features[row]), target[b, i + 1], atol=1e-4, rtol=1e-4)
+    answers = mask.sum(1)
+    assert int((drafts.weights[0] > 0).sum()) == int((answers - 1).sum())  # the first token comes with the prompt
+    assert int((drafts.weights[1] > 0).sum()) == int((answers - 2).sum())
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "js"])
+def test_gradients_are_those_of_the_plain_formula(toys: Path, name: str) -> None:
+    module, batch = ready(toys, loss=name), batch_of(toys)
+    drafts = module.draft(batch, 1)
+    assert drafts is not None
+    loss = module.loss(drafts).loss
+    loss.backward()
+    found = {key: parameter.grad.clone() for key, parameter in module.head.named_parameters()}
+    module.zero_grad()
+    q = module.head.model(batch["input_ids"]).logits[:, 1:].flatten(0, 1)[drafts.positions]
+    with torch.no_grad():
+        p = module.target.model(batch["input_ids"]).logits[:, 1:].flatten(0, 1)[drafts.positions]
+    plain = divergence(name)(p, q).mean()
+    plain.backward()
+    assert float(loss) == pytest.approx(float(plain), rel=1e-4)
+    for key, parameter in module.head.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, atol=1e-5, rtol=1e-3, msg=key)
+    assert float(found["model.lm_head.weight"].abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "lk"},
+        {"loss": "fsd", "loss_args": {"threshold": [0.1, 0.3]}, "unroll_steps": 3},
+        {"loss": [{"name": "tv"}, {"name": "js", "weight": 0.5}]},
+    ],
+    ids=["lk", "fsd", "mix"],
+)
+def test_any_loss_trains_it(toys: Path, options: dict[str, Any]) -> None:
+    module, batch = ready(toys, **options), batch_of(toys)
+    optimizer = torch.optim.AdamW(module.head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        drafts = module.draft(batch, module.hparams["unroll_steps"])
+        assert drafts is not None
+        loss = module.loss(drafts).loss
+        losses.append(float(loss))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+
+
+def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
+    module, batch = ready(toys, on_policy=1.0, on_policy_temperature=1e-4), batch_of(toys)
+    torch.manual_seed(0)
+    fresh = module.on_policy_batch(batch)
+    assert "features" not in fresh and fresh["ids"] == batch["ids"]
+    for row in range(len(batch["input_ids"])):
+        first = int(batch["loss_mask"][row].argmax())
+        prompt = batch["input_ids"][row, :first]
+        length = int(fresh["attention_mask"][row].sum())
+        assert fresh["input_ids"][row, :first].tolist() == prompt.tolist()
+        assert fresh["loss_mask"][row].tolist() == [0] * first + [1] * (length - first) + [0] * (
+            fresh["loss_mask"].shape[1] - length
+        )
+        own = module.head.model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=10, do_sample=False
+        )
+        answer = fresh["input_ids"][row, first:length].tolist()  # so cold a draw is an argmax
+        assert answer == own[0, first:].tolist()[: len(answer)]
+        assert len(answer) == 10 or answer[-1] == 2
+    assert module.head.model.training
+    drafts = module.draft(fresh, 1)
+    assert drafts is not None and int((drafts.weights > 0).sum()) == int((fresh["loss_mask"].sum(1) - 1).sum())
+
+
+def test_on_policy_share_is_that_of_batches(toys: Path) -> None:
+    module, batch = ready(toys, on_policy=0.4, on_policy_tokens=1), batch_of(toys, 1)
+    sampled = 0
+    for number in range(40):
+        module.hparams["seed"] = number
+        state = torch.get_rng_state()
+        fresh = module.maybe_on_policy(batch)
+        assert torch.equal(torch.get_rng_state(), state)
+        sampled += fresh is not batch
+        again = module.maybe_on_policy(batch)
+        assert (again is batch) == (fresh is batch) and torch.equal(again["input_ids"], fresh["input_ids"])
+    assert 8 <= sampled <= 26
+
+
+def test_full_training_exports_a_model_that_decodes(toys: Path, tmp_path: Path) -> None:
+    callback = DecodedTau(["exact", "fuzzy:js:0.4"], prompts=2, max_new_tokens=8)
+    module, _ = fit(toys, tmp_path, ExportHead(str(tmp_path / "model")), callback, on_policy=0.5)
+    first = Target.from_pretrained(str(toys / "drafter"), dtype=torch.float32).model
+    assert not torch.equal(first.lm_head.weight, module.head.model.lm_head.weight)
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    loaded = load_lm(tmp_path / "model", target)
+    torch.testing.assert_close(logits_of(loaded.model), logits_of(module.head.model.eval()), atol=0.2, rtol=0.05)
+    assert_decodes_exactly(toys, tmp_path / "model")
+    record = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert record["steps"] == STEPS and record["hyperparameters"]["on_policy"] == 0.5
+    # the callback's drafter is the one that was trained
+    decoder = FuzzyDecoder(target, module.make_drafter(target))
+    prompts = callback._prompts(module.trainer, target)
+    made = decoder.generate(prompts, "exact", max_new_tokens=8, do_sample=False)
+    assert callback.points["decoded_tau/exact"][-1] == (STEPS, pytest.approx(made.stats.tau))
+    # the command writes the same from a checkpoint
+    assert export_main([str(tmp_path / "ckpt" / f"step={STEPS}.ckpt"), str(tmp_path / "again")]) == 0
+    assert torch.equal(logits_of(load_lm(tmp_path / "again", target).model), logits_of(loaded.model))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    whole, _ = fit(toys, tmp_path / "whole", lora=lora, on_policy=0.5)
+    again, _ = fit(toys, tmp_path / "again", lora=lora, on_policy=0.5, ckpt=tmp_path / "whole" / "ckpt" / "step=2.ckpt")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_lora_training_exports_an_adapter_that_decodes(toys: Path, tmp_path: Path) -> None:
+    module, _ = fit(toys, tmp_path, ExportHead(str(tmp_path / "adapter")), lora=LORA, lr=0.05)
+    state = torch.load(tmp_path / "ckpt" / f"step={STEPS}.ckpt", weights_only=True)["state_dict"]
+    assert state and all("lora_" in name for name in state)
+    adapter = tmp_path / "adapter"
+    assert is_adapter(adapter) and not is_adapter(toys / "drafter")
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(toys / "drafter")
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    loaded = load_lm(adapter, target)
+    trained = logits_of(module.head.model.eval())
+    torch.testing.assert_close(logits_of(loaded.model), trained, atol=1e-3, rtol=1e-3)
+    base = Target.from_pretrained(str(toys / "drafter"), dtype=torch.float32)
+    assert float((logits_of(base.model) - trained).abs().max()) > 0.01
+    assert not any("lora" in name for name, _ in loaded.model.named_parameters())  # merged
+    assert_decodes_exactly(toys, adapter)
+    assert export_main([str(tmp_path / "ckpt" / f"step={STEPS}.ckpt"), str(tmp_path / "again")]) == 0
+    assert torch.equal(logits_of(load_lm(tmp_path / "again", target).model), logits_of(loaded.model))
+
+
+def test_damaged_adapters_are_named(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = ready(toys, lora=LORA).export(tmp_path / "good")
+    assert load_adapter(good, torch.float32, "cpu").vocab_size == VOCAB
+
+    def refused(error: type[Exception], words: str, **changes: Any) -> None:
+        bad = tmp_path / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        config = json.loads((bad / "adapter_config.json").read_text())
+        (bad / "adapter_config.json").write_text(json.dumps({**config, **changes.get("config", {})}))
+        for name, change in changes.items():
+            if name == "weights":
+                change(bad / "adapter_model.safetensors")
+            if name == "text":
+                (bad / "adapter_config.json").write_text(change)
+        with pytest.raises(error, match=words) as caught:
+            load_adapter(bad, torch.float32, "cpu")
+        assert str(bad) in str(caught.value)
+
+    refused(CheckpointError, "no adapter_model.safetensors", weights=lambda path: path.unlink())
+    refused(CheckpointError, "truncated", weights=lambda path: path.write_bytes(path.read_bytes()[:-50]))
+    refused(CheckpointError, "malformed", text="{")
+    refused(CheckpointError, "does not say which model", config={"base_model_name_or_path": None})
+    refused(CheckpointError, "does not fit", config={"r": 2})
+    refused(ModelLoadError, "no-such-model.*cannot be loaded", config={"base_model_name_or_path": "no-such-model"})
+    monkeypatch.setitem(sys.modules, "peft", None)
+    refused(ModelLoadError, r"pip install fsd-toolkit\[train\]")
+
+
+def test_bad_options_are_named(toys: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="on_policy"):
+        make(toys, on_policy=1.5)
+    with pytest.raises(DataError, match="w_feature"):
+        make(toys, loss="kl", loss_args={"w_feature": 0.5})
+    with pytest.raises(DataError, match="reverse_kl"):
+        make(toys, loss=[{"name": "tv"}, {"name": "eagle"}])
+    with pytest.raises(DataError, match="muon"):
+        make(toys, optimizer="muon")
+    with pytest.raises(DataError, match="ema_decay"):
+        make(toys, ema_decay=0.9, lora={})
+    with pytest.raises(DataError, match="no option rank"):
+        ready(toys, lora={"rank": 4})
+    other = toy_model()
+    other.resize_token_embeddings(VOCAB + 8)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(VocabularyMismatchError) as caught:
+        LMModule(str(toys / "target"), str(tmp_path / "other")).configure_model()
+    assert str(toys / "target") in str(caught.value) and str(tmp_path / "other") in str(caught.value)
+
+
+def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path) -> None:
+    config = {
+        "trainer": {
+            "max_steps": 2, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False,
+            "enable_model_summary": False, "limit_val_batches": 0, "logger": False,
+            "callbacks": [
+                {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(tmp_path / "model")}},
+                {
+                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {"dirpath": str(tmp_path), "filename": "first", "every_n_train_steps": 2},
+                },
+            ],
+        },
+        "model": {
+            "class_path": "fsd_train.lm_module.LMModule",
+            "init_args": {"target": str(toys / "target"), "drafter": str(toys / "drafter"), "lora": LORA},
+        },
+        "data": {"train_files": [str(toys / "answers.jsonl")], "batch_tokens": 128},
+    }  # fmt: skip
+    (tmp_path / "recipe.json").write_text(json.dumps(config))
+    argv = ["fit", "--config", str(tmp_path / "recipe.json"), "--model.lr", "0.01"]
+    assert cli(argv) == 0
+    record = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert record["hyperparameters"]["lr"] == 0.01 and record["hyperparameters"]["lora"] == LORA
+    assert cli([*argv, "--trainer.max_steps", "3", "--ckpt_path", str(tmp_path / "first.ckpt")]) == 0
+    again = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert again["steps"] == 3 and again["hyperparameters"] == record["hyperparameters"]

@@ -1,0 +1,220 @@
+"""Every recipe trains, exports and decodes on a tiny model of its family; so does what `new-recipe` writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fsd_infer import FuzzyDecoder
+from fsd_infer.errors import ModelLoadError
+from fsd_train.cli import main as cli
+from fsd_train.new_recipe import TargetFacts, choose, covering_vocabulary, facts_of, memory, recipe_for
+from tests.families import tiny_model
+from tests.text_toys import tiny_tokenizer, write_rows
+
+RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
+FAMILY = {
+    "gemma-2-9b": "gemma2",
+    "gemma-3-1b": "gemma3_text",
+    "llama-3.1-8b": "llama",
+    "mistral-7b": "mistral",
+    "phi-4": "phi3",
+    "qwen2.5-7b": "qwen2",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "qwen3-8b": "qwen3",
+    "smollm2-135m": "llama",
+    "template": "llama",
+    "tinyllama-1.1b": "llama",
+}
+ANSWERS = ["the cat sat on the mat", "it is there", "that is the answer to the end", "what is on the mat there"]
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a tiny fp32 model of a family with the tiny tokenizer, made when first asked for."""
+    root = tmp_path_factory.mktemp("families")
+    tokenizer = tiny_tokenizer()
+
+    def make(family: str) -> Path:
+        directory = root / family
+        if not directory.exists():
+            special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+            tiny_model(family, vocab_size=len(tokenizer), **special).save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with token ids."""
+    tokenizer = tiny_tokenizer()
+    rows = []
+    for number in range(24):
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"what is {number}"}], add_generation_prompt=True, tokenize=False
+        )
+        answer = " ".join(ANSWERS[(number + turn) % len(ANSWERS)] for turn in range(2)) + "<|end|>"
+        encode = {"add_special_tokens": False}
+        rows.append(
+            {
+                "messages": [{"role": "user", "content": f"what is {number}"}],
+                "response": answer,
+                "prompt_ids": tokenizer(prompt, **encode)["input_ids"],
+                "response_ids": tokenizer(answer, **encode)["input_ids"],
+            }
+        )
+    return write_rows(tmp_path_factory.mktemp("answers") / "answers.jsonl", rows)
+
+
+def small_config(recipe: Path, target: Path, answers: Path, out: Path) -> Path:
+    """The recipe with the tiny target and its answers; written to ``out``."""
+    config = yaml.safe_load(recipe.read_text())
+    config["model"]["target"] = str(target)
+    config["data"]["train_files"] = [str(answers)]
+    config["data"].pop("features", None)
+    if config["model"].get("draft_vocab_size"):
+        config["model"]["draft_vocab_size"] = 200
+    for callback in config["trainer"]["callbacks"]:
+        if "every_n_train_steps" in callback.get("init_args", {}):
+            callback["init_args"]["every_n_train_steps"] = 2
+    path = out / "recipe.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def train(config: Path, steps: int) -> None:
+    fast = {
+        "max_steps": steps, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
+        "enable_progress_bar": "false", "enable_model_summary": "false", "limit_val_batches": 1,
+    }  # fmt: skip
+    options = [part for name, value in fast.items() for part in (f"--trainer.{name}", str(value))]
+    small = ["--data.batch_tokens", "128", "--data.validation_fraction", "0.2", "--data.max_length", "64"]
+    assert cli(["fit", "--config", str(config), *options, *small]) == 0
+
+
+def check_decoding(target: Path, head: Path) -> None:
+    """Drafting with the head gives the target's own greedy answer."""
+    decoder = FuzzyDecoder.from_pretrained(str(target), head, dtype=torch.float32, device="cpu")
+    prompt = decoder.encode("what is the mat", chat=True)
+    expected = decoder.target.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    out = decoder.generate([prompt], max_new_tokens=12, do_sample=False)
+    assert out.sequences[0] == expected[0, len(prompt) :].tolist()
+    assert out.stats.rows[0].new_tokens == len(out.sequences[0]) > 0
+
+
+def test_every_recipe_has_a_family() -> None:
+    assert [recipe.stem for recipe in RECIPES] == sorted(FAMILY)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_trains_exports_and_decodes(
+    recipe: Path,
+    targets: Callable[[str], Path],
+    answers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = targets(FAMILY[recipe.stem])
+    monkeypatch.chdir(tmp_path)  # recipes write to runs/
+    train(small_config(recipe, target, answers, tmp_path), steps=3)
+    (head,) = tmp_path.glob("runs/*/head")
+    assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt")) and list(tmp_path.glob("runs/*/logs/*/metrics.csv"))
+    check_decoding(target, head)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_states_what_it_needs(recipe: Path) -> None:
+    """The stated sum is that of the stated parts, and the arithmetic gives them."""
+    text = recipe.read_text()
+    assert "Meant for:" in text
+    parts = re.findall(r"^#   (.{14}).*= +([\d.]+) (GB|MB)$", text, re.MULTILINE)
+    sizes = [float(size) / (1 if unit == "GB" else 1000) for _, size, unit in parts]
+    if recipe.stem in ("template", "smollm2-135m"):  # written by hand
+        return
+    assert parts[-1][0].strip() == "together"
+    assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.3)
+    factors = re.search(
+        r"activations +2 B x \(20 x (\d+) \+ 4 x (\d+)\) x (\d+) tokens x (\d+) steps += +([\d.]+)", text
+    )
+    assert factors is not None
+    hidden, inner, tokens, steps = map(int, factors.groups()[:4])
+    assert 2 * (20 * hidden + 4 * inner) * tokens * steps / 1e9 == pytest.approx(float(factors[5]), abs=0.05)
+    config = yaml.safe_load(text)
+    assert (config["data"]["batch_tokens"], config["model"]["unroll_steps"]) == (tokens, steps)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt2"])
+def test_new_recipe_can_be_trained(
+    family: str, targets: Callable[[str], Path], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets(family)
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "recipes" / "new.yaml"
+    wanted = ["new-recipe", "--target", str(target), "--data", str(answers), "--output", str(recipe)]
+    assert cli(wanted) == 0
+    config = yaml.safe_load(recipe.read_text())
+    assert config["model"]["target"] == str(target) and config["data"]["train_files"] == [str(answers)]
+    assert config["model"]["head"]["feature_scale"] is (family != "gpt2")  # which calls its final norm otherwise
+    assert config["model"]["head"].get("layer") == (None if family in ("llama", "gpt2") else "llama")
+    train(recipe, steps=1)
+    (head,) = tmp_path.glob("runs/*/head")
+    check_decoding(target, head)
+    assert cli(wanted) == 1  # does not overwrite
+
+
+def test_facts_are_the_models_own(targets: Callable[[str], Path]) -> None:
+    facts = facts_of(str(targets("qwen3")))
+    model = tiny_model("qwen3", vocab_size=facts.vocab_size)
+    assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (facts.family, facts.hidden_size, facts.layers, facts.heads, facts.kv_heads) == ("qwen3", 32, 2, 4, 2)
+    assert (facts.head_dim, facts.intermediate_size, facts.positions) == (8, 64, 256)
+
+
+def test_unsupported_targets_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}')
+    with pytest.raises(ModelLoadError, match="mamba has layers"):
+        recipe_for(str(tmp_path))
+    config.write_text(
+        '{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97,'
+        ' "num_attention_heads": 4, "layer_types": ["chunked_attention", "full_attention"]}'
+    )
+    with pytest.raises(ModelLoadError, match="chunked_attention"):
+        recipe_for(str(tmp_path))
+    config.write_text('{"model_type": "t5"}')
+    with pytest.raises(ModelLoadError, match="no recipe can be made"):
+        recipe_for(str(tmp_path))
+
+
+def test_choices_follow_the_size_of_the_target() -> None:
+    common: dict[str, Any] = {"family": "llama", "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    large = TargetFacts("o/large", parameters=8 * 10**9, hidden_size=4096, intermediate_size=14336,
+                        vocab_size=128256, positions=131072, **common)  # fmt: skip
+    small = TargetFacts("o/small", parameters=10**8, hidden_size=576, intermediate_size=1536,
+                        vocab_size=49152, positions=1024, **common)  # fmt: skip
+    assert choose(large).draft_vocab_size == 32000 and choose(small).draft_vocab_size == 8192
+    assert choose(small).max_length == 512 and choose(large).max_length == 2048
+    assert choose(large).batch_tokens * choose(large).accumulate == 16384
+    assert large.head_parameters == 2 * 4096**2 + 2 * 4096 * 128 * 40 + 3 * 4096 * 14336
+    sizes = {name: size for name, _, size in memory(large, choose(large))}
+    assert sizes["target"] == 16e9 and sizes["head"] == 18 * large.head_parameters
+
+
+def test_draft_vocabulary_covers_the_answers() -> None:
+    counts = torch.zeros(40000, dtype=torch.long)
+    counts[:6000] = 100
+    counts[6000:36000] = 1
+    size, share = covering_vocabulary(counts)  # 8192 ids hold 602 192 of 630 000 tokens, 16000 hold 610 000
+    assert size == 32000 and share == pytest.approx((600000 + 26000) / 630000)
+    assert covering_vocabulary(counts[:6000]) == (None, 1.0)
+    counts[6000:] = 0
+    assert covering_vocabulary(counts) == (8192, 1.0)

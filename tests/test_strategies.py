@@ -1,0 +1,329 @@
+"""Strategies by config: two processes give one process's loss curve; what they leave is the same file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsd_infer.checkpoint import load_head
+from fsd_infer.errors import DataError
+from fsd_infer.target import Target
+from fsd_train.cli import main as cli
+from fsd_train.module import EagleModule, load_module
+from fsd_train.strategies import ShardedStrategy, named_strategy, whole_head
+from tests.text_toys import write_rows
+from tests.train_toys import VOCAB, save_toy_target
+
+RANKS = 2
+STEPS = 4
+ACCUMULATE = 2  # batches per step and rank
+LR = 1e-3
+
+
+class Record(Callback):
+    """Writes what a rank saw to ``rank<n>.pt``: losses per batch, the final head, and how the weights were held."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        self.losses: list[float] = []
+        self.facts: dict[str, Any] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Lightning divides by the number of batches per step
+        self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, EagleModule)
+        layer = next(iter(pl_module.target.layers([0])[0].parameters()))
+        if isinstance(pl_module.head, FSDPModule):
+            pl_module.head.reshard()  # validation leaves it whole
+        weight = pl_module.head.fc.weight
+        self.facts = {
+            "target_sharded": isinstance(layer, DTensor),
+            "target_share": _held(layer) / layer.numel(),
+            "head_share": _held(weight) / weight.numel(),
+            "moment_share": _held(trainer.optimizers[0].state[weight]["exp_avg"]) / weight.numel(),
+            "target_frozen": not any(p.requires_grad for p in pl_module.target.model.parameters()),
+            "trained": len([p for p in pl_module.parameters() if p.requires_grad]),
+        }
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with whole_head(pl_module):
+            head = {name: value.detach().clone() for name, value in pl_module.head.state_dict().items()}
+        val_loss = float(trainer.callback_metrics["val_loss"])
+        found = {"losses": self.losses, "head": head, "val_loss": val_loss, **self.facts}
+        self.directory.mkdir(parents=True, exist_ok=True)
+        torch.save(found, self.directory / f"rank{trainer.global_rank}.pt")
+
+
+def _held(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/ and answers.jsonl."""
+    root = tmp_path_factory.mktemp("toys")
+    save_toy_target(root / "target")
+    draw = random.Random(0)
+    rows = [
+        {
+            f"{part}_ids": [draw.randrange(3, VOCAB) for _ in range(draw.randint(6, 14))]
+            for part in ("prompt", "response")
+        }
+        for _ in range(64)
+    ]
+    write_rows(root / "answers.jsonl", rows)
+    return root
+
+
+def command(toys: Path, out: Path, accumulate: int, *more: str) -> list[str]:
+    """`fsd-train fit` of a few steps, everything random switched off."""
+    config = {
+        "trainer": {
+            "max_steps": STEPS, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "precision": "32-true",
+            "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1,
+            "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
+            "check_val_every_n_epoch": None, "val_check_interval": STEPS * accumulate, "limit_val_batches": 2,
+            "default_root_dir": str(out),
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(out)}},
+            "callbacks": [
+                {"class_path": "tests.test_strategies.Record", "init_args": {"directory": str(out)}},
+                {
+                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {"dirpath": str(out / "ckpt"), "every_n_train_steps": 2, "save_top_k": -1,
+                                  "save_last": True},
+                },
+                {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(out / "head")}},
+            ],
+        },
+        "model": {
+            "target": str(toys / "target"), "head": {"final_norm": True}, "draft_vocab_size": 40, "unroll_steps": 2,
+            "loss_args": {"w_feature": 0.3, "w_ce": 1.0}, "lr": LR, "warmup_steps": 2, "eval_steps": 2,
+        },
+        "data": {"train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.25, "batch_tokens": 64},
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config))
+    return ["fit", "--config", str(out / "config.json"), *more]
+
+
+def _one_rank(rank: int, port: int, argv: list[str], log: str) -> None:
+    """What a cluster's launcher does for each process."""
+    sys.stdout = sys.stderr = open(log, "w", buffering=1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    sys.exit(cli(argv))
+
+
+def run_ranks(argv: list[str], out: Path) -> list[dict[str, Any]]:
+    """Runs ``argv`` in two processes that form one group; returns what each recorded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_strategies"])  # the imports are paid for once
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    logs = [out / f"rank{rank}.log" for rank in range(RANKS)]
+    ranks = [context.Process(target=_one_rank, args=(rank, port, argv, str(logs[rank]))) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    said = "\n".join(log.read_text() for log in logs)
+    assert [process.exitcode for process in ranks] == [0] * RANKS, said
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def single(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process that takes as many batches per step as both ranks together."""
+    out = tmp_path_factory.mktemp("single")
+    assert cli(command(toys, out, RANKS * ACCUMULATE)) == 0
+    return {**torch.load(out / "rank0.pt"), "directory": out}
+
+
+def per_step(losses: list[float], size: int) -> list[float]:
+    """Means of consecutive groups."""
+    return [sum(losses[i : i + size]) / size for i in range(0, len(losses), size)]
+
+
+def check_same_run(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
+    """Losses within 1e-4 of one another; weights within a tenth of the learning rate (sums in another order)."""
+    together = [sum(pair) / RANKS for pair in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert len(together) == STEPS * ACCUMULATE
+    expected = per_step(single["losses"], RANKS * ACCUMULATE)
+    assert per_step(together, ACCUMULATE) == pytest.approx(expected, rel=1e-4)
+    assert len(set(expected)) == STEPS
+    for rank in ranks:
+        assert rank["target_frozen"] and rank["trained"] == single["trained"]
+        assert rank["val_loss"] == ranks[0]["val_loss"]
+        for name, value in single["head"].items():
+            torch.testing.assert_close(rank["head"][name], value, rtol=0, atol=0.1 * LR, msg=name)
+
+
+def check_files(out: Path, toys: Path, rank: dict[str, Any]) -> None:
+    """The checkpoint and the exported head hold the whole head and nothing of the target."""
+    state = torch.load(out / "ckpt" / "last.ckpt", weights_only=False)["state_dict"]
+    assert set(state) == {f"head.{name}" for name in rank["head"]}
+    module = load_module(out / "ckpt" / "last.ckpt")
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32, device="cpu")
+    exported = load_head(out / "head", target).state_dict()
+    for name, value in rank["head"].items():
+        assert torch.equal(module.head.state_dict()[name], value), name
+        assert torch.equal(exported[name], value.bfloat16().float() if value.is_floating_point() else value), name
+
+
+def test_ddp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], tmp_path: Path) -> None:
+    argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", "ddp", "--trainer.devices", str(RANKS))
+    ranks = run_ranks(argv, tmp_path)
+    check_same_run(ranks, single)
+    check_files(tmp_path, toys, ranks[0])
+    assert not ranks[0]["target_sharded"] and ranks[0]["head_share"] == 1
+
+
+def test_fsdp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], tmp_path: Path) -> None:
+    argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", "fsdp", "--trainer.devices", str(RANKS))
+    ranks = run_ranks(argv, tmp_path)
+    check_same_run(ranks, single)
+    check_files(tmp_path, toys, ranks[0])
+    for rank in ranks:
+        assert rank["target_sharded"]
+        assert rank["target_share"] == rank["head_share"] == rank["moment_share"] == 1 / RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, second", [("fsdp", "fsdp"), ("fsdp", "ddp")])
+def test_sharded_checkpoints_are_continued(
+    first: str, second: str, toys: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
+    """Stopped after half of its steps, a run ends where an uninterrupted one does."""
+    more = ["--trainer.devices", str(RANKS), "--trainer.strategy"]
+    run_ranks(command(toys, tmp_path / "first", ACCUMULATE, *more, first), tmp_path / "first")
+    (half,) = (tmp_path / "first" / "ckpt").glob("*step=2.ckpt")
+    argv = command(toys, tmp_path / "second", ACCUMULATE, *more, second, "--ckpt_path", str(half))
+    for rank in run_ranks(argv, tmp_path / "second"):
+        for name, value in single["head"].items():
+            torch.testing.assert_close(rank["head"][name], value, rtol=0, atol=0.1 * LR, msg=name)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_another_strategy_are_refused(toys: Path, single: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = next(single["directory"].glob("ckpt/*step=2.ckpt"))
+    argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", "fsdp", "--ckpt_path", str(checkpoint))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "written by another strategy" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_command_starts_its_own_ranks(strategy: str, toys: Path, tmp_path: Path, repo_root: Path) -> None:
+    """As users run it, in bf16 and with noise."""
+    more = ["--trainer.strategy", strategy, "--trainer.devices", str(RANKS), "--trainer.precision", "bf16-mixed"]
+    argv = command(toys, tmp_path, ACCUMULATE, *more, "--model.noise", "0.1")
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(RANKS)]
+    for name, value in ranks[0]["head"].items():
+        assert torch.equal(value, ranks[1]["head"][name]), name
+    check_files(tmp_path, toys, ranks[0])
+
+
+def test_a_rank_without_supervised_tokens_keeps_pace(toys: Path) -> None:
+    """It still gives every weight a gradient, which is zero, for the other ranks wait for it."""
+    module = EagleModule(str(toys / "target"), unroll_steps=2)
+    module.configure_model()
+    module._idle(2).backward()
+    for name, parameter in module.head.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_options_that_do_not_go_with_several_devices_are_refused(toys: Path, tmp_path: Path) -> None:
+    sharded = ["--trainer.strategy", "fsdp"]
+    assert cli(command(toys, tmp_path, 1, *sharded, "--model.ema_decay", "0.9")) == 1
+    assert cli(command(toys, tmp_path, 1, *sharded, "--model.optimizer", "muon")) == 1
+
+
+def test_names_of_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(named_strategy("fsdp"), ShardedStrategy)
+    assert named_strategy("ddp") == "ddp" and named_strategy("auto") == "auto"
+    monkeypatch.setattr("fsd_train.strategies.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install 'fsd-toolkit"):
+        named_strategy("deepspeed_stage_2")
+
+
+@pytest.fixture
+def deepspeed_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets DeepSpeed's strategy be built without DeepSpeed: its config is plain data."""
+    if "deepspeed" in sys.modules:
+        return
+    package = types.ModuleType("deepspeed")
+    logger = types.SimpleNamespace(setLevel=lambda level: None)
+    package.utils = types.SimpleNamespace(logging=types.SimpleNamespace(logger=logger))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setattr("fsd_train.strategies.importlib.util.find_spec", lambda name: package)
+    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
+        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_gets_the_recipes_settings(stage: int, deepspeed_config: None, toys: Path) -> None:
+    strategy: Any = named_strategy(f"deepspeed_stage_{stage}")
+    module = EagleModule(str(toys / "target"))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=4,
+        gradient_clip_val=0.5, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module.trainer = trainer
+    strategy._lightning_module = module
+    strategy._format_config()
+    config = strategy.config
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["gradient_accumulation_steps"] == trainer.accumulate_grad_batches == 4
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"] == {"enabled": True} and "fp16" not in config
+    assert config["train_micro_batch_size_per_gpu"] == 1  # batches differ in size
+    # DeepSpeed's own rule: train_batch_size = micro batch x accumulation x ranks, and nothing else sets it
+    assert "train_batch_size" not in config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_strategies_on_cuda(strategy: str, toys: Path, tmp_path: Path, repo_root: Path) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", strategy, "--trainer.precision", "bf16-mixed")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["trainer"]["accelerator"] = "gpu"
+    config["trainer"]["callbacks"] = config["trainer"]["callbacks"][-1:]  # DeepSpeed's state is its own
+    path.write_text(json.dumps(config))
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    done = subprocess.run(
+        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    head = load_head(tmp_path / "head", Target.from_pretrained(str(toys / "target"), device="cpu"))
+    assert all(torch.isfinite(parameter).all() for parameter in head.parameters())
