@@ -48,7 +48,19 @@ Death; veganism; Shakespeare's tragedies; a power cut; antibiotics; the United N
 speed of light; a train journey across India; the psychology of habits; nuclear fusion; feminism; earthquakes;
 a new neighbour; the Aztecs; exercise after fifty; calculus; social media; wine making; the Moon landing; game
 theory; fast fashion; a rainy afternoon; neural networks; the Berlin Wall; music therapy; enzymes; public
-transport; a mountain rescue; colonialism
+transport; a mountain rescue; colonialism; the Amazon rainforest; credit cards; a haunted house; vectors and
+matrices; the Mongol Empire; ballet; the periodic table; a space station; customer service; the Vikings; tides;
+pottery; the French language; bacteria; a family dinner; artificial intelligence in medicine; the Suez Canal;
+running a marathon; the solar system; a detective in Paris; probability; coffee; the Harlem Renaissance; wolves;
+budgeting for students; the ozone layer; opera; a robot who wants to paint; the Vietnam War; glaciers; yoga;
+database indexes; the Magna Carta; honey; the nervous system; a desert island; copyright; the Enlightenment; bridges;
+semiconductors; adopting a cat; the Great Depression; origami; hurricanes; a dragon who is afraid of fire; trade
+unions; gravity; the Silk Road today; bread prices and politics; existentialism; cell division; a sailing race; the
+Inca road system; video games; public speaking; the carbon cycle; a letter found in an attic; hydropower; the civil
+rights movement; allergies; the history of mathematics; a street musician; open-source software; the Pacific Ocean;
+vitamins; the Russian Revolution; lasers; a football match; nutrition for athletes; the Sahara; wildlife photography;
+sorting algorithms; parliamentary democracy; a night train; ants; the Bauhaus; negotiation; symbiosis; tax systems;
+a time traveller; the electromagnetic spectrum; knitting; refugees; the human genome; craft beer; chemical bonds
 """
 
 REQUESTS = {
@@ -81,6 +93,33 @@ REQUESTS = {
         "Pretend to be an old teacher who loves {s}. What would you tell your pupils on the first day?",
         "Act as a reporter and interview an expert on {s}. Write both the questions and the answers.",
         "You are a friendly robot that has just learned about {s}. Tell me what surprised you.",
+        "Imagine yourself as a famous chef who is asked about {s} on television. What do you say?",
+        "Take on the role of a sceptical scientist and comment on {s}.",
+        "Speak as a medieval knight who hears of {s} for the first time.",
+    ],
+    "stem": [
+        "Describe the scientific principles behind {s} and give an example of their use.",
+        "Design an experiment or a small project connected with {s}. List materials, steps and what to measure.",
+        "What are the key concepts of {s}? Define each of them in one sentence.",
+        "How could an engineer use knowledge of {s}? Name advantages, limits and one open problem.",
+    ],
+    "humanities": [
+        "Discuss the social and economic effects of {s}, with examples.",
+        "Produce a lesson plan about {s} that uses an activity, a discussion and a short test.",
+        "How have views of {s} changed over time? Describe the main turning points.",
+        "What ethical questions does {s} raise? Present two opposing positions and weigh them.",
+        "Which books or works of art deal with {s}? Discuss the themes of three of them.",
+    ],
+    "reasoning": [
+        "A friend claims that {s} will disappear within fifty years. Is the claim plausible? Reason step by step.",
+        "Sort what is known about {s} into facts, opinions and guesses, and say how you decided.",
+        "What would most likely happen if there had never been {s}? Think through the consequences in order.",
+    ],
+    "rewrite": [
+        "Rewrite this sentence so that it is friendlier and clearer: I do not see why anyone should care about {s}.",
+        "Write three sentences about {s}. Then shorten them to one.",
+        "Write a limerick and a haiku about {s}.",
+        "Turn the topic {s} into a dialogue between two friends who disagree.",
     ],
 }
 
@@ -174,7 +213,7 @@ def german_sentences(wheel: Path) -> list[str]:
 
 
 def benchlike(
-    rows: list[dict[str, Any]], german: list[str], length: Length, rng: random.Random
+    rows: list[dict[str, Any]], german: list[str], length: Length, rng: random.Random, scale: int
 ) -> Iterator[dict[str, str]]:
     """Prompts of benchmark-like kinds, each with its kind in ``source``."""
 
@@ -182,11 +221,11 @@ def benchlike(
         return {"prompt": prompt, "source": f"benchlike/{kind}"}
 
     texts = articles(rows, length)
-    for text in rng.sample(texts, min(270, len(texts))):
+    for text in rng.sample(texts, min(scale * 270, len(texts))):
         yield row("summarization", rng.choice(SUMMARY_FORMS).format(text=text))
 
     pairs = passages_and_questions(rows)
-    for passage, question in rng.sample(pairs, min(270, len(pairs))):
+    for passage, question in rng.sample(pairs, min(scale * 270, len(pairs))):
         docs = [passage]
         for other, _ in rng.sample(pairs, rng.choice([0, 0, 1, 2])):
             if other not in docs and sum(map(length, [*docs, other])) <= 500:
@@ -198,14 +237,14 @@ def benchlike(
             yield row("rag", form.format(docs=numbered, bare="\n".join(docs), question=question))
 
     questions = open_questions(rows)
-    for question in rng.sample(questions, min(220, len(questions))):
+    for question in rng.sample(questions, min(scale * 220, len(questions))):
         yield row("qa", question)
 
     subjects = [subject.strip() for subject in SUBJECTS.replace("\n", " ").split(";")]
     requests = [
         (kind, form.format(s=subject)) for kind, forms in REQUESTS.items() for form in forms for subject in subjects
     ]
-    for kind, prompt in rng.sample(requests, 320):
+    for kind, prompt in rng.sample(requests, min(scale * 320, len(requests))):
         yield row(kind, prompt)
 
     reviews = sorted(
@@ -216,11 +255,11 @@ def benchlike(
             for part in re.findall(r"[^\n]{60,220}", r["prompt"])
         }
     )
-    for _ in range(50):
+    for _ in range(scale * 50):
         items = "\n".join(f"{i}. {text}" for i, text in enumerate(rng.sample(reviews, 3), start=1))
         yield row("extraction", rng.choice(REVIEW_FORMS).format(items=items))
 
-    for sentence in rng.sample(german, min(200, len(german))):
+    for sentence in rng.sample(german, min(scale * 200, len(german))):
         yield row("translation", rng.choice(TRANSLATION_FORMS).format(text=sentence))
 
 
@@ -249,6 +288,8 @@ def main() -> int:
     p.add_argument("--output", type=Path, required=True, help="folder for the three files")
     p.add_argument("--instructions-count", type=int, default=7500)
     p.add_argument("--gsm8k-count", type=int, default=2500)
+    p.add_argument("--scale", type=int, default=1, help="how many times as many benchmark-like prompts")
+    p.add_argument("--without", type=Path, nargs="*", default=[], help="leave out prompts of these (answer) files")
     p.add_argument("--seed", type=int, default=7)
     args = p.parse_args()
 
@@ -265,11 +306,15 @@ def main() -> int:
         return 1
     args.output.mkdir(parents=True, exist_ok=True)
     files = {
-        "benchlike": list(benchlike(rows, german_sentences(args.django_wheel), length, random.Random(args.seed))),
+        "benchlike": list(
+            benchlike(rows, german_sentences(args.django_wheel), length, random.Random(args.seed), args.scale)
+        ),
         "instructions": instructions(rows, args.instructions_count, length, random.Random(args.seed + 1)),
         "gsm8k": random.Random(args.seed + 2).sample(maths, min(args.gsm8k_count, len(maths))),
     }
+    known = {row.messages[0]["content"] for path in args.without for row in read_prompts(path)}
     for name, made in files.items():
+        made[:] = [row for row in made if row["prompt"] not in known]
         with open(args.output / f"{name}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
         kinds = Counter(row["source"] if name == "benchlike" else row["source"].split("/")[0] for row in made)
