@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test lint test-slow test-gpu lock clean
+.PHONY: help quickstart install test lint test-slow test-gpu bench lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,9 @@ test-slow: $(STAMP)  ## the tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
+bench: $(STAMP)  ## speed beside transformers and vLLM (in .venv-vllm); options: BENCH_ARGS="--target DIR ..."
+	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
 lock: $(STAMP)  ## resolve requirements.lock anew, keeping torch where it is
 	$(BIN)/python -m pip install --quiet uv
 	@grep '^#' requirements.lock > .lock.header; grep '^torch==' requirements.lock > .lock.torch
@@ -48,5 +52,5 @@ lock: $(STAMP)  ## resolve requirements.lock anew, keeping torch where it is
 	@cat .lock.header .lock.body > requirements.lock; rm -f .lock.header .lock.torch .lock.body
 
 clean:  ## remove the environment and everything tools left behind (not the model cache of the user)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find fsd_infer fsd_train tests -name __pycache__ -type d -prune -exec rm -rf {} +

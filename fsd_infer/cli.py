@@ -66,7 +66,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--target", default="smollm2-135m", help="built-in name, directory or hub id (%(default)s)")
     models.add_argument(
-        "--drafter", help='head directory, small causal LM or "none" (default: the head shipped with the target)'
+        "--drafter",
+        help='head directory, small causal LM, "shipped", "lookup" or "none"; X+lookup grafts n-gram lookup onto X '
+        "(default: the head shipped with the target)",
     )
     models.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
     models.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")
@@ -212,7 +214,11 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         default="hf-generate,plain,exact,fuzzy:js:0.3",
-        help="comma-separated: plain, any rule, hf-generate, hf-lookup[:TOKENS] (%(default)s)",
+        help="comma-separated: plain, any rule, a rule with a drafter of its own (exact@none, exact@DIR), hf-generate, "
+        "hf-lookup[:TOKENS], hf-assisted:DIR, server:URL[#MODEL]; NAME=METHOD names one (%(default)s)",
+    )
+    parser.add_argument(
+        "--baseline", metavar="NAMES", help="methods to compare with (default: hf-generate and plain, where measured)"
     )
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
@@ -237,7 +243,7 @@ def bench(args: argparse.Namespace) -> int:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     record = fsd_infer.bench.run(
         args.prompts,
-        [text.strip() for text in args.methods.split(",") if text.strip()],
+        _words(args.methods),
         json_path=args.json,
         resume=args.resume,
         progress=True,
@@ -256,11 +262,17 @@ def bench(args: argparse.Namespace) -> int:
         threads=args.threads,
         warmup=not args.no_warmup,
         log_likelihood=args.log_likelihood,
+        baselines=_words(args.baseline or ""),
     )
     print(bench_table(record))
     if args.json:
         print(f"record: {args.json}", file=sys.stderr)
     return 0
+
+
+def _words(text: str) -> list[str]:
+    """The parts of a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _quickstart_options(parser: argparse.ArgumentParser) -> None:

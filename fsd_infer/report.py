@@ -15,6 +15,8 @@ COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m
 MARKS = {Source.TARGET: ("", ""), Source.EXACT: ("[", "]"), Source.GATE: ("{", "}")}
 MEANINGS = {Source.TARGET: "target", Source.EXACT: "exact acceptance", Source.GATE: "open gate"}
 RESET = "\x1b[0m"
+WIDTH = 100  # columns of a terminal that tables are to fit
+NAME_WIDTH = 24
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,50 +36,103 @@ def number(value: Any, digits: int = 2) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
+def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
+    """One table, or several below each other that repeat the first column, so that no line exceeds ``width``."""
+    columns = list(zip(headers, *rows, strict=True))
+    sizes = [max(map(len, column)) for column in columns]
+    parts: list[list[int]] = [[]]
+    for index in range(1, len(columns)):
+        if parts[-1] and sizes[0] + sum(2 + sizes[i] for i in [*parts[-1], index]) > width:
+            parts.append([])
+        parts[-1].append(index)
+    return "\n\n".join(
+        table([headers[0], *(headers[i] for i in part)], [[row[0], *(row[i] for i in part)] for row in rows])
+        for part in parts
+    )
+
+
+def short_names(names: Sequence[str], width: int = NAME_WIDTH) -> dict[str, str]:
+    """Names cut in the middle to ``width``, still different from each other."""
+    shown: dict[str, str] = {}
+    for name in names:
+        short, number = _cut(name, width), 1
+        while short in shown.values():
+            number += 1
+            short = f"{_cut(name, width - len(str(number)) - 1)}~{number}"
+        shown[name] = short
+    return shown
+
+
+def _cut(name: str, width: int) -> str:
+    if len(name) <= width:
+        return name
+    tail = (width - 3) // 2
+    return f"{name[: width - 3 - tail]}...{name[-tail:]}"
+
+
 def bench_table(record: dict[str, Any]) -> str:
-    """The tables of a benchmark's record: all methods; tau by category where there are several; time by phase."""
+    """The tables of a benchmark's record, at most 100 columns wide.
+
+    Speed, ratios, answers; tau by category where there are several; and where the time goes, as far as methods tell.
+    """
     methods = record["methods"]
-    parts = [_methods_table(record)]
+    shown = short_names(list(methods))
+    parts = [_speed_table(record, shown), _answers_table(record, shown)]
     categories = list(next(iter(methods.values()))["categories"])
-    if len(categories) > 1:
-        rows = [
-            [name, *(number(methods[method]["categories"][name]["tau"]) for method in methods)] for name in categories
-        ]
-        rows.append(["mean", *(number(facts["tau_category_mean"]) for facts in methods.values())])
-        parts.append("tau by category\n" + table(["category", *methods], rows))
-    phased = {name: facts["phases"] for name, facts in methods.items() if facts["phases"]}
+    told = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
+    if len(categories) > 1 and told:
+        rows = [[name, *(number(told[method]["categories"][name]["tau"]) for method in told)] for name in categories]
+        rows.append(["mean", *(number(facts["tau_category_mean"]) for facts in told.values())])
+        parts.append("tau by category\n" + fitted_tables(["category", *(shown[name] for name in told)], rows))
+    phased = {name: facts for name, facts in methods.items() if facts["phases"]}
     if phased:
-        phases = list(dict.fromkeys(phase for spent in phased.values() for phase in spent))
-        rows = []
-        for name, spent in phased.items():
-            total = sum(spent.values()) or 1.0
-            rows.append([name, *(f"{100 * spent.get(phase, 0.0) / total:.1f}" for phase in phases)])
-        parts.append("share of time by phase, %\n" + table(["method", *phases], rows))
+        parts.append("where the time goes, % of each method's time\n" + _phases_table(phased, shown))
     return "\n\n".join(parts)
 
 
-def _methods_table(record: dict[str, Any]) -> str:
-    methods, ratios = record["methods"], record["ratios"]
+def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+    headers = ["method", "tok/s", "decode tok/s", "s/answer", "prefill s"]
+    headers += [f"x {shown[baseline]} [95 %]" for baseline in record["ratios"]]
+    rows = []
+    for name, facts in record["methods"].items():
+        row = [shown[name], number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
+        row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
+        rows.append(row + [_ratio(against.get(name)) for against in record["ratios"].values()])
+    answers = next(iter(record["methods"].values()))["answers"]
+    note = f"{answers} prompts, medians over prompts; tok/s counts prefill, ratios compare tok/s prompt by prompt"
+    return "speed\n" + fitted_tables(headers, rows) + "\n" + note
+
+
+def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+    methods = record["methods"]
     scored = any(facts["log_likelihood_per_token"] is not None for facts in methods.values())
-    headers = ["method", "tok/s", "decode tok/s", *(f"x {baseline} [95 %]" for baseline in ratios)]
-    headers += ["tau", "forwards", "tokens", "s/answer", "prefill s", "gate open %", "nats spent"]
-    headers += ["log-lik/token"] if scored else []
+    headers = ["method", "tau", "forwards", "tokens", "ended %", "same %", "gate open %", "nats spent"]
+    headers += ["log-lik"] if scored else []
     rows = []
     for name, facts in methods.items():
-        row = [name, number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
-        row += [_ratio(against.get(name)) for against in ratios.values()]
-        row += [number(facts["tau"]), number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
-        row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
-        share = facts["gate_open_fraction"]
-        row += [number(None if share is None else 100 * share, 1), number(facts["divergence_spent"])]
-        row += [number(facts["log_likelihood_per_token"], 3)] if scored else []
-        rows.append(row)
-    answers = next(iter(methods.values()))["answers"]
-    note = (
-        f"{answers} prompts; medians over prompts (tok/s, ratios, seconds), means per answer (forwards, tokens, nats); "
-        "tok/s counts prefill"
-    )
-    return table(headers, rows) + "\n" + note
+        row = [shown[name], number(facts["tau"]), number(facts["target_forwards"], 1)]
+        row += [number(facts["answer_tokens"], 1)]
+        row += [_percent(facts[key], 0) for key in ("finished_fraction", "identical_to_baseline")]
+        row += [_percent(facts["gate_open_fraction"], 1), number(facts["divergence_spent"])]
+        rows.append(row + ([number(facts["log_likelihood_per_token"], 3)] if scored else []))
+    note = f"means per answer; ended: by a stop token; same: tokens are those of {shown[record['baseline']]}"
+    note += "\nlog-lik: of the tokens under the target, nats per token" if scored else ""
+    return "answers\n" + fitted_tables(headers, rows) + "\n" + note
+
+
+def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> str:
+    phases = list(dict.fromkeys(phase for facts in methods.values() for phase in facts["phases"]))
+    rows = []
+    for name, facts in methods.items():
+        shares = [_percent(facts["phase_fractions"].get(phase, 0.0), 1) for phase in phases]
+        per_round = sum(facts["milliseconds_per_round"].values()) if facts["milliseconds_per_round"] else None
+        rows.append([shown[name], *shares, number(per_round, 1), _percent(facts["round_overhead_fraction"], 1)])
+    note = "overhead %: of the time behind the prefill, what neither target nor drafter has"
+    return fitted_tables(["method", *phases, "ms/round", "overhead %"], rows) + "\n" + note
+
+
+def _percent(share: float | None, digits: int) -> str:
+    return number(None if share is None else 100 * share, digits)
 
 
 def _ratio(found: dict[str, Any] | None) -> str:

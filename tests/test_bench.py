@@ -19,7 +19,7 @@ from fsd_infer.bench.runner import group_prompts, take_turns
 from fsd_infer.cli import main
 from fsd_infer.models import parse_dtype
 from fsd_infer.prompts import encode_chat, read_prompts
-from fsd_infer.report import bench_table, table
+from fsd_infer.report import bench_table, fitted_tables, short_names, table
 from tests.bench_toys import Toy, save_toy
 
 METHODS = ["hf-generate", "hf-lookup:4", "plain", "exact", "fuzzy:js:0.3"]
@@ -268,6 +268,11 @@ def test_killed_run_continues_without_loss(
                 assert runs[0]["seconds"] == before[index]["runs"][name]["seconds"]
 
 
+def test_run_that_failed_before_its_first_turn_is_no_obstacle(tmp_path: Path) -> None:
+    PartialFile(tmp_path / "r.json", {"seed": 1}, resume=False)
+    assert PartialFile(tmp_path / "r.json", {"seed": 2}, resume=False).turns == []
+
+
 def test_partial_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "r.json.partial.jsonl").write_text("hello\n")
     with pytest.raises(FsdError, match="does not begin with the settings"):
@@ -279,13 +284,25 @@ def test_tables_are_aligned_and_complete(record: dict[str, Any]) -> None:
         "name      x\n----  -----\na       1.5\nlong  12.25"
     )
     text = bench_table(record)
-    main_table, by_category, phases = text.split("\n\n")
-    lines = main_table.splitlines()
-    assert [line.split()[0] for line in lines[2:-1]] == METHODS
-    assert len({len(line) for line in lines[1:-1]}) == 1, "numbers end in one column"
-    assert f"{record['methods']['exact']['tau']:.2f}" in lines[5] and "log-lik/token" in lines[0]
-    assert [line.split()[0] for line in by_category.splitlines()[3:]] == ["cats", "ends", "mean"]
-    assert [line.split()[0] for line in phases.splitlines()[3:]] == METHODS[2:]
+    assert max(map(len, text.splitlines())) <= 100
+    speed, by_category, phases = (text[text.index(title) :] for title in ("speed", "tau by", "where the time goes"))
+    lines = speed.splitlines()[1:]
+    assert [line.split()[0] for line in lines[2:7]] == METHODS
+    assert len({len(line) for line in lines[1:7]}) == 1, "numbers end in one column"
+    assert f"{record['methods']['exact']['tau']:.2f}" in text and "log-lik" in text
+    assert [line.split()[0] for line in by_category.splitlines()[3:6]] == ["cats", "ends", "mean"]
+    assert [line.split()[0] for line in phases.splitlines()[3:6]] == METHODS[2:]
+
+
+def test_wide_tables_are_broken_and_long_names_cut() -> None:
+    text = fitted_tables(["name", "aaaaaaaa", "bbbbbbbb", "c"], [["x", "1", "2", "3"]], width=24)
+    assert text == "\n\n".join([
+        table(["name", "aaaaaaaa", "bbbbbbbb"], [["x", "1", "2"]]), table(["name", "c"], [["x", "3"]])
+    ])  # fmt: skip
+    long = [f"exact@/some/where/far/away/heads/{name}/last" for name in "ab"]
+    shown = short_names(["plain", *long], width=20)
+    assert list(shown) == ["plain", *long] and shown["plain"] == "plain"
+    assert len(set(shown.values())) == 3 and max(map(len, shown.values())) <= 20
 
 
 def test_numbers_that_json_lacks() -> None:

@@ -1,11 +1,36 @@
 """Measure decoding methods side by side: ``fsd-infer bench``, and the same as :func:`run`.
 
 Methods take turns prompt by prompt, so that whatever else the machine does hits all of them alike; speeds are compared
-pair by pair on the same prompt.
+pair by pair on the same prompt::
+
+    from fsd_infer import bench, report
+
+    record = bench.run(
+        "prompts.jsonl",
+        ["hf-generate", "plain", "exact", "vllm=server:http://localhost:8000"],
+        target="smollm2-135m", max_new_tokens=64, repeat=3, baselines=["vllm"], json_path="record.json",
+    )
+    print(report.bench_table(record))
+    record["methods"]["exact"]["tokens_per_second"], record["ratios"]["vllm"]["exact"]["tokens_per_second"]["low"]
+
+How methods are written: :mod:`fsd_infer.bench.methods`; what the numbers are: :func:`build_record`.
 """
 
-from fsd_infer.bench.methods import METHODS, Answer, Method, TimedRun, make_methods
+from fsd_infer.bench.base import Answer, Method, TimedRun
+from fsd_infer.bench.methods import METHODS, make_methods, parse_methods
 from fsd_infer.bench.record import build_record
 from fsd_infer.bench.runner import Settings, run
+from fsd_infer.bench.server import ServerError
 
-__all__ = ["METHODS", "Answer", "Method", "Settings", "TimedRun", "build_record", "make_methods", "run"]
+__all__ = [
+    "METHODS",
+    "Answer",
+    "Method",
+    "ServerError",
+    "Settings",
+    "TimedRun",
+    "build_record",
+    "make_methods",
+    "parse_methods",
+    "run",
+]

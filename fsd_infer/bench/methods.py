@@ -1,289 +1,201 @@
-"""What can be measured: the engine under any rule, and transformers' own ``generate``.
+"""What can be measured, and how it is written.
 
-A method is written as text: ``plain``, a rule (``exact``, ``fuzzy:js:0.3`` ...), ``hf-generate`` or ``hf-lookup``
-(prompt lookup; ``hf-lookup:8`` sets how many tokens it proposes). A new kind of method is one class and one entry here.
+A method is written as text, ``[label=]kind[:parameters]``; the label is what tables and records call it:
+
+=========================  ============================================================================================
+``plain``                  this package's engine without a drafter
+``exact``, ``fuzzy:js:0.3``  any rule, with the run's drafter
+``exact@DRAFTER``          any rule with a drafter of its own, whatever ``load_drafter`` takes: ``exact@none``,
+                           ``fuzzy:js:0.3@heads/mine``
+``hf-generate``            transformers' ``generate``
+``hf-lookup:8``            the same with prompt lookup of so many tokens (8)
+``hf-assisted:DIR``        the same with an assistant model
+``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
+=========================  ============================================================================================
+
+A new kind of method is one class and one entry here.
 """
 
 from __future__ import annotations
 
-import time
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
-
-from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
+from fsd_infer.bench.base import Answer, Method, TimedRun
+from fsd_infer.bench.engine import EngineMethod
+from fsd_infer.bench.hf import GenerateMethod
+from fsd_infer.bench.models import Models
+from fsd_infer.bench.server import Server, ServerMethod
 from fsd_infer.errors import FsdError, UnknownNameError
-from fsd_infer.models import load_target, parse_dtype
+from fsd_infer.models import load_target
 from fsd_infer.registry import Registry
-from fsd_infer.rules import RULES, Rule, parse_rule
-from fsd_infer.target import Target
+from fsd_infer.rules import RULES, parse_rule
+
+__all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 
 LOOKUP_TOKENS = 8
+_LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 
 
-@dataclass
-class Answer:
-    """One answer and what it took.
+@dataclass(frozen=True)
+class Spec:
+    """One method as it was asked for.
 
     Attributes:
-        tokens: new tokens.
-        target_forwards: target forwards behind the prefill.
-        verified_tokens: tokens that those forwards emitted (all but the prefill's own).
-        gate_open_fraction, gate_accepted_fraction: shares of the tokens, see ``RowStats``.
-        divergence_spent: nats.
-        finish_reason: "stop" or "length".
-        log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
+        name: its label, or else its text.
+        text: without the label.
+        kind: a name in METHODS or RULES.
+        argument: what stands behind the first colon.
+        drafter: of a rule, what stands behind "@"; None: the run's drafter.
     """
-
-    tokens: list[int]
-    target_forwards: int
-    verified_tokens: int
-    gate_open_fraction: float = 0.0
-    gate_accepted_fraction: float = 0.0
-    divergence_spent: float = 0.0
-    finish_reason: str = "length"
-    log_likelihood: float | None = None
-
-
-@dataclass
-class TimedRun:
-    """One timed call on one group of prompts: wall seconds, the part until the first token, seconds by phase."""
-
-    seconds: float
-    prefill_seconds: float
-    answers: list[Answer]
-    phases: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Models:
-    """What methods run on, loaded when first needed.
-
-    ``decoder`` packs the linear layers of its model in place, so transformers' methods get ``reference``: a second,
-    untouched copy of the same weights.
-    """
-
-    target: str
-    drafter: str | None = None
-    dtype: str = "bf16"
-    device: str | None = None
-    tree: TreeShape | None = None
-    needs_drafter: bool = True
-    reference_loaded: bool = False
-    decoder_loaded: bool = False
-
-    @cached_property
-    def decoder(self) -> FuzzyDecoder:
-        self.decoder_loaded = True
-        return FuzzyDecoder.from_pretrained(
-            self.target,
-            self.drafter if self.needs_drafter else "none",
-            dtype=parse_dtype(self.dtype),
-            device=self.device,
-            tree=self.tree,
-        )
-
-    @cached_property
-    def reference(self) -> tuple[Any, Any]:
-        """(model, tokenizer) as transformers loads them."""
-        self.reference_loaded = True
-        return load_target(self.target, dtype=self.dtype, device=self.device)
-
-    def scorer(self) -> Target:
-        """A target for teacher-forced forwards, whichever model is loaded."""
-        if self.decoder_loaded or not self.reference_loaded:
-            return self.decoder.target
-        return Target(*self.reference, name=self.target)
-
-    @property
-    def tokenizer(self) -> Any:
-        found = self.decoder.tokenizer if self.decoder_loaded else self.reference[1]
-        if found is None:
-            raise FsdError(f"target {self.target} has no tokenizer: add its tokenizer files, prompts are text.")
-        return found
-
-    @property
-    def max_positions(self) -> int | None:
-        config = (self.decoder.target.model if self.decoder_loaded else self.reference[0]).config
-        return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-class Method(ABC):
-    """One way to decode. ``options`` of :meth:`answer` are keyword arguments of transformers' ``generate``."""
 
     name: str
+    text: str
+    kind: str
+    argument: str
+    drafter: str | None = None
+
+
+class Kind(ABC):
+    """One kind of method."""
+
+    def check(self, spec: Spec) -> None:
+        """Raise FsdError for what can be refused before anything is loaded; by default any parameters."""
+        if spec.argument:
+            raise FsdError(f"method {spec.text!r}: {spec.kind} takes no parameters.")
 
     @abstractmethod
-    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        """Decode one group of prompts, timed."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """What a record stores about the method."""
+    def make(self, spec: Spec, models: Models) -> Method:
+        """The method; loads what it needs."""
 
 
-class EngineMethod(Method):
-    """This package's engine. Its prefill includes the drafter's; time between calls counts as phase ``rest``."""
+METHODS: Registry[Kind] = Registry("method")
 
-    def __init__(self, name: str, decoder: FuzzyDecoder, rule: Rule, drafter: Drafter) -> None:
-        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
 
-    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        start = time.perf_counter()
-        made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
-        seconds = time.perf_counter() - start
-        stats = made.stats
-        answers = [
-            Answer(
-                tokens=tokens,
-                target_forwards=row.target_forwards,
-                verified_tokens=row.new_tokens - 1,
-                gate_open_fraction=row.gate_open_fraction,
-                gate_accepted_fraction=row.gate_accepted_fraction,
-                divergence_spent=row.divergence_spent,
-                finish_reason=row.finish_reason,
+class _Plain(Kind):
+    def make(self, spec: Spec, models: Models) -> Method:
+        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
+
+
+class _Generate(Kind):
+    def make(self, spec: Spec, models: Models) -> Method:
+        return GenerateMethod(spec.name, models.reference[0])
+
+
+class _Lookup(Kind):
+    def check(self, spec: Spec) -> None:
+        if spec.argument and (not spec.argument.isdigit() or int(spec.argument) < 1):
+            raise FsdError(
+                f"method {spec.text!r}: {spec.argument!r} must be a number of tokens, e.g. hf-lookup:{LOOKUP_TOKENS}."
             )
-            for tokens, row in zip(made.sequences, stats.rows, strict=True)
-        ]
-        phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
-        return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 
-    def describe(self) -> dict[str, Any]:
-        return {"by": "fsd_infer", "rule": self.rule.describe(), "drafter": self.drafter.describe()}
+    def make(self, spec: Spec, models: Models) -> Method:
+        facts = {"prompt_lookup_num_tokens": int(spec.argument or LOOKUP_TOKENS)}
+        return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
 
-class _Rounds(BaseStreamer):
-    """Notes when the first new tokens arrived and how many each forward emitted (sizes[0] is the prompt's)."""
+class _Assisted(Kind):
+    def check(self, spec: Spec) -> None:
+        if not spec.argument:
+            raise FsdError(f"method {spec.text!r}: name the assistant model, e.g. hf-assisted:DIRECTORY.")
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.first: float | None = None
-
-    def put(self, value: Tensor) -> None:
-        if self.sizes and self.first is None:
-            self.first = time.perf_counter()
-        self.sizes.append(value.numel())
-
-    def end(self) -> None:
-        pass
-
-
-class GenerateMethod(Method):
-    """transformers' ``generate`` on an untouched model. Prefill is the time until its first new token."""
-
-    def __init__(self, name: str, model: Any, lookup: int | None = None) -> None:
-        self.name, self.model, self.lookup = name, model, lookup
-        eos = model.generation_config.eos_token_id
-        self.eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        pad = model.generation_config.pad_token_id
-        self.pad = int(pad) if pad is not None else min(self.eos, default=0)
-
-    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        if self.lookup is not None:
-            if len(prompts) > 1:
-                raise FsdError(f"{self.name}: transformers' prompt lookup takes one prompt at a time: --batch-size 1.")
-            options = {**options, "prompt_lookup_num_tokens": self.lookup}
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[self.pad] * (longest - len(p)) + p for p in prompts], device=self.model.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
-        rounds = _Rounds()
-        torch.manual_seed(seed)
-        start = time.perf_counter()
-        output = self.model.generate(
-            ids, attention_mask=mask, pad_token_id=self.pad, streamer=rounds, **options
-        ).tolist()
-        seconds = time.perf_counter() - start
-        first = (rounds.first or start + seconds) - start
-        return TimedRun(seconds, first, [self._answer(row[longest:], rounds, len(prompts)) for row in output])
-
-    def _answer(self, tokens: list[int], rounds: _Rounds, batch: int) -> Answer:
-        end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
-        tokens = tokens[:end]
-        if batch == 1:
-            forwards, verified = len(rounds.sizes) - 2, len(tokens) - rounds.sizes[1]
-        else:
-            forwards = verified = len(tokens) - 1
-        return Answer(tokens, forwards, verified, finish_reason="length" if end is None else "stop")
-
-    def describe(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"by": "transformers", "model": "separate copy, linear layers not packed"}
-        return record if self.lookup is None else {**record, "prompt_lookup_num_tokens": self.lookup}
+    def make(self, spec: Spec, models: Models) -> Method:
+        model, tokenizer = models.reference
+        assistant, own = load_target(spec.argument, dtype=models.dtype, device=models.device)
+        speculation: dict[str, Any] = {"assistant_model": assistant}
+        # transformers translates between vocabularies where it is given both tokenizers
+        if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
+            speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
+        return GenerateMethod(spec.name, model, speculation, {"assistant_model": spec.argument})
 
 
-Factory = Callable[[str, str, Models], Method]  # full text, the part behind the first colon, models
-METHODS: Registry[Factory] = Registry("method")
+class _Server(Kind):
+    def check(self, spec: Spec) -> None:
+        Server(_address(spec)[0])
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        url, model = _address(spec)
+        return ServerMethod(spec.name, Server(url), model or None)
 
 
-@METHODS.register("plain")
-def _plain(text: str, argument: str, models: Models) -> Method:
-    _no_argument(text, argument)
-    return EngineMethod(text, models.decoder, parse_rule("exact"), NoDrafter(models.decoder.target.vocab_size))
+def _address(spec: Spec) -> tuple[str, str]:
+    url, _, model = spec.argument.partition("#")
+    return url, model
 
 
-@METHODS.register("hf-generate")
-def _hf_generate(text: str, argument: str, models: Models) -> Method:
-    _no_argument(text, argument)
-    return GenerateMethod(text, models.reference[0])
+for _name, _kind in (
+    ("plain", _Plain()),
+    ("hf-generate", _Generate()),
+    ("hf-lookup", _Lookup()),
+    ("hf-assisted", _Assisted()),
+    ("server", _Server()),
+):
+    METHODS.register(_name)(_kind)
 
 
-@METHODS.register("hf-lookup")
-def _hf_lookup(text: str, argument: str, models: Models) -> Method:
-    return GenerateMethod(text, models.reference[0], _lookup_tokens(text, argument))
+def parse_methods(texts: Sequence[str]) -> list[Spec]:
+    """What ``texts`` ask for; loads nothing.
 
-
-def _lookup_tokens(text: str, argument: str) -> int:
-    if argument and (not argument.isdigit() or int(argument) < 1):
-        raise FsdError(f"method {text!r}: {argument!r} must be a number of tokens, e.g. hf-lookup:{LOOKUP_TOKENS}.")
-    return int(argument) if argument else LOOKUP_TOKENS
-
-
-def _no_argument(text: str, argument: str) -> None:
-    if argument:
-        raise FsdError(f"method {text!r}: {text.split(':')[0]} takes no parameters.")
-
-
-def check_methods(texts: Sequence[str]) -> None:
-    """Raises, before anything is loaded, UnknownNameError or FsdError for a method that is unknown or repeated."""
+    Raises:
+        UnknownNameError, FsdError: a method that is unknown, wrongly written, or of the same name as another.
+    """
     if not texts:
         raise FsdError("no methods: give at least one, e.g. --methods plain,exact.")
-    for text in texts:
-        name, _, argument = text.partition(":")
-        if name == "hf-lookup":
-            _lookup_tokens(text, argument)
-        elif name in METHODS:
-            _no_argument(text, argument)
-        elif name in RULES:
-            parse_rule(text)
-        else:
-            known = [*METHODS.names(), *RULES.names()]
-            raise UnknownNameError(f"unknown method {text!r}. Known: {', '.join(known)}.")
-    repeated = sorted({text for text in texts if list(texts).count(text) > 1})
+    specs = [_parse(text) for text in texts]
+    names = [spec.name for spec in specs]
+    repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise FsdError(
             f"method {repeated[0]!r} is named twice: name each once, and use --repeat to measure more often."
         )
+    return specs
 
 
-def uses_drafter(text: str) -> bool:
-    return text.partition(":")[0] not in METHODS
+def _parse(text: str) -> Spec:
+    kind = re.split("[:@]", text, maxsplit=1)[0]
+    label = _LABEL.fullmatch(text) if "=" in kind else None
+    name, rest = (label[1], label[2]) if label else (text, text)
+    kind = re.split("[:@]", rest, maxsplit=1)[0]
+    if kind in METHODS:
+        spec = Spec(name, rest, kind, rest[len(kind) + 1 :])
+        if rest[len(kind) : len(kind) + 1] == "@":
+            raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")
+        METHODS.get(kind).check(spec)
+        return spec
+    if kind not in RULES:
+        known = [*METHODS.names(), *RULES.names()]
+        raise UnknownNameError(f"unknown method {rest!r}. Known: {', '.join(known)}.")
+    rule, at, drafter = rest.partition("@")
+    if at and not drafter:
+        raise FsdError(f"method {rest!r}: name the drafter behind '@', e.g. exact@none.")
+    parse_rule(rule)
+    return Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None)
 
 
 def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
-    """The methods that ``texts`` name; loads the models they need."""
-    check_methods(texts)
-    models.needs_drafter = any(map(uses_drafter, texts))
-    made: list[Method] = []
-    for text in texts:
-        name, _, argument = text.partition(":")
-        if name in METHODS:
-            made.append(METHODS.get(name)(text, argument, models))
+    """The methods that ``texts`` name. Servers are asked first, then models are loaded.
+
+    Raises:
+        UnknownNameError, FsdError: see :func:`parse_methods`; ServerError for a server that cannot be reached; and
+            whatever loading raises.
+    """
+    specs = parse_methods(texts)
+    made: dict[str, Method] = {}
+    for spec in specs:
+        if spec.kind == "server":
+            made[spec.name] = METHODS.get(spec.kind).make(spec, models)
+    drafters = [spec.drafter or models.drafter for spec in specs if spec.kind in RULES]
+    models.first_drafter = drafters[0] if drafters else "none"
+    for spec in specs:
+        if spec.name in made:
+            continue
+        if spec.kind in METHODS:
+            made[spec.name] = METHODS.get(spec.kind).make(spec, models)
         else:
-            made.append(EngineMethod(text, models.decoder, parse_rule(text), models.decoder.drafter))
-    return made
+            rule = parse_rule(spec.text.partition("@")[0])
+            drafter = models.load(spec.drafter or models.drafter)
+            made[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
+    return [made[spec.name] for spec in specs]

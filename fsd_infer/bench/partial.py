@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.methods import Answer, TimedRun
+from fsd_infer.bench.base import Answer, TimedRun
 from fsd_infer.bench.record import Turn
 from fsd_infer.errors import FsdError
 
@@ -37,8 +37,11 @@ class PartialFile:
             return
         if header is None:
             raise FsdError(f"{self.path} does not begin with the settings of a run: delete it.")
-        if not resume:
+        if not resume and len(lines) > 1 and lines[1]:
             raise FsdError(f"{self.path} holds an unfinished run: add --resume to continue it, or delete it.")
+        if not resume:  # it ended before its first turn
+            self._restart(settings, [])
+            return
         stored = header.get("settings", {})
         other = sorted(key for key in {*stored, *settings} if stored.get(key) != settings.get(key))
         if other:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fsd_infer.bench.methods import Answer, TimedRun
+from fsd_infer.bench.base import Answer, TimedRun
+from fsd_infer.errors import FsdError
 
 RESAMPLES = 2000
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
@@ -53,7 +54,11 @@ class _Cell:
 
 
 def build_record(
-    prompts: Sequence[BenchPrompt], methods: Mapping[str, dict[str, Any]], turns: Sequence[Turn], seed: int = 0
+    prompts: Sequence[BenchPrompt],
+    methods: Mapping[str, dict[str, Any]],
+    turns: Sequence[Turn],
+    seed: int = 0,
+    baselines: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The parts ``methods``, ``baseline``, ``ratios`` and ``prompts`` of a benchmark's record.
 
@@ -61,17 +66,22 @@ def build_record(
     time; ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau``
     is pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
     equally. ``target_forwards``, ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer, gate fractions
-    and ``log_likelihood_per_token`` (nats, raw) means per token; ``phases`` are seconds summed over all runs. A ratio
-    is the method's speed / the baseline's on the same prompt (seconds: the baseline's / the method's, above 1 is
-    faster): its median over prompts, with a 95 % percentile bootstrap interval over prompts.
+    and ``log_likelihood_per_token`` (nats, raw) means per token. ``phases`` are seconds summed over all runs,
+    ``phase_fractions`` their shares, ``milliseconds_per_round`` each phase behind the prefill / verifying forwards,
+    and ``round_overhead_fraction`` the share of the time behind the prefill that neither the target nor the drafter
+    has. A ratio is the method's speed / the baseline's on the same prompt (seconds: the baseline's / the method's,
+    above 1 is faster): its median over prompts, with a 95 % percentile bootstrap interval over prompts. What a method
+    does not tell (a server its forwards) is None.
 
     Args:
         prompts: all that the turns' indices mean.
         methods: description of each method by name, in the order of the report.
         turns: every group and repeat.
         seed: of the bootstrap.
+        baselines: methods to compare with, see :func:`choose_baselines`.
     """
-    baseline = "hf-generate" if "hf-generate" in methods else "plain" if "plain" in methods else next(iter(methods))
+    compared = choose_baselines(list(methods), baselines)
+    baseline = compared[0]
     cells = {name: _cells(name, turns) for name in methods}
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     reference = _first_tokens(baseline, turns)
@@ -84,18 +94,38 @@ def build_record(
         }
         own = _first_tokens(name, turns)
         whole["tau_category_mean"] = mean([part["tau"] for part in parts.values()])
-        whole["identical_to_baseline"] = mean([float(own[i] == reference[i]) for i in own])
-        whole["phases"] = _phases(name, turns)
+        whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
+        whole.update(_phases(name, turns))
         whole.update(description)
         whole["categories"] = parts
         made[name] = whole
-    compared = [name for name in dict.fromkeys((baseline, "plain")) if name in methods]
     return {
         "methods": made,
         "baseline": baseline,
         "ratios": {against: _ratios(cells, against, seed) for against in compared},
         "prompts": _prompt_rows(prompts, methods, turns),
     }
+
+
+def choose_baselines(names: Sequence[str], chosen: Sequence[str] = ()) -> list[str]:
+    """Names of the methods that the others are compared with; answers are compared with the first one's.
+
+    Args:
+        names: of all methods, in the order of the report.
+        chosen: what was asked for; nothing: hf-generate and plain as far as they are measured, else the first method.
+
+    Raises:
+        FsdError: a chosen name that is not measured.
+    """
+    missing = [name for name in chosen if name not in names]
+    if missing:
+        raise FsdError(f"baseline {missing[0]!r} is not among the methods: {', '.join(names)}.")
+    usual = [name for name in ("hf-generate", "plain") if name in names]
+    return list(dict.fromkeys(chosen)) or usual or [names[0]]
+
+
+def _same(own: list[int] | None, other: list[int] | None) -> float | None:
+    return None if own is None or other is None else float(own == other)
 
 
 def _cells(name: str, turns: Sequence[Turn]) -> dict[int, _Cell]:
@@ -129,12 +159,13 @@ def _summary(
         if chosen(index)
     ]
     picked = [cell for cell in cells.values() if chosen(cell.prompts[0])]
-    forwards = sum(answer.target_forwards for answer in answers)
-    tokens = sum(len(answer.tokens) for answer in answers)
-    likelihoods = [(a.log_likelihood, len(a.tokens)) for a in answers if a.log_likelihood is not None]
+    counted = [(a.verified_tokens, a.target_forwards) for a in answers if a.verified_tokens is not None]
+    forwards = sum(forwards or 0 for _, forwards in counted)
+    tokens = sum(answer.length for answer in answers)
+    likelihoods = [(a.log_likelihood, a.length) for a in answers if a.log_likelihood is not None]
 
     def per_token(value: Callable[[Answer], float]) -> float | None:
-        return sum(value(answer) * len(answer.tokens) for answer in answers) / tokens if tokens else None
+        return sum(value(answer) * answer.length for answer in answers) / tokens if tokens else None
 
     return {
         "answers": len({index for turn in turns for index in turn.prompts if chosen(index)}),
@@ -144,9 +175,9 @@ def _summary(
         "prefill_seconds": median([cell.prefill_seconds for cell in picked]),
         "decode_seconds": median([cell.seconds - cell.prefill_seconds for cell in picked]),
         "seconds_total": sum(cell.seconds for cell in picked),
-        "tau": sum(answer.verified_tokens for answer in answers) / forwards if forwards else None,
+        "tau": sum(verified for verified, _ in counted) / forwards if forwards else None,
         "target_forwards": mean([answer.target_forwards for answer in answers]),
-        "answer_tokens": mean([len(answer.tokens) for answer in answers]),
+        "answer_tokens": mean([answer.length for answer in answers]),
         "finished_fraction": mean([float(answer.finish_reason == "stop") for answer in answers]),
         "gate_open_fraction": per_token(lambda answer: answer.gate_open_fraction),
         "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
@@ -203,27 +234,45 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "batch": len(run.answers),
         "seconds": run.seconds,
         "prefill_seconds": run.prefill_seconds,
-        "answer_tokens": len(answer.tokens),
+        "answer_tokens": answer.length,
         "target_forwards": answer.target_forwards,
-        "tau": answer.verified_tokens / answer.target_forwards if answer.target_forwards else None,
+        "tau": (answer.verified_tokens or 0) / answer.target_forwards if answer.target_forwards else None,
         "gate_open_fraction": answer.gate_open_fraction,
         "gate_accepted_fraction": answer.gate_accepted_fraction,
         "divergence_spent": answer.divergence_spent,
         "log_likelihood_per_token": answer.log_likelihood,
         "finish_reason": answer.finish_reason,
-        "tokens_sha256": hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16],
+        "tokens_sha256": (
+            None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16]
+        ),
     }
 
 
-def _phases(name: str, turns: Sequence[Turn]) -> dict[str, float]:
+def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Where the time of all runs went. Only the names prefill, target and draft are known here."""
     total: dict[str, float] = {}
+    rounds = 0
     for turn in turns:
-        for phase, seconds in turn.runs[name].phases.items():
+        run = turn.runs[name]
+        for phase, seconds in run.phases.items():
             total[phase] = total.get(phase, 0.0) + seconds
-    return total
+        # rows of a batch share their rounds; the longest-lived row was there in all of them
+        rounds += max((answer.target_forwards or 0 for answer in run.answers), default=0)
+    whole = sum(total.values())
+    looped = {phase: seconds for phase, seconds in total.items() if phase != "prefill"}
+    behind = sum(looped.values())
+    models = looped.get("target", 0.0) + looped.get("draft", 0.0)
+    return {
+        "phases": total,
+        "phase_fractions": {phase: seconds / whole for phase, seconds in total.items()} if whole else {},
+        "milliseconds_per_round": (
+            {phase: 1000 * seconds / rounds for phase, seconds in looped.items()} if rounds else {}
+        ),
+        "round_overhead_fraction": 1 - models / behind if behind else None,
+    }
 
 
-def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int]]:
+def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int] | None]:
     """Each prompt's tokens in the first repeat."""
     return {
         index: answer.tokens
@@ -234,7 +283,7 @@ def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int]]:
 
 
 def _tokens(run: TimedRun) -> int:
-    return sum(len(answer.tokens) for answer in run.answers)
+    return sum(answer.length for answer in run.answers)
 
 
 def mean(values: Sequence[float | None]) -> float | None:

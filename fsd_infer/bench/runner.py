@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
+from fsd_infer.bench.base import Answer, Method
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.methods import Method, Models, check_methods, make_methods
+from fsd_infer.bench.likelihood import mean_log_likelihoods
+from fsd_infer.bench.methods import make_methods, parse_methods
+from fsd_infer.bench.models import Models
 from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import BenchPrompt, Turn, build_record, jsonable
+from fsd_infer.bench.record import BenchPrompt, Turn, build_record, choose_baselines, jsonable
+from fsd_infer.bench.server import ServerError
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.models import parse_dtype
@@ -43,8 +46,9 @@ class Settings:
         batch_size: prompts that are decoded together. Batches never mix categories.
         threads: of torch; None leaves them as they are.
         warmup: run every method once, uncounted, before anything is timed.
-        log_likelihood: also report the target's mean log-likelihood per token, from one forward per answer that is
-            not timed.
+        log_likelihood: also report the target's mean log-likelihood per token, from untimed forwards over the answers.
+        baselines: names of the methods that the others are compared with; by default hf-generate and plain where they
+            are measured.
     """
 
     prompts: str | Path
@@ -64,10 +68,11 @@ class Settings:
     threads: int | None = None
     warmup: bool = True
     log_likelihood: bool = False
+    baselines: Sequence[str] = ()
 
     def check(self) -> None:
         """Raises FsdError for what can be refused before anything is loaded."""
-        check_methods(self.methods)
+        choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         parse_dtype(self.dtype)
         for name in ("limit", "every", "max_new_tokens", "repeat", "batch_size", "threads"):
             value = getattr(self, name)
@@ -78,7 +83,8 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**asdict(self), "prompts": Path(self.prompts).name, "methods": list(self.methods)}
+        lists = {"methods": list(self.methods), "baselines": list(self.baselines)}
+        return {**asdict(self), "prompts": Path(self.prompts).name, **lists}
 
 
 def run(
@@ -95,7 +101,8 @@ def run(
 
     Args:
         prompts: file of prompts.
-        methods: e.g. ["plain", "exact", "fuzzy:js:0.3", "hf-generate", "hf-lookup"].
+        methods: e.g. ["plain", "exact", "exact@heads/mine", "hf-generate", "vllm=server:http://localhost:8000"]; see
+            :mod:`fsd_infer.bench.methods`.
         json_path: write the record there, atomically; until then finished turns are kept beside it.
         resume: continue such an unfinished run.
         progress: show a progress bar.
@@ -108,6 +115,7 @@ def run(
 
     Raises:
         FsdError: unknown method, malformed row, unfinished run in the way, and whatever loading or decoding raises.
+        ServerError: a server that cannot be reached: before anything is loaded, or later; then finished turns are kept.
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
@@ -115,7 +123,31 @@ def run(
     partial = None
     if json_path is not None:
         asked_for = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
-        partial = PartialFile(json_path, jsonable({**settings.to_dict(), "rows_sha256": asked_for}), resume)
+        measured = {key: value for key, value in settings.to_dict().items() if key != "baselines"}
+        partial = PartialFile(json_path, jsonable({**measured, "rows_sha256": asked_for}), resume)
+    try:
+        record = _measure(settings, rows, partial, progress)
+    except ServerError as error:
+        if partial is None:
+            raise
+        if not partial.turns:  # nothing to lose
+            partial.path.unlink()
+            raise
+        raise ServerError(
+            f"{error} {len(partial.turns)} finished turns are kept in {partial.path}: start the server again, and the "
+            "same command with --resume goes on from there.",
+            error.status,
+        ) from error
+    record["environment"] |= environment(command)
+    record = jsonable(record)
+    if partial is not None:
+        partial.finish(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def _measure(
+    settings: Settings, rows: Sequence[PromptRow], partial: PartialFile | None, progress: bool
+) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     models = Models(settings.target, settings.drafter, settings.dtype, settings.device, settings.tree)
@@ -124,17 +156,14 @@ def run(
     turns = take_turns(settings, made, asked, partial, progress)
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), asked, turns)
-    record = build_record(asked, {method.name: method.describe() for method in made}, turns, settings.seed)
+    described = {method.name: method.describe() for method in made}
+    record = build_record(asked, described, turns, settings.seed, settings.baselines)
     record["settings"] = settings.to_dict()
     record["environment"] = {
-        **environment(command),
         "dtype": settings.dtype,
         "seed": settings.seed,
         "hf_model": "a second copy of the weights, its linear layers not packed" if models.reference_loaded else None,
     }
-    record = jsonable(record)
-    if partial is not None:
-        partial.finish(json.dumps(record, indent=1) + "\n")
     return record
 
 
@@ -222,22 +251,15 @@ def take_turns(
     return turns
 
 
-@torch.inference_mode()
 def _add_log_likelihoods(target: Target, prompts: Sequence[BenchPrompt], turns: Sequence[Turn]) -> None:
-    known: dict[tuple[int, tuple[int, ...]], float] = {}
+    """Every different answer is scored once; answers whose tokens are unknown, or none, are left out."""
+    answers: dict[tuple[int, tuple[int, ...]], list[Answer]] = {}
     for turn in turns:
         for run_ in turn.runs.values():
             for index, answer in zip(turn.prompts, run_.answers, strict=True):
-                key = (index, tuple(answer.tokens))
-                if key not in known:
-                    known[key] = mean_log_likelihood(target, prompts[index].ids, answer.tokens)
-                answer.log_likelihood = known[key]
-
-
-@torch.inference_mode()
-def mean_log_likelihood(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Mean raw log-probability, in nats, of the answer's tokens given the prompt, by one forward of the target."""
-    ids: Tensor = torch.tensor([[*prompt, *answer]], device=target.device)
-    logits = target.model(input_ids=ids[:, :-1], use_cache=False).logits
-    scores = logits[0, len(prompt) - 1 :].float().log_softmax(-1)
-    return float(scores.gather(1, ids[0, len(prompt) :, None]).mean())
+                if answer.tokens:
+                    answers.setdefault((index, tuple(answer.tokens)), []).append(answer)
+    scores = mean_log_likelihoods(target, [(prompts[index].ids, tokens) for index, tokens in answers])
+    for alike, score in zip(answers.values(), scores, strict=True):
+        for answer in alike:
+            answer.log_likelihood = score

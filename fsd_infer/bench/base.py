@@ -1,0 +1,66 @@
+"""What a method of decoding is to the benchmark, and what one timed call brings back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """One answer and what it took. None where a method does not tell.
+
+    Attributes:
+        tokens: new tokens; None from a server that sends text alone.
+        target_forwards: target forwards behind the prefill.
+        verified_tokens: tokens that those forwards emitted (all but the prefill's own).
+        gate_open_fraction, gate_accepted_fraction: shares of the tokens, see ``RowStats``.
+        divergence_spent: nats.
+        finish_reason: "stop" or "length".
+        log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
+        counted: number of new tokens where ``tokens`` is None.
+    """
+
+    tokens: list[int] | None
+    target_forwards: int | None
+    verified_tokens: int | None
+    gate_open_fraction: float = 0.0
+    gate_accepted_fraction: float = 0.0
+    divergence_spent: float = 0.0
+    finish_reason: str = "length"
+    log_likelihood: float | None = None
+    counted: int = 0
+
+    @property
+    def length(self) -> int:
+        """New tokens."""
+        return self.counted if self.tokens is None else len(self.tokens)
+
+
+@dataclass
+class TimedRun:
+    """One timed call on one group of prompts: wall seconds, the part until the first token, seconds by phase."""
+
+    seconds: float
+    prefill_seconds: float
+    answers: list[Answer]
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class Method(ABC):
+    """One way to decode. ``options`` of :meth:`answer` are keyword arguments of transformers' ``generate``.
+
+    Attributes:
+        name: what tables and records call it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        """Decode one group of prompts, timed."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a record stores about the method."""

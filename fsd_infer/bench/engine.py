@@ -1,0 +1,41 @@
+"""This package's engine as a method, under any rule with any drafter."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fsd_infer.bench.base import Answer, Method, TimedRun
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import Drafter
+from fsd_infer.rules import Rule
+
+
+class EngineMethod(Method):
+    """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``."""
+
+    def __init__(self, name: str, decoder: FuzzyDecoder, rule: Rule, drafter: Drafter) -> None:
+        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
+
+    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        start = time.perf_counter()
+        made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
+        seconds = time.perf_counter() - start
+        stats = made.stats
+        answers = [
+            Answer(
+                tokens=tokens,
+                target_forwards=row.target_forwards,
+                verified_tokens=row.new_tokens - 1,
+                gate_open_fraction=row.gate_open_fraction,
+                gate_accepted_fraction=row.gate_accepted_fraction,
+                divergence_spent=row.divergence_spent,
+                finish_reason=row.finish_reason,
+            )
+            for tokens, row in zip(made.sequences, stats.rows, strict=True)
+        ]
+        phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
+        return TimedRun(seconds, stats.prefill_seconds, answers, phases)
+
+    def describe(self) -> dict[str, Any]:
+        return {"by": "fsd_infer", "rule": self.rule.describe(), "drafter": self.drafter.describe()}

