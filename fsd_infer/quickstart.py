@@ -18,7 +18,10 @@ from fsd_infer.errors import FsdError
 from fsd_infer.models import builtin_dir, shipped_drafter
 
 TARGET = "smollm2-135m"
-METHODS = ("hf-generate", "plain", "exact", "fuzzy:js:0.1", "fuzzy:js:0.3", "fuzzy:js:0.5")
+METHODS = (
+    "hf-generate", "plain", "exact", "exact@shipped+lookup",
+    *(f"fuzzy:js:{threshold}@shipped+lookup" for threshold in (0.1, 0.3, 0.5)),
+)  # fmt: skip
 RECIPE = Path("recipes/smollm2-135m.yaml")
 ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")
 PROMPTS = Path("data/quickstart_prompts.jsonl")

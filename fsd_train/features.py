@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser("fsd-train cache-features", description="Store the target's features of answers.")
     parser.add_argument("--target", required=True, help="built-in name, directory or hub id")
-    parser.add_argument("--data", required=True, action="append", help="answers (.jsonl); may be given more than once")
+    parser.add_argument("--data", required=True, nargs="+", action="extend", help="answers: files or directories")
     parser.add_argument("--output", required=True, help="directory of the cache")
     parser.add_argument(
         "--layers", type=int, nargs="+", default=[], metavar="N",
