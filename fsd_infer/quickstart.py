@@ -19,8 +19,8 @@ from fsd_infer.models import builtin_dir, shipped_drafter
 
 TARGET = "smollm2-135m"
 METHODS = (
-    "hf-generate", "plain", "exact", "exact@shipped+lookup",
-    *(f"fuzzy:js:{threshold}@shipped+lookup" for threshold in (0.1, 0.3, 0.5)),
+    "hf-generate", "plain", "exact", "exact+lookup=exact@shipped+lookup",
+    *(f"js {threshold}+lookup=fuzzy:js:{threshold}@shipped+lookup" for threshold in (0.1, 0.3, 0.5)),
 )  # fmt: skip
 RECIPE = Path("recipes/smollm2-135m.yaml")
 ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")

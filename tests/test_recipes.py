@@ -82,6 +82,8 @@ def small_config(recipe: Path, target: Path, answers: Path, out: Path) -> Path:
     config["data"].pop("features", None)
     if config["model"].get("draft_vocab_size"):
         config["model"]["draft_vocab_size"] = 200
+    if config["model"].get("head", {}).get("fused_layers"):
+        config["model"]["head"]["fused_layers"] = [0, 1]  # the tiny target has two layers
     for callback in config["trainer"]["callbacks"]:
         if "every_n_train_steps" in callback.get("init_args", {}):
             callback["init_args"]["every_n_train_steps"] = 2
