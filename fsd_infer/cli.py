@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, add, help in (
         ("generate", _generate_options, "answer one prompt"),
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
+        ("warmup", _warmup_options, "choose the fastest draft tree ahead of the first `--tree auto`"),
         ("quickstart", _quickstart_options, "fetch the built-in model, train for a minute, decode and compare"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
@@ -72,7 +73,12 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
     models.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")
-    models.add_argument("--tree", metavar="DEPTH,WIDTH,NODES", help="shape of the draft tree (default: by device)")
+    models.add_argument(
+        "--tree",
+        metavar="DEPTH,WIDTH,NODES",
+        help="shape of the draft tree, or auto: the fastest here by a measurement of some seconds, made once "
+        "(default: by device)",
+    )
     models.add_argument("--threads", type=positive, help="CPU threads")
 
 
@@ -183,14 +189,15 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_tree(text: str | None) -> Any:
-    """ "5,6,16" -> TreeShape(depth=5, width=6, nodes=16); None stays None."""
+    """ "5,6,16" -> TreeShape(depth=5, width=6, nodes=16); "auto" and None stay as they are."""
+    from fsd_infer.calibrate import AUTO
     from fsd_infer.drafters import TreeShape
 
-    if text is None:
-        return None
+    if text is None or text == AUTO:
+        return text
     parts = text.split(",")
     if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise FsdError(f"--tree takes depth,width,nodes, e.g. 5,6,16; got {text!r}.")
+        raise FsdError(f"--tree takes depth,width,nodes, e.g. 5,6,16, or auto; got {text!r}.")
     return TreeShape(*map(int, parts))
 
 
@@ -273,6 +280,32 @@ def bench(args: argparse.Namespace) -> int:
 def _words(text: str) -> list[str]:
     """The parts of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _warmup_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=warmup)
+    _model_options(parser)
+    parser.add_argument("--refresh", action="store_true", help="measure again what was measured before")
+
+
+def warmup(args: argparse.Namespace) -> int:
+    """`fsd-infer warmup`."""
+    import time
+
+    from fsd_infer.calibrate import AUTO
+    from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.models import parse_dtype
+
+    if parse_tree(args.tree) not in (None, AUTO):
+        raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")
+    dtype = parse_dtype(args.dtype)
+    _set_threads(args.threads)
+    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=dtype, device=args.device)
+    start = time.perf_counter()
+    shape = decoder.tune(refresh=args.refresh)
+    print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
+    print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+    return 0
 
 
 def _quickstart_options(parser: argparse.ArgumentParser) -> None:

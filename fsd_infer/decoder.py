@@ -15,8 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from fsd_infer.calibrate import AUTO, calibration_prompts, head_of, tune
 from fsd_infer.checkpoint import is_head
-from fsd_infer.cpu import pack_linears
 from fsd_infer.drafters import (
     Drafter,
     EagleDrafter,
@@ -30,6 +30,7 @@ from fsd_infer.drafters.eagle import DEFAULT_SHAPES
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.errors import FsdError, ModelLoadError, UnknownNameError
+from fsd_infer.fuse import speed_up
 from fsd_infer.models import shipped_drafter
 from fsd_infer.prompts import encode_chat
 from fsd_infer.rules import Rule, parse_rule
@@ -78,7 +79,7 @@ class FuzzyDecoder:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        tree: TreeShape | None = None,
+        tree: TreeShape | str | None = None,
         pack: bool = True,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
@@ -91,8 +92,10 @@ class FuzzyDecoder:
             drafter: see :func:`load_drafter`; None for the head shipped with a built-in target.
             dtype: of both; default bf16.
             device: default CUDA if there is one.
-            tree: depth, width and nodes of the draft tree; default by device.
-            pack: on a CPU in bf16, keep the linear layers' weights in the layout oneDNN computes in (twice as fast).
+            tree: depth, width and nodes of the draft tree; default by device. "auto": measure for a few seconds which
+                tree is fastest here with this target and head, once (see :mod:`fsd_infer.calibrate`).
+            pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
+                weights in the layout oneDNN computes in (see :func:`fsd_infer.fuse.speed_up`).
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
             revision: of a hub model.
@@ -108,11 +111,31 @@ class FuzzyDecoder:
             attn_implementation=attn_implementation,
             revision=revision,
         )
-        made = load_drafter(drafter, wrapped, tree)
         if pack:
-            for module in (wrapped.model, *made.modules()):
-                pack_linears(module)
-        return cls(wrapped, made)
+            speed_up(wrapped.model)
+        decoder = cls(wrapped, NoDrafter(wrapped.vocab_size))
+        decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack)
+        return decoder
+
+    def load_drafter(
+        self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
+    ) -> Drafter:
+        """Another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
+        if isinstance(tree, str) and tree != AUTO:
+            raise FsdError(f'tree is a TreeShape or "{AUTO}", got {tree!r}.')
+        made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
+        if pack:
+            for module in made.modules():
+                speed_up(module)
+        if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
+            self.tune(made)
+        return made
+
+    def tune(self, drafter: Drafter | None = None, *, refresh: bool = False) -> TreeShape:
+        """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.calibrate.tune`."""
+        encode = None if self.tokenizer is None else self.encode
+        prompts = calibration_prompts(encode, self.target.vocab_size)
+        return tune(drafter or self.drafter, self.target, prompts, refresh=refresh)
 
     @property
     def tokenizer(self) -> Any:

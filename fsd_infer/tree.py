@@ -183,6 +183,8 @@ def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
     Returns:
         [B, M, S] bool with S = longest text + E.
     """
+    if lengths.shape[0] == 1:  # no row has a longer text than its own
+        return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
     extra = sees.shape[-1]
     behind = torch.arange(int(lengths.max()) + extra, device=lengths.device) - lengths[:, None]  # [B, S]
     index = behind.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)

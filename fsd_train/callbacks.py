@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
-from fsd_infer.cpu import pack_linears
+from fsd_infer.fuse import speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
@@ -318,7 +318,7 @@ class DecodedTau(Callback):
         if self._full is None:
             name = pl_module.hparams["target"]
             self._full = Target.from_pretrained(name, dtype=own.dtype, device=pl_module.device)
-            pack_linears(self._full.model)
+            speed_up(self._full.model)
         return self._full
 
     def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from fsd_infer.cpu import pack_linears
-from fsd_infer.decoder import FuzzyDecoder, load_drafter
+from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.models import load_target, parse_dtype, resolve_target
@@ -32,7 +31,7 @@ class Models:
     drafter: str | None = None
     dtype: str = "bf16"
     device: str | None = None
-    tree: TreeShape | None = None
+    tree: TreeShape | str | None = None
     first_drafter: str | None = "none"
     reference_loaded: bool = False
     decoder_loaded: bool = False
@@ -51,10 +50,7 @@ class Models:
         """The drafter of that name (see ``load_drafter``), loaded and packed once."""
         decoder = self.decoder
         if drafter not in self._drafters:
-            made = load_drafter(drafter, decoder.target, self.tree)
-            for module in made.modules():
-                pack_linears(module)
-            self._drafters[drafter] = made
+            self._drafters[drafter] = decoder.load_drafter(drafter, self.tree)
         return self._drafters[drafter]
 
     @cached_property

@@ -57,7 +57,7 @@ class Settings:
     drafter: str | None = None
     dtype: str = "bf16"
     device: str | None = None
-    tree: TreeShape | None = None
+    tree: TreeShape | str | None = None
     limit: int | None = None
     every: int = 1
     max_new_tokens: int = 128

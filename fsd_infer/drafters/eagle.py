@@ -3,11 +3,15 @@
 At each depth the ``width`` nodes with the highest cumulative log q are expanded, ``width`` children each; at the
 end the ``nodes`` best of all candidates are kept. A child's score never exceeds its parent's, so they always form
 a connected tree.
+
+Drafting may stop before the last depth (``TreeShape.stop_below``). Whether it does is, like the tree itself, a function
+of the context, so no rule's law changes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +36,21 @@ class TreeShape:
         depth: deepest draft (number of tokens ahead of the root).
         width: nodes expanded per depth and children per expanded node.
         nodes: nodes verified per round, the root included.
+        stop_below: draft no deeper where the drafter gives less than this chance that the answer runs through any of
+            the nodes to be expanded next (their cumulative q, added up); 0: always draft ``depth`` deep. The check
+            waits for the device once per depth.
     """
 
     depth: int
     width: int
     nodes: int
+    stop_below: float = 0.0
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.width < 1 or self.nodes < 2:
             raise FsdError(f"a draft tree needs depth >= 1, width >= 1 and nodes >= 2; got {self}.")
+        if not 0 <= self.stop_below < 1:
+            raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {self.stop_below}.")
 
     @property
     def candidates(self) -> int:
@@ -70,8 +80,7 @@ class EagleDrafter(Drafter):
         self.head = head.to(target.device).cast(target.dtype).eval()
         shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
         self.vocabulary = head.config.draft_vocab_size or target.vocab_size
-        width = min(shape.width, self.vocabulary)
-        self.shape = TreeShape(shape.depth, width, shape.nodes)
+        self.shape = replace(shape, width=min(shape.width, self.vocabulary))
         self.draft_ids = head.draft_ids
         self.lm_head = None if self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
 
@@ -79,6 +88,12 @@ class EagleDrafter(Drafter):
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
         """Load a head checkpoint; raises CheckpointError or VocabularyMismatchError if it does not fit the target."""
         return cls(load_head(directory, target), target, shape)
+
+    def reshaped(self, shape: TreeShape) -> EagleDrafter:
+        """The same head with another tree; nothing is copied."""
+        made = copy(self)
+        made.shape = replace(shape, width=min(shape.width, self.vocabulary))
+        return made
 
     @property
     def max_nodes(self) -> int:
@@ -99,7 +114,8 @@ class EagleDrafter(Drafter):
         return drafts if self.draft_ids is None else self.draft_ids[drafts]
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "width": self.shape.width, "draft_vocab_size": self.vocabulary}
+        stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
+        return {**super().describe(), "width": self.shape.width, **stop, "draft_vocab_size": self.vocabulary}
 
     def modules(self) -> list[nn.Module]:
         return [self.head] if self.lm_head is None else [self.head, self.lm_head]
@@ -128,7 +144,7 @@ class EagleSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         assert self.last is not None, "extend() comes first"
-        width, depth = self.drafter.shape.width, self.drafter.shape.depth
+        width, depth, stop_below = self.drafter.shape.width, self.drafter.shape.depth, self.drafter.shape.stop_below
         batch, device = roots.shape[0], roots.device
         own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
         features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
@@ -146,6 +162,8 @@ class EagleSession(DraftSession):
             if level == depth:
                 break
             path_scores, best = scores.topk(width, dim=-1)
+            if stop_below and float(path_scores.exp().sum(-1).max()) < stop_below:
+                break
             parent = best // width  # which of the E expanded nodes each frontier node hangs under
             features = features.gather(1, parent[..., None].expand(-1, -1, features.shape[-1]))
             sees = torch.cat([sees.gather(1, parent[..., None].expand(-1, -1, sees.shape[-1])), own], dim=-1)
@@ -193,7 +211,7 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter) -> Dr
     q_nodes = torch.cat([level.expanded for level in levels], dim=1)  # [B, R] node of each row of q
     q_logits = torch.cat([level.logits for level in levels], dim=1)  # [B, R, Vd]
 
-    kept = drafter.max_nodes - 1
+    kept = min(drafter.max_nodes - 1, scores.shape[1])  # fewer where drafting stopped early
     # stable: at equal scores (log q = 0) the earlier node, hence the parent, goes first
     chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
     number = torch.zeros_like(tokens)  # old node number -> number in the kept tree

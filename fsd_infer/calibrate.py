@@ -1,0 +1,377 @@
+"""``--tree auto``: the draft tree with the most expected tokens per second on this device, from short measurements.
+
+Measured once and kept in the user's cache: C(n), seconds of a target forward over n nodes, what the rule adds per node
+included; D(w), seconds of one depth of drafting at width w, and what a round's drafting costs besides. A few texts are
+decoded with a large tree, whose scores s (cumulative log q) tell what smaller trees of the same contexts would yield:
+
+    tokens(depth, width, nodes) = 1 + r · mean over rounds of Σ exp(s) over the nodes - 1 best candidates
+
+with r = drafts accepted / drafts expected in those rounds, which corrects a drafter that is too sure or too modest. The
+shape with the largest tokens / (C(nodes) + fixed + depth · D(width)) is taken. One depth more can yield at most the
+chance r · Σ exp(s) over the nodes to be expanded that the answer runs through one of them, and a token is worth the
+seconds per token of the chosen shape; so drafting stops early where
+
+    Σ exp(s) < stop_below = D(width) / (r · seconds per token).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.builtin import cache_dir
+from fsd_infer.cpu import is_replaced
+from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
+from fsd_infer.drafters.graft import GraftedDrafter
+from fsd_infer.engine import Request, decode
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import Exact
+from fsd_infer.target import Target
+from fsd_infer.tree import DraftTree, visible_slots
+
+AUTO = "auto"
+VERSION = 1  # raised whenever measurements or formulas change, so that older files are not read
+
+DEPTHS = tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of nodes and the widths that are measured; the texts are decoded with the largest of each."""
+
+    nodes: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+SIZES = {
+    "cpu": Sizes((1, 4, 8, 12, 16, 24, 32), (2, 4, 6, 8)),
+    "cuda": Sizes((1, 8, 16, 32, 48, 64, 96), (4, 6, 8, 10)),
+}
+CONTEXT = 128  # tokens that measured forwards attend to
+SECONDS = 1.5  # of repeated measurements, after one pass over all of them
+
+TEXTS = (
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the sum of the squares of a list of numbers.",
+    "Translate to French: The meeting has been moved to Thursday afternoon.",
+)
+
+
+@dataclass
+class Costs:
+    """Seconds on one device.
+
+    Attributes:
+        forward: target forward by number of nodes, the rule included.
+        level: one depth of drafting by width.
+        fixed: what drafting costs per round besides, reading the accepted tokens above all.
+    """
+
+    forward: Mapping[int, float]
+    level: Mapping[int, float]
+    fixed: float
+
+    def round(self, shape: TreeShape) -> float:
+        """Seconds of a round that drafts the whole depth."""
+        verify = _between(self.forward, shape.nodes)
+        return verify + self.fixed + shape.depth * _between(self.level, shape.width)
+
+
+@dataclass
+class Candidates:
+    """One context's large tree, for a count of smaller ones: scores and parents of its N nodes, the root first."""
+
+    scores: Sequence[float]
+    parents: Sequence[int]
+
+    def expected(self, depth: int, width: int) -> list[float]:
+        """Entry n: Σ exp(score) over the n best drafts of the tree of that depth and width, n = 0, 1, ..."""
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(self.parents)):
+            children.setdefault(self.parents[node], []).append(node)
+        frontier, found = [0], []
+        for _ in range(depth):
+            level = []
+            for node in frontier:
+                level += sorted(children.get(node, []), key=lambda child: -self.scores[child])[:width]
+            found += level
+            frontier = sorted(level, key=lambda node: -self.scores[node])[:width]
+        chances = sorted((math.exp(self.scores[node]) for node in found), reverse=True)
+        sums = [0.0]
+        for chance in chances:
+            sums.append(sums[-1] + chance)
+        return sums
+
+
+def best_shape(costs: Costs, contexts: Sequence[Candidates], correction: float = 1.0) -> TreeShape:
+    """The shape with the most expected tokens per second: measured widths, any number of nodes between measured ones.
+
+    Args:
+        costs: of this device.
+        contexts: large trees of typical contexts, at least one.
+        correction: r, drafts accepted / drafts expected.
+    """
+    best: tuple[float, TreeShape] | None = None
+    for width in costs.level:
+        for depth in DEPTHS:
+            sums = [context.expected(depth, width) for context in contexts]
+            largest = min(max(costs.forward), 1 + TreeShape(depth, width, 2).candidates)
+            for nodes in range(depth + 1, largest + 1):
+                drafts = sum(row[min(nodes, len(row)) - 1] for row in sums) / len(sums)
+                shape = TreeShape(depth, width, nodes)
+                rate = (1 + correction * drafts) / costs.round(shape)
+                if best is None or rate > best[0]:
+                    best = rate, shape
+    assert best is not None, "two nodes were not measured"
+    rate, shape = best
+    stop = costs.level[shape.width] * rate / correction if correction > 0 else 0.0
+    return TreeShape(shape.depth, shape.width, shape.nodes, stop_below=min(stop, 0.99))
+
+
+def head_of(drafter: Drafter) -> EagleDrafter | None:
+    """The drafter whose tree can be chosen: itself, or what is grafted onto; None if that is no head."""
+    head = drafter.main if isinstance(drafter, GraftedDrafter) else drafter
+    return head if isinstance(head, EagleDrafter) else None
+
+
+def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, refresh: bool = False) -> TreeShape:
+    """Give a head, also one in a graft, the best tree for this device; from the cache where it was measured before.
+
+    Load and pack target and drafter first: what is measured is what will run.
+
+    Args:
+        prompts: token ids of a few typical prompts.
+        refresh: measure again.
+
+    Raises:
+        FsdError: the drafter has no tree of a head to choose.
+    """
+    head = head_of(drafter)
+    if head is None:
+        raise FsdError(
+            f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
+        )
+    file = _file(head, target)
+    shape = None if refresh else _read(file)
+    if shape is None:
+        costs, contexts, correction = measure(head, target, prompts)
+        shape = best_shape(costs, contexts, correction)
+        _write(file, {"shape": asdict(shape), "costs": asdict(costs), "correction": correction})
+    if target.device.type != "cpu":  # there the check would cost more than it saves: the device would be waited for
+        shape = TreeShape(shape.depth, shape.width, shape.nodes)
+    head.shape = head.reshaped(shape).shape
+    if isinstance(drafter, GraftedDrafter):
+        drafter.nodes = shape.nodes
+    return head.shape
+
+
+def calibration_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int) -> list[list[int]]:
+    """Token ids of :data:`TEXTS`; without a tokenizer, of arbitrary tokens."""
+    if encode is None:
+        return [[(17 * i + 31 * j) % vocab_size for i in range(12)] for j in range(len(TEXTS))]
+    return [encode(text) for text in TEXTS]
+
+
+@torch.inference_mode()
+def measure(
+    drafter: EagleDrafter, target: Target, prompts: Sequence[Sequence[int]], new_tokens: int = 16
+) -> tuple[Costs, list[Candidates], float]:
+    """(costs, large trees met while decoding the prompts, drafts accepted / drafts expected)."""
+    sizes = SIZES.get(target.device.type, SIZES["cuda"])
+    recorder = _Recorder(drafter.reshaped(TreeShape(max(DEPTHS), max(sizes.widths), max(sizes.nodes))))
+    accepted, seconds, nodes = 0, 0.0, 0
+    for prompt in prompts:
+        stats = decode(target, recorder, Exact(), Request([list(prompt)], new_tokens)).stats
+        accepted += sum(row.new_tokens - 1 - row.target_forwards for row in stats.rows)  # 1: the prefill's
+        seconds += stats.phases.get("rule", 0.0)
+        nodes += stats.target_forwards * recorder.max_nodes
+    expected = sum(sum(math.exp(score) for score in context.scores[1:]) for context in recorder.contexts)
+    # no round at all, or none accepted: nothing speaks for any tree, but a division must stay possible
+    correction = max(accepted / expected, 0.01) if expected else 1.0
+    costs = _costs(drafter, target, sizes, per_node=seconds / nodes if nodes else 0.0)
+    return costs, recorder.contexts, correction
+
+
+class _Recorder(Drafter):
+    """Passes a drafter's trees on and remembers them."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name = drafter.name
+        self.contexts: list[Candidates] = []
+
+    @property
+    def max_nodes(self) -> int:
+        return self.drafter.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        return _RecorderSession(self, self.drafter.start(first_tokens, request))
+
+
+class _RecorderSession(DraftSession):
+    def __init__(self, recorder: _Recorder, session: DraftSession) -> None:
+        self.recorder, self.session = recorder, session
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self.session.extend(tokens, features, counts)
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        tree = self.session.draft(roots)
+        assert tree.scores is not None
+        for scores, parents in zip(tree.scores.tolist(), tree.parents.tolist()):
+            self.recorder.contexts.append(Candidates(scores, parents))
+        return tree
+
+    def select(self, rows: Tensor) -> None:
+        self.session.select(rows)
+
+
+def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes, per_node: float) -> Costs:
+    """Minima of interleaved repetitions, so that what else the machine does counts little."""
+    limit = (target.max_positions or 2 * CONTEXT) - 1
+    counts = [n for n in sizes.nodes if 2 * n < limit]
+    verify, features = _verifier(target, min(CONTEXT, limit - max(counts)), max(counts))
+    tasks: dict[tuple[str, int, int], Callable[[], Any]] = {("verify", n, 0): partial(verify, n) for n in counts}
+    widths = sorted({min(width, drafter.vocabulary) for width in sizes.widths})
+    for width in widths:
+        for depth in (2, 5):
+            tasks["draft", width, depth] = _draft(drafter.reshaped(TreeShape(depth, width, 2)), features)
+    tasks["extend", 0, 0] = _extend(drafter, features)
+    for task in tasks.values():  # first calls allocate
+        task()
+    best = dict.fromkeys(tasks, math.inf)
+    start = time.perf_counter()
+    while math.isinf(best["extend", 0, 0]) or time.perf_counter() - start < SECONDS:
+        for key, task in tasks.items():
+            best[key] = min(best[key], _seconds(task, target.device))
+    level = {w: max(best["draft", w, 5] - best["draft", w, 2], 0.0) / 3 for w in widths}
+    fixed = best["extend", 0, 0] + max(min(best["draft", w, 2] - 2 * level[w] for w in widths), 0.0)
+    # a larger forward is not really faster: noise must not make it look so
+    forward: dict[int, float] = {}
+    for n in counts:
+        forward[n] = max(best["verify", n, 0] + n * per_node, *forward.values(), 0.0)
+    return Costs(forward, level, fixed)
+
+
+def _verifier(target: Target, context: int, largest: int) -> tuple[Callable[[int], Any], Tensor]:
+    """A function that runs the target over n nodes behind a context, and the context's features [1, C, F]."""
+    device = target.device
+    cache = target.new_cache(1, context + largest)
+    slots = torch.arange(context + largest, device=device)[None]
+    tokens = slots % target.vocab_size
+    length = torch.tensor([context], device=device)
+    text = slots[:, :context]
+    cache.aim(text, 0, context)
+    _, features = target.forward(tokens[:, :context], text, text[:, None] <= text[..., None], text, cache, keep=1)
+
+    def verify(nodes: int) -> Any:
+        own = slots[:, context : context + nodes]
+        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+        cache.aim(own, context, context + nodes)
+        logits, _ = target.forward(
+            tokens[:, :nodes], own, visible_slots(length, chain), slots[:, : context + nodes], cache
+        )
+        return logits.float()
+
+    return verify, features
+
+
+def _session(drafter: EagleDrafter, features: Tensor) -> EagleSession:
+    """A session that has read a context with these features [1, C, F]."""
+    count = features.shape[1]
+    tokens = torch.arange(count, device=features.device)[None] % drafter.target.vocab_size
+    session = EagleSession(drafter, DraftRequest(1, count + 8))
+    session.extend(tokens, features, torch.tensor([count], device=features.device))
+    return session
+
+
+def _draft(drafter: EagleDrafter, features: Tensor) -> Callable[[], Any]:
+    session = _session(drafter, features)
+    roots = torch.zeros(1, dtype=torch.long, device=features.device)
+    return lambda: session.draft(roots)
+
+
+def _extend(drafter: EagleDrafter, features: Tensor, tokens: int = 3) -> Callable[[], Any]:
+    session = _session(drafter, features)
+    lengths, counts = session.lengths, torch.tensor([tokens], device=features.device)
+    new = torch.zeros(1, tokens, dtype=torch.long, device=features.device)
+
+    def extend() -> None:
+        session.extend(new, features[:, :tokens], counts)
+        session.lengths = lengths
+
+    return extend
+
+
+def _seconds(task: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    task()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _between(points: Mapping[int, float], x: int) -> float:
+    """Linear interpolation in points, which x does not leave."""
+    below = max(point for point in points if point <= x)
+    above = min(point for point in points if point >= x)
+    share = (x - below) / (above - below) if above > below else 0.0
+    return points[below] + share * (points[above] - points[below])
+
+
+# what was measured before ---------------------------------------------------------------------------------------------
+
+
+def _file(drafter: EagleDrafter, target: Target) -> Path:
+    """One file per target, head, data type, device, threads and version of torch."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+    weights = drafter.head.fc.weight.detach().double()
+    what = {
+        "version": VERSION,
+        "target": [target.name, target.fingerprint(), str(target.dtype), target.config.num_hidden_layers],
+        "head": [drafter.head.config.to_dict(), float(weights.sum()), float(weights.abs().sum())],
+        "device": [device.type, name, torch.get_num_threads() if device.type == "cpu" else 0],
+        "torch": torch.__version__,
+        "replaced": sum(is_replaced(part) for part in target.model.modules()),
+    }
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_dir() / "trees" / f"{digest[:24]}.json"
+
+
+def _read(file: Path) -> TreeShape | None:
+    """The shape in a file, or None where there is none or the file is damaged."""
+    try:
+        return TreeShape(**json.loads(file.read_text(encoding="utf-8"))["shape"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    """By one rename, so that no reader sees half a file. A cache that cannot be written costs time, nothing else."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+            json.dump(record, part, indent=1)
+        os.replace(part.name, file)
+    except OSError:
+        return

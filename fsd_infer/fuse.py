@@ -1,0 +1,231 @@
+"""The usual decoder blocks in fewer operations, without touching modelling code.
+
+A forward over a few tokens consists of many small operations, and starting them costs a CPU more than doing them.
+:func:`fuse_layers` replaces, on the instance, the forwards of norms, gated MLPs and attentions whose computation is
+known; a module of any other kind keeps its own, so every family works and the usual ones gain:
+
+* RMS norm: one call instead of six;
+* gated MLP: gate and up projection are one matrix product;
+* attention: queries, keys and values come from one matrix product, rotary angles are applied to queries and keys at
+  once, and keys and values are not copied for every query head that shares them: the heads of a group are laid side by
+  side as further queries, whose mask is made once per forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsd_infer.cache import SlotCache
+from fsd_infer.cpu import Packed, Replacement, is_packable, is_replaced, pack_linears, through
+
+# Families whose modules compute what the replacements compute, by the prefix of transformers' class names.
+_NORMS = ("Granite", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
+_MLPS = ("Cohere", "Granite", "Llama", "Mistral", "Olmo2", "Qwen2", "Qwen3", "Qwen3Moe", "StableLm")
+_LAYERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_ATTENTIONS = ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+
+
+def speed_up(module: nn.Module) -> None:
+    """:func:`fuse_layers` and :func:`fsd_infer.cpu.pack_linears` on a CPU; nothing elsewhere."""
+    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+        fuse_layers(module)
+        pack_linears(module)
+
+
+def fuse_layers(module: nn.Module) -> int:
+    """Replace the forwards of known norms, MLPs and attentions in ``module``; returns how many.
+
+    Weights stay where they are (tied weights and ``state_dict`` are untouched). Results agree with the plain modules'
+    within rounding. :func:`fsd_infer.cpu.restore` undoes it.
+    """
+    once = _OncePerForward()
+    count = 0
+    part: Any
+    for part in module.modules():
+        made: Replacement | None = None
+        if is_replaced(part):
+            continue
+        if _is_known(part, _NORMS, "RMSNorm"):
+            made = FusedNorm(part)
+        elif _is_known(part, _MLPS, "MLP"):
+            made = FusedMLP(part) if is_packable([part.gate_proj, part.up_proj]) else None  # else nothing to gain
+        elif _is_known(part, _ATTENTIONS, "Attention") and part.config._attn_implementation == "sdpa":
+            made = FusedAttention(part, once)
+        if made is not None:
+            made.put_on(part)
+            count += 1
+    for part in module.modules():
+        if _is_known(part, _LAYERS, "DecoderLayer") and is_replaced(part.self_attn) and not is_replaced(part):
+            FusedLayer(part).put_on(part)
+            count += 1
+    return count
+
+
+def _is_known(module: Any, families: tuple[str, ...], kind: str) -> bool:
+    made_by_transformers = type(module).__module__.startswith("transformers.models.")
+    return made_by_transformers and type(module).__name__ in {family + kind for family in families}
+
+
+class FusedNorm(Replacement):
+    """x / sqrt(mean(x²) + ε) · w over the last dimension."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+class FusedMLP(Replacement):
+    """W_down (act(W_gate x) · W_up x), with W_gate and W_up packed as one."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.covered = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        self.project, self.down, self.act = Packed(mlp.gate_proj, mlp.up_proj), through(mlp.down_proj), mlp.act_fn
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.project(x).chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)
+
+
+class FusedAttention(Replacement):
+    """Attention over a :class:`SlotCache` through an explicit boolean mask. Any other call gets the module's own way.
+
+    Args:
+        attention: the module. Rotary angles cover whole heads, first half against second half.
+        once: shared by the layers of one model.
+    """
+
+    def __init__(self, attention: Any, once: _OncePerForward) -> None:
+        self.module, self.once = attention, once
+        self.width = int(attention.head_dim)
+        self.key_heads = attention.k_proj.out_features // self.width
+        self.query_heads = attention.q_proj.out_features // self.width
+        self.group = self.query_heads // self.key_heads
+        self.query_norm = getattr(attention, "q_norm", None)
+        self.key_norm = getattr(attention, "k_norm", None)
+        layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.project: Callable[[Tensor], Tensor] = Packed(*layers) if is_packable(layers) else self._in_turn
+        self.output = through(attention.o_proj)
+        self.covered = (attention.o_proj, *(layers if is_packable(layers) else []))
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [B, M, H], mask [B, 1, M, S] -> ([B, M, H], no attention weights)."""
+        if (
+            not isinstance(past_key_values, SlotCache)
+            or position_embeddings is None
+            or attention_mask is None
+            or attention_mask.dtype != torch.bool
+            or others.get("output_attentions")
+        ):
+            own = type(self.module).forward
+            arguments = dict(
+                position_embeddings=position_embeddings, attention_mask=attention_mask, past_key_values=past_key_values
+            )
+            return own(self.module, hidden_states, **arguments, **others)
+        batch, count, _ = hidden_states.shape
+        heads = self.project(hidden_states).view(batch, count, -1, self.width)
+        cosine, sine, added = self.once.prepared(position_embeddings, attention_mask, self.group, heads.dtype)
+        queries, keys, values = heads.split_with_sizes((self.query_heads, self.key_heads, self.key_heads), 2)
+        if self.query_norm is None or self.key_norm is None:
+            both = _rotate(heads.narrow(2, 0, self.query_heads + self.key_heads), cosine, sine)
+            queries, keys = both.split_with_sizes((self.query_heads, self.key_heads), 2)
+        else:
+            queries = _rotate(self.query_norm(queries), cosine, sine)
+            keys = _rotate(self.key_norm(keys), cosine, sine)
+        keys, values = past_key_values.update(keys.transpose(1, 2), values.transpose(1, 2), self.module.layer_idx)
+        out = F.scaled_dot_product_attention(
+            queries.transpose(1, 2).reshape(batch, self.key_heads, self.group * count, self.width),
+            keys,
+            values,
+            attn_mask=added,
+            scale=self.module.scaling,
+        )
+        out = out.view(batch, self.key_heads, self.group, count, self.width).permute(0, 3, 1, 2, 4)
+        return self.output(out.reshape(batch, count, -1)), None
+
+    def _in_turn(self, x: Tensor) -> Tensor:
+        return torch.cat([self.module.q_proj(x), self.module.k_proj(x), self.module.v_proj(x)], dim=-1)
+
+
+class FusedLayer(Replacement):
+    """x + attention(norm(x)), then x + mlp(norm(x)), calling the parts directly while decoding."""
+
+    def __init__(self, layer: Any) -> None:
+        self.module, self.attention_module = layer, layer.self_attn
+        parts = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
+        self.first_norm, self.attention, self.second_norm, self.mlp = (vars(p).get("forward", p) for p in parts)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        x = hidden_states
+        if others or self.attention_module._forward_hooks or not isinstance(past_key_values, SlotCache):
+            return type(self.module).forward(
+                self.module, x, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **others
+            )
+        attended, _ = self.attention(
+            self.first_norm(x),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+        )
+        x = x + attended
+        return x + self.mlp(self.second_norm(x))
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [B, M, heads, D] turned by angles [B, M, 1, D], the sine's first half negated."""
+    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
+
+
+class _OncePerForward:
+    """What all layers of a forward share, recognised by the tensors it is made from and made when first asked for."""
+
+    def __init__(self) -> None:
+        # two entries: families with two types of layers have two masks and two sets of angles per forward
+        self.made: list[tuple[Tensor, Tensor, int, torch.dtype, tuple[Tensor, Tensor, Tensor]]] = []
+
+    def prepared(
+        self, embeddings: tuple[Tensor, Tensor], visible: Tensor, group: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Angles and mask as the layers use them.
+
+        Args:
+            embeddings: cosine and sine, [B, M, D] each.
+            visible: [B, 1, M, S] bool.
+            group: query heads per key head.
+            dtype: of the scores' summand.
+
+        Returns:
+            (cosine [B, M, 1, D], sine [B, M, 1, D] with its first half negated, summand [B, 1, group · M, S]).
+        """
+        cosine, sine = embeddings
+        for of_cosine, of_visible, of_group, of_dtype, result in self.made:
+            if of_cosine is cosine and of_visible is visible and of_group == group and of_dtype == dtype:
+                return result
+        low, high = sine.chunk(2, dim=-1)
+        added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        added = added.masked_fill_(~visible, torch.finfo(dtype).min).repeat(1, 1, group, 1)
+        result = cosine[:, :, None], torch.cat([-low, high], dim=-1)[:, :, None], added
+        self.made = [*self.made[-1:], (cosine, visible, group, dtype, result)]
+        return result

@@ -1,0 +1,196 @@
+"""Choosing a tree by measurement, and drafting less deep where more is not worth it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape, calibrate
+from fsd_infer.calibrate import Candidates, Costs, best_shape, calibration_prompts, measure, tune
+from fsd_infer.checkpoint import save_head
+from fsd_infer.cli import main, parse_tree
+from fsd_infer.drafters import GraftedDrafter, LookupDrafter
+from fsd_infer.head import EagleConfig, EagleHead
+from tests.families import VOCAB, reference, tiny_model, tiny_prompts
+
+
+def binary(best: float, second: float, depth: int) -> Candidates:
+    """A full binary tree whose siblings have these chances."""
+    scores, parents, level = [0.0], [0], [0]
+    for _ in range(depth):
+        new = []
+        for parent in level:
+            for chance in (best, second):
+                new.append(len(scores))
+                scores.append(scores[parent] + math.log(chance))
+                parents.append(parent)
+        level = new
+    return Candidates(scores, parents)
+
+
+def test_expected_drafts_of_smaller_trees() -> None:
+    tree = binary(0.5, 0.25, depth=3)
+    assert tree.expected(1, 2) == pytest.approx([0, 0.5, 0.75])
+    assert tree.expected(3, 1) == pytest.approx([0, 0.5, 0.75, 0.875]), "a chain"
+    # two depths: .5, .25 and their children .25, .125, .125, .0625
+    assert tree.expected(2, 2) == pytest.approx([0, 0.5, 0.75, 1.0, 1.125, 1.25, 1.3125])
+    # the third depth expands two of the second's four nodes: .25 and the first .125
+    assert tree.expected(3, 2)[-1] == pytest.approx(1.3125 + 0.75 * (0.25 + 0.125))
+
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def costs(forward: float, per_node: float, level: float) -> Costs:
+    return Costs({n: forward + per_node * n for n in SIZES}, {1: level, 2: level}, fixed=0.0)
+
+
+def test_shape_follows_the_costs() -> None:
+    trees = [binary(0.7, 0.2, depth=8)]
+    free = best_shape(costs(1.0, 0.0, 0.0), trees)
+    assert (free.depth, free.width, free.nodes) == (8, 2, 16), "where nothing more costs anything, take all"
+    nodes = best_shape(costs(1.0, 1.0, 0.0), trees)
+    assert nodes.nodes < 8, "where every node costs a forward, few nodes"
+    slow = best_shape(costs(1.0, 0.0, 2.0), trees)
+    assert slow.depth == 1, "where drafting costs more than the target, one depth"
+    hopeless = best_shape(costs(1.0, 0.1, 0.1), trees, correction=0.01)
+    assert (hopeless.depth, hopeless.nodes) == (1, 2)
+
+
+def test_chosen_shape_is_the_best_of_all() -> None:
+    trees, prices = [binary(0.7, 0.2, depth=8), binary(0.4, 0.3, depth=8)], costs(1.0, 0.03, 0.1)
+    chosen = best_shape(prices, trees, correction=0.8)
+
+    def rate(depth: int, width: int, nodes: int) -> float:
+        rows = [tree.expected(depth, width) for tree in trees]
+        drafts = sum(row[min(nodes, len(row)) - 1] for row in rows) / 2
+        return (1 + 0.8 * drafts) / prices.round(TreeShape(depth, width, nodes))
+
+    best = rate(chosen.depth, chosen.width, chosen.nodes)
+    every = [
+        rate(d, w, n)
+        for d in range(1, 9)
+        for w in (1, 2)
+        for n in range(d + 1, 17)
+        if n <= 1 + TreeShape(d, w, 2).candidates
+    ]
+    assert best == pytest.approx(max(every))
+    # one depth is worth its cost if the chance to get there, times the seconds per token, exceeds it
+    assert chosen.stop_below == pytest.approx(0.1 * best / 0.8)
+
+
+def test_costs_between_measured_points() -> None:
+    prices = Costs({1: 1.0, 4: 1.3, 8: 2.1}, {2: 0.1, 4: 0.3}, fixed=0.5)
+    assert prices.round(TreeShape(2, 3, 6)) == pytest.approx(1.7 + 0.5 + 2 * 0.2)
+    assert prices.round(TreeShape(1, 4, 8)) == pytest.approx(2.1 + 0.5 + 0.3)
+
+
+@pytest.fixture
+def drafter() -> EagleDrafter:
+    target = Target(tiny_model("llama"))
+    torch.manual_seed(0)
+    return EagleDrafter(EagleHead(EagleConfig.for_target(target)), target, TreeShape(3, 3, 8))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache and short measurements; the directory of the cache."""
+    monkeypatch.setenv("FSD_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    return tmp_path
+
+
+def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = drafter.target, calibration_prompts(None, VOCAB)
+    shape = tune(drafter, target, prompts)
+    assert drafter.shape == shape
+    assert shape.nodes <= max(calibrate.SIZES["cpu"].nodes) and shape.width in calibrate.SIZES["cpu"].widths
+    expected = reference(target.model, tiny_prompts())
+    assert FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=24).sequences == expected
+    (file,) = (quick / "trees").iterdir()
+
+    again = drafter.reshaped(TreeShape(1, 1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "measure", None)
+        assert tune(again, target, prompts) == shape == again.shape
+        with pytest.raises(TypeError):
+            tune(again, target, prompts, refresh=True)
+    file.write_text("{damaged")
+    assert tune(again, target, prompts).depth in calibrate.DEPTHS
+    assert tune(drafter, target, prompts) == again.shape, "and what was damaged is written anew"
+
+
+def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleDrafter) -> None:
+    prices, contexts, correction = measure(drafter, drafter.target, tiny_prompts((5,)), new_tokens=6)
+    assert set(prices.forward) == set(calibrate.SIZES["cpu"].nodes) and set(prices.level) == {2, 4, 6, 8}
+    curve = list(prices.forward.values())
+    assert 0 < curve[0] and curve == sorted(curve) and prices.fixed > 0
+    assert all(context.scores[0] == 0 and max(context.scores[1:]) < 0 for context in contexts)
+    assert correction > 0
+
+
+def test_tune_reaches_the_head_in_a_graft_and_nothing_else(quick: Path, drafter: EagleDrafter) -> None:
+    target = drafter.target
+    grafted = GraftedDrafter(drafter, LookupDrafter(VOCAB), 9)
+    shape = tune(grafted, target, calibration_prompts(None, VOCAB))
+    assert drafter.shape == shape and grafted.nodes == shape.nodes
+    with pytest.raises(FsdError, match="auto"):
+        tune(NoDrafter(VOCAB), target, [[1, 2]])
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB)).load_drafter("lookup", "auto")
+    assert isinstance(plain, LookupDrafter)
+    with pytest.raises(FsdError, match="automatic"):
+        FuzzyDecoder(target, NoDrafter(VOCAB)).load_drafter("lookup", "automatic")
+
+
+def test_warmup_pays_ahead_for_auto(
+    quick: Path, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter.target.model.save_pretrained(quick / "target")
+    save_head(quick / "head", drafter.head, drafter.target.fingerprint())
+    names = ["--target", str(quick / "target"), "--drafter", str(quick / "head"), "--device", "cpu", "--dtype", "fp32"]
+    assert main(["warmup", *names]) == 0
+    shown = capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "measure", None)
+        decoder = FuzzyDecoder.from_pretrained(names[1], names[3], device="cpu", dtype=torch.float32, tree="auto")
+    made = decoder.drafter
+    assert isinstance(made, EagleDrafter)
+    assert f"{made.shape.depth},{made.shape.width},{made.shape.nodes}," in shown
+    assert main(["warmup", *names[:2], "--drafter", "none", *names[4:]]) == 2
+    assert main(["warmup", *names, "--tree", "2,2,4"]) == 2
+    assert "--tree 2,2,4" in capsys.readouterr().err
+
+
+def test_drafting_stops_where_depth_is_not_worth_it(drafter: EagleDrafter) -> None:
+    target = drafter.target
+    expected = reference(target.model, tiny_prompts())
+    trees = {}
+    for stop in (0.0, 1e-30, 0.5, 0.99):
+        recorder = calibrate._Recorder(drafter.reshaped(TreeShape(4, 3, 20, stop_below=stop)))
+        out = FuzzyDecoder(target, recorder).generate(tiny_prompts(), max_new_tokens=24, do_sample=False)
+        assert out.sequences == expected
+        trees[stop] = recorder.contexts
+    assert trees[1e-30] == trees[0.0], "a threshold that is never reached changes nothing"
+
+    def reach(context: Candidates, width: int) -> float:
+        first = [score for score, parent in zip(context.scores[1:], context.parents[1:]) if parent == 0]
+        return sum(math.exp(score) for score in sorted(first)[-width:])
+
+    certain = [len(context.scores) for context in trees[0.99]]
+    assert min(certain) == 4, "the root and its children"
+    for context in trees[0.5]:
+        if len(context.scores) == 4:
+            assert reach(context, 3) < 0.5
+    assert len(trees[0.5]) >= len(trees[0.0])
+
+
+def test_bad_thresholds_and_names() -> None:
+    for stop in (-0.1, 1.0):
+        with pytest.raises(FsdError, match="stop_below"):
+            TreeShape(2, 2, 4, stop_below=stop)
+    assert parse_tree("auto") == "auto" and parse_tree("2,2,4") == TreeShape(2, 2, 4)
+    with pytest.raises(FsdError, match="auto"):
+        parse_tree("car")

@@ -1,0 +1,122 @@
+"""Decoder blocks in fewer operations compute what the model's own do, and leave the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.cpu import can_pack, is_replaced, pack_linears, restore
+from fsd_infer.fuse import fuse_layers, speed_up
+from fsd_infer.head import EagleConfig, EagleHead
+from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+
+ATTENTION_KNOWN = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "granite"}
+NORM_KNOWN = ATTENTION_KNOWN | {"olmo2", "phi3"}
+
+
+def logits_through_cache(target: Target, nodes: int = 6) -> Tensor:
+    """Logits [1, nodes, V] of a tree of siblings and chains behind a text longer than the tested window."""
+    tokens = torch.tensor(tiny_prompts((20 + nodes,)))
+    text, cache = torch.arange(20)[None], target.new_cache(1, 20 + nodes)
+    cache.aim(text, 0, 20)
+    target.forward(tokens[:, :20], text, text[:, None] <= text[..., None], text, cache)
+    slots = torch.arange(20, 20 + nodes)[None]
+    positions = torch.tensor([[20, 21, 21, 22, 22, 23]])
+    parents = [0, 0, 0, 1, 2, 3]
+    sees = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        sees[node] |= sees[parents[node]]
+    visible = torch.cat([torch.ones(nodes, 20, dtype=torch.bool), sees], dim=1)[None]
+    cache.aim(slots, 20, 20 + nodes)
+    return target.forward(tokens[:, 20:], positions, visible, torch.cat([text, positions], 1), cache)[0].float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_answers_are_the_same(family: str) -> None:
+    model = tiny_model(family)
+    prompts = tiny_prompts((5, 13))
+    expected = reference(model, prompts, max_new_tokens=12)
+    target = Target(model)
+    plain = logits_through_cache(target)
+    replaced = fuse_layers(model)
+    names = {type(part).__name__ for part in model.modules() if is_replaced(part)}
+    assert any(name.endswith("Attention") for name in names) == (family in ATTENTION_KNOWN)
+    assert (replaced > 0) == (family in NORM_KNOWN)
+    torch.testing.assert_close(logits_through_cache(target), plain, atol=1e-4 * float(plain.abs().max()), rtol=1e-4)
+    assert reference(model, prompts, max_new_tokens=12) == expected, "with transformers' own cache"
+    decoder = FuzzyDecoder(target, OracleDrafter(target))
+    assert decoder.generate(prompts, max_new_tokens=12, do_sample=False).sequences == expected
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "granite", "olmo2", "stablelm", "gpt2"])
+def test_bf16_logits_are_close(family: str) -> None:
+    model = tiny_model(family, scale=2.0).to(torch.bfloat16)
+    target = Target(model)
+    plain = logits_through_cache(target)
+    speed_up(model)
+    fast = logits_through_cache(target)
+    assert float((fast - plain).norm()) < 0.03 * float(plain.norm())
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+def test_every_linear_layer_is_packed_once() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    fused = fuse_layers(model)
+    layers = model.config.num_hidden_layers
+    assert fused == layers * 5 + 1  # layer, two norms, attention and MLP, and the final norm
+    assert pack_linears(model) == 1, "all but the LM head are packed within attentions and MLPs"
+    assert fuse_layers(model) == pack_linears(model) == 0, "nothing is done twice"
+
+
+def test_restore_undoes_everything() -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    target = Target(model)
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    plain = logits_through_cache(target)
+    speed_up(model)
+    state = model.state_dict()
+    assert list(state) == list(before)
+    assert all(state[name].data_ptr() == pointer for name, (pointer, _) in before.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert restore(model) > 0
+    assert not any(is_replaced(part) for part in model.modules())
+    assert torch.equal(logits_through_cache(target), plain)
+    assert all(torch.equal(value, before[name][1]) for name, value in model.state_dict().items())
+
+
+def test_layers_of_other_kinds_keep_their_forward() -> None:
+    model: Any = tiny_model("llama")
+    model.config._attn_implementation = "eager"
+    fuse_layers(model)
+    names = {type(part).__name__ for part in model.modules() if is_replaced(part)}
+    assert names == {"LlamaRMSNorm"}, "attention by other means than sdpa is left alone"
+
+
+def test_a_heads_drafts_are_the_same() -> None:
+    target = Target(tiny_model("llama"))
+    torch.manual_seed(1)
+    head = EagleHead(EagleConfig.for_target(target, final_norm=True))
+    drafter = EagleDrafter(head, target, TreeShape(depth=3, width=3, nodes=8))
+    prompts = tiny_prompts()
+    options: dict[str, Any] = dict(max_new_tokens=16, do_sample=False)
+    plain = FuzzyDecoder(target, drafter).generate(prompts, "fuzzy:js:0.5", **options)
+    assert fuse_layers(head) >= 2
+    fast = FuzzyDecoder(target, drafter).generate(prompts, "fuzzy:js:0.5", **options)
+    assert fast.sequences == plain.sequences
+    assert fast.stats.tau == plain.stats.tau
+
+
+def test_from_pretrained_speeds_up_unless_told_not_to(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    expected = reference(tiny_model("llama"), tiny_prompts((7,)), max_new_tokens=10)
+    for pack in (True, False):
+        decoder = FuzzyDecoder.from_pretrained(str(tmp_path), "none", dtype=torch.float32, device="cpu", pack=pack)
+        assert any(is_replaced(part) for part in decoder.target.model.modules()) == pack
+        assert isinstance(decoder.drafter, NoDrafter) and decoder.target.vocab_size == VOCAB
+        out = decoder.generate(tiny_prompts((7,)), max_new_tokens=10, do_sample=False)
+        assert out.sequences == expected
