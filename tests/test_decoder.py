@@ -15,6 +15,7 @@ from fsd_infer.cpu import can_pack, pack_linears
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.models import load_target
 from fsd_infer.prompts import encode_chat, read_prompts
 from tests.families import VOCAB, tiny_model, tiny_prompts
 
@@ -38,8 +39,13 @@ def prompts(repo_root: Path, decoder: FuzzyDecoder) -> list[list[int]]:
 OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-def _generated(decoder: FuzzyDecoder, prompts: list[list[int]]) -> list[list[int]]:
-    model = decoder.target.model
+@pytest.fixture(scope="module")
+def untouched() -> Any:
+    """The same model as transformers loads it, without this package's replacements."""
+    return load_target("smollm2-135m", dtype=torch.float32)[0]
+
+
+def _generated(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [model.generate(torch.tensor([p]), **OPTIONS)[0, len(p) :].tolist() for p in prompts]
 
 
@@ -52,17 +58,19 @@ def _check(decoder: FuzzyDecoder, prompts: list[list[int]], expected: list[list[
     assert sum(taus) / len(taus) > 1.5, "the shipped head was hardly ever accepted"
 
 
-def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:
+def test_greedy_equals_generate(decoder: FuzzyDecoder, untouched: Any, prompts: list[list[int]]) -> None:
     short = sorted(prompts, key=len)[:FAST_PROMPTS]
-    expected = _generated(decoder, short)
+    expected = _generated(untouched, short)
     _check(decoder, short[:2], expected[:2], batch=1)
     _check(decoder, short[2:], expected[2:], batch=4)
 
 
 @pytest.mark.slow
-def test_greedy_equals_generate_on_sixty_prompts(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:
+def test_greedy_equals_generate_on_sixty_prompts(
+    decoder: FuzzyDecoder, untouched: Any, prompts: list[list[int]]
+) -> None:
     assert len(prompts) == SLOW_PROMPTS
-    expected = _generated(decoder, prompts)
+    expected = _generated(untouched, prompts)
     _check(decoder, prompts, expected, batch=1)
     _check(decoder, prompts, expected, batch=4)
 
