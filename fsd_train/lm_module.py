@@ -22,7 +22,6 @@ from fsd_train.losses import DraftBatch, EagleLoss, LMHead, Loss
 from fsd_train.losses.base import reference_of
 from fsd_train.module import EagleModule
 from fsd_train.small_lm import LogitsHead, SmallLM
-from fsd_train.unroll import supervised
 
 EXPORT_DTYPE = torch.bfloat16
 
@@ -149,29 +148,18 @@ class LMModule(EagleModule):
 
     def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
         """The drafter's logits beside the target's features at the supervised rows; None if there are none."""
-        ids = batch["input_ids"]
-        wanted = supervised(batch["loss_mask"], steps)  # [S, B, M-1]
-        positions = wanted[0].flatten().nonzero().squeeze(1)
-        if not len(positions) and self._alone:
+        found = self._supervised(batch, steps)
+        if found is None:
             return None
-        features = batch.get("features")
-        if features is None:
-            if any(parameter.is_meta for parameter in self.target.model.parameters()):
-                raise DataError("the target was loaded without its layers, but a batch has no cached features.")
-            features = self.target.features(ids)  # on every rank at the same time, where the target is sharded
-        if not len(positions):
-            return None
-        features = features[:, 1:, : self.target.hidden_size].flatten(0, 1)[positions]
+        features = found.features[:, 1:, : self.target.hidden_size].flatten(0, 1)[found.positions]
         # position i+1 of either model predicts token i+2, so both rows stand one further than a head's input
-        logits = self.head(ids, positions)
-        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
-        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
+        logits = self.head(batch["input_ids"], found.positions)
         return DraftBatch(
             estimates=logits[None].expand(steps, -1, -1),
             features=features,
-            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
-            tokens=following.flatten()[positions],
-            positions=positions,
+            weights=found.weights,
+            tokens=found.tokens,
+            positions=found.positions,
             head=self.lm_head(),
         )
 

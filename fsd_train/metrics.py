@@ -91,71 +91,6 @@ def compare(
     )
 
 
-def greedy_agreement(batch: DraftBatch, full_head: LMHead, draft_ids: Tensor | None, chunk_size: int = 128) -> Tensor:
-    """Where the drafter's most likely token is the target's most likely one: [S, N] bool, see :func:`compare`."""
-    return compare(batch, full_head, draft_ids, chunk_size=chunk_size).agree
-
-
-class StepAgreement(Metric):
-    """Share of supervised rows where drafter and target have the same most likely token, for each unrolled step."""
-
-    hits: Tensor
-    rows: Tensor
-
-    def __init__(self, steps: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("hits", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("rows", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, agree: Tensor, weights: Tensor) -> None:
-        """agree [S, N] bool, weights [S, N] (0: not supervised)."""
-        counted = weights > 0
-        self.hits += (agree & counted).sum(1)
-        self.rows += counted.sum(1)
-
-    def compute(self) -> Tensor:
-        """[S], NaN for a step that was never supervised."""
-        return self.hits / self.rows
-
-
-class ChainLength(Metric):
-    """Expected accepted length of a greedy chain, 1 + Σ_{k=1…S} Π_{s<k} a_s, teacher-forced.
-
-    a_s is 1 where step s of the chain agrees with the target at its own position; the leading 1 is the target's own
-    token. Averaged over the roots whose S steps are all supervised.
-    """
-
-    total: Tensor
-    roots: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("roots", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, agree: Tensor, weights: Tensor, positions: Tensor) -> None:
-        """agree [S, N] bool, weights [S, N], positions [N] flat positions (distinct)."""
-        steps = agree.shape[0]
-        if not positions.numel():
-            return
-        size = int(positions.max()) + steps
-        dense = torch.zeros(2, steps, size, dtype=torch.bool, device=agree.device)
-        dense[0, :, positions] = agree
-        dense[1, :, positions] = weights > 0
-        alive = torch.ones_like(positions, dtype=torch.bool)
-        length = torch.ones_like(positions)
-        for step in range(steps):  # a root's step s stands s positions later
-            alive = alive & dense[0, step, positions + step]
-            length += alive
-        whole = dense[1, steps - 1, positions + steps - 1]
-        self.total += length[whole].sum()
-        self.roots += whole.sum()
-
-    def compute(self) -> Tensor:
-        """Scalar, NaN if no chain was long enough."""
-        return self.total / self.roots
-
-
 class StepMean(Metric):
     """Mean of a quantity over the supervised rows of each unrolled step."""
 
@@ -168,7 +103,7 @@ class StepMean(Metric):
         self.add_state("rows", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, weights: Tensor) -> None:
-        """values [S, N], weights [S, N] (0: not supervised)."""
+        """values [S, N], bool for a share, weights [S, N] (0: not supervised)."""
         counted = weights > 0
         self.total += values.double().masked_fill(~counted, 0.0).sum(1)
         self.rows += counted.sum(1)
@@ -179,10 +114,11 @@ class StepMean(Metric):
 
 
 class ExpectedTau(Metric):
-    """Expected accepted length 1 + Σ_{k=1…S} Π_{s<k} a_s of a chain sampled from q, teacher-forced.
+    """Expected accepted length 1 + Σ_{k=1…S} Π_{s<k} a_s of a chain, teacher-forced.
 
-    a_s is the chance that the draft of step s survives; the leading 1 is the target's own token. Averaged over the
-    roots whose S steps are all supervised.
+    a_s is the chance that the draft of step s survives: what a rule accepts of a draft sampled from q, or 1 where a
+    greedy draft agrees with the target and 0 where it does not. The leading 1 is the target's own token. Averaged over
+    the roots whose S steps are all supervised.
     """
 
     total: Tensor
@@ -194,7 +130,7 @@ class ExpectedTau(Metric):
         self.add_state("roots", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, acceptance: Tensor, weights: Tensor, positions: Tensor) -> None:
-        """acceptance [S, N] in [0, 1], weights [S, N], positions [N] flat positions (distinct)."""
+        """acceptance [S, N] in [0, 1] or bool, weights [S, N], positions [N] flat positions (distinct)."""
         chains = chain_rows(positions, weights)
         lengths = 1 + expected_length(acceptance.double().gather(1, chains))
         self.total += lengths.sum()

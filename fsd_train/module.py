@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
 from fsd_train.losses import DraftBatch, LMHead, build_loss, reference_of
-from fsd_train.metrics import DEFAULT_RULES, ChainLength, RuleMetrics, StepAgreement, compare
+from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
 from fsd_train.optim import OPTIMIZERS, build_optimizer
 from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, read_checkpoint
 from fsd_train.slim import load_slim, move
@@ -42,6 +42,17 @@ class _Frozen:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
         return self
+
+
+@dataclass(frozen=True)
+class _Supervised:
+    """What a batch supervises: wanted [S, B, M-1] bool, features [B, M, F], the rest as in :class:`DraftBatch`."""
+
+    wanted: Tensor
+    positions: Tensor
+    features: Tensor
+    weights: Tensor
+    tokens: Tensor
 
 
 class EagleModule(LightningModule):
@@ -118,8 +129,8 @@ class EagleModule(LightningModule):
         self.save_hyperparameters()
         self.loss = build_loss(loss, loss_args)
         steps = max(unroll_steps, eval_steps)
-        self.val_agreement = StepAgreement(steps)
-        self.val_chain = ChainLength()
+        self.val_agreement = StepMean(steps)
+        self.val_chain = ExpectedTau()
         self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, steps)
         self._frozen = _Frozen()
         self._seconds_before = 0.0  # training time of the runs that this one resumes
@@ -269,10 +280,14 @@ class EagleModule(LightningModule):
             self._frozen.draft_head = LMHead.of(self.target, self.head.draft_ids)
         return self._frozen.draft_head
 
-    def draft(self, batch: dict[str, Tensor], steps: int, noise: float = 0.0) -> DraftBatch | None:
-        """Run the head over a batch and gather what is supervised; None if nothing is."""
+    def _supervised(self, batch: dict[str, Any], steps: int) -> _Supervised | None:
+        """Where a batch supervises what, and the target's features there; None if nothing is supervised.
+
+        Of several ranks each runs the target, even over a batch without supervised tokens: where it is sharded, the
+        others wait for this one's part.
+        """
         ids = batch["input_ids"]
-        wanted = supervised(batch["loss_mask"], steps)  # [S, B, M-1]
+        wanted = supervised(batch["loss_mask"], steps)
         positions = wanted[0].flatten().nonzero().squeeze(1)
         if not len(positions) and self._alone:
             return None
@@ -283,7 +298,22 @@ class EagleModule(LightningModule):
             features = self.target.features(ids)
         if not len(positions):
             return None
-        raw = features
+        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
+        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
+        return _Supervised(
+            wanted=wanted,
+            positions=positions,
+            features=features,
+            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
+            tokens=following.flatten()[positions],
+        )
+
+    def draft(self, batch: dict[str, Tensor], steps: int, noise: float = 0.0) -> DraftBatch | None:
+        """Run the head over a batch and gather what is supervised; None if nothing is."""
+        found = self._supervised(batch, steps)
+        if found is None:
+            return None
+        ids, positions, raw = batch["input_ids"], found.positions, found.features
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
         features = features[..., : self.head.config.hidden_size]
@@ -292,16 +322,14 @@ class EagleModule(LightningModule):
             inputs = inputs + torch.nn.functional.pad(self._noise(features[:, 1:].shape, noise), (0, extra))
         with torch.no_grad():
             embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
-        start = int(wanted[1].any(0).int().argmax()) if steps > 1 else 0
+        start = int(found.wanted[1].any(0).int().argmax()) if steps > 1 else 0
         outputs = unroll(self.head, embeds, inputs, steps, start)
         reference = self._reference_estimates(embeds, raw[:, :-1], steps, start)
-        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
-        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
         return DraftBatch(
             estimates=torch.stack([out.flatten(0, 1)[positions] for out in outputs]),
             features=features[:, 1:].flatten(0, 1)[positions],
-            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
-            tokens=following.flatten()[positions],
+            weights=found.weights,
+            tokens=found.tokens,
             positions=positions,
             head=self.lm_head(),
             feature_scale=self.head.feature_scale,

@@ -22,11 +22,10 @@ from fsd_infer.target import Target
 from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.features import cache_features
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.metrics import RuleMetrics, compare
 from fsd_train.module import EagleModule
-from tests.train_toys import save_toy_target, write_answers
+from tests.train_toys import make_toys
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -35,14 +34,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with target/, answers.jsonl and features/."""
-    root = tmp_path_factory.mktemp("toys")
-    target = Target.from_pretrained(str(save_toy_target(root / "target")), dtype=torch.float32)
-    write_answers(root / "answers.jsonl", target, rows=20)
-    data = AnswersDataModule([str(root / "answers.jsonl")], validation_fraction=0.0)
-    data.setup()
-    assert data.train_set is not None
-    cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
-    return root
+    return make_toys(tmp_path_factory.mktemp("toys"), rows=20, dtype=torch.float32)
 
 
 def make(toys: Path, cached: bool = False, **options: Any) -> tuple[EagleModule, AnswersDataModule]:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fsd_infer.errors import DataError, UnknownNameError
 from fsd_train.losses import LOSSES, DraftBatch, EagleLoss, LMHead, build_loss, soft_cross_entropy
-from fsd_train.metrics import ChainLength, StepAgreement, greedy_agreement
+from fsd_train.metrics import ExpectedTau, StepMean, compare
 from tests.train_toys import toy_target
 
 S, N, H, VD = 3, 11, 8, 17
@@ -122,13 +122,13 @@ def test_names_and_arguments_are_checked() -> None:
 
 
 def test_agreement_counts_supervised_rows_only() -> None:
-    metric = StepAgreement(2)
+    metric = StepMean(2)
     metric.update(torch.tensor([[True, False, True], [True, True, True]]), torch.tensor([[1.0, 1, 0], [0, 0.5, 0]]))
     assert metric.compute().tolist() == [0.5, 1.0]
 
 
 def test_chain_length() -> None:
-    metric = ChainLength()
+    metric = ExpectedTau()
     # one answer, head positions 3..6; two steps, so roots are 3, 4, 5 (step 1 of root r stands at r+1)
     positions = torch.tensor([3, 4, 5, 6])
     weights = torch.tensor([[1.0, 1, 1, 1], [0, 1, 1, 1]])
@@ -136,7 +136,7 @@ def test_chain_length() -> None:
     metric.update(agree, weights, positions)
     # root 3: step 0 agrees, step 1 at 4 agrees: 3. root 4: step 0 fails: 1. root 5: step 0 agrees, step 1 at 6 fails: 2
     assert float(metric.compute()) == 2.0
-    empty = ChainLength()
+    empty = ExpectedTau()
     empty.update(torch.zeros(2, 0, dtype=torch.bool), torch.zeros(2, 0), torch.zeros(0, dtype=torch.long))
     assert math.isnan(float(empty.compute()))
 
@@ -150,5 +150,5 @@ def test_greedy_agreement_is_over_the_whole_vocabulary() -> None:
         estimates, features, torch.ones(1, 3), torch.zeros(3), torch.arange(3), LMHead(torch.eye(6)[draft_ids])
     )
     # id 5 is outside the draft vocabulary: no draft can agree there
-    assert greedy_agreement(batch, full, draft_ids, chunk_size=2).tolist() == [[True, False, False]]
+    assert compare(batch, full, draft_ids, chunk_size=2).agree.tolist() == [[True, False, False]]
     assert functional.one_hot(draft_ids, 6).sum() == 3

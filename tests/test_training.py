@@ -25,10 +25,9 @@ from fsd_infer.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.features import cache_features
 from fsd_train.module import EagleModule, choose_draft_ids, cosine_factor, export_main, load_module
 from fsd_train.slim import load_slim
-from tests.train_toys import save_toy_target, write_answers
+from tests.train_toys import make_toys
 
 STEPS = 24
 
@@ -36,14 +35,7 @@ STEPS = 24
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with target/, answers.jsonl and features/."""
-    root = tmp_path_factory.mktemp("toys")
-    target = Target.from_pretrained(str(save_toy_target(root / "target")))
-    write_answers(root / "answers.jsonl", target)
-    data = AnswersDataModule([str(root / "answers.jsonl")], validation_fraction=0.0)
-    data.setup()
-    assert data.train_set is not None
-    cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
-    return root
+    return make_toys(tmp_path_factory.mktemp("toys"))
 
 
 def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:

@@ -11,6 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.target import Target
+from fsd_train.data import AnswersDataModule
+from fsd_train.features import cache_features
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -80,3 +82,14 @@ def write_answers(path: Path, target: Target, rows: int = 48, seed: int = 0) -> 
             }
             file.write(json.dumps(row) + "\n")
     return path
+
+
+def make_toys(root: Path, rows: int = 48, dtype: torch.dtype | None = None) -> Path:
+    """Fills ``root`` with target/, answers.jsonl and features/ of all answers, computed in ``dtype``."""
+    target = Target.from_pretrained(str(save_toy_target(root / "target")), dtype=dtype)
+    write_answers(root / "answers.jsonl", target, rows=rows)
+    data = AnswersDataModule([str(root / "answers.jsonl")], validation_fraction=0.0)
+    data.setup()
+    assert data.train_set is not None
+    cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
+    return root
