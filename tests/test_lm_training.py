@@ -299,6 +299,7 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path) -> None:
         "trainer": {
             "max_steps": 2, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False,
             "enable_model_summary": False, "limit_val_batches": 0, "logger": False,
+            "default_root_dir": str(tmp_path),
             "callbacks": [
                 {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(tmp_path / "model")}},
                 {
