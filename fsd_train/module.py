@@ -26,7 +26,7 @@ from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean,
 from fsd_train.optim import OPTIMIZERS, build_optimizer
 from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, read_checkpoint
 from fsd_train.slim import load_slim, move
-from fsd_train.unroll import supervised, unroll
+from fsd_train.unroll import at_positions, chain_roots, supervised, unroll
 
 MAX_UNROLL = 7
 
@@ -72,6 +72,9 @@ class EagleModule(LightningModule):
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
         step_decay: weight of step s is step_decay^s.
+        chain_share: share of the batch's chains that run beyond step 0, drawn anew for every batch, in (0, 1]. The
+            expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
+            less.
         loss: name of a loss, or a list of ``{name, weight, args}`` (see :class:`fsd_train.losses.MixLoss`). In
             validation schedules are at their end and no tokens are left out, so that ``val_loss`` means one thing.
         loss_args: arguments of a single loss.
@@ -104,6 +107,7 @@ class EagleModule(LightningModule):
         draft_vocab_size: int | None = None,
         unroll_steps: int = 1,
         step_decay: float = 1.0,
+        chain_share: float = 1.0,
         loss: str | list[dict[str, Any]] = "eagle",
         loss_args: dict[str, Any] | None = None,
         noise: float = 0.0,
@@ -122,8 +126,11 @@ class EagleModule(LightningModule):
         super().__init__()
         if not 1 <= unroll_steps <= MAX_UNROLL:
             raise DataError(f"unroll_steps must be between 1 and {MAX_UNROLL}, got {unroll_steps}.")
-        if noise < 0 or lr <= 0 or not 0 < step_decay <= 1:
-            raise DataError("noise must not be negative, lr must be positive and step_decay in (0, 1].")
+        if noise < 0 or lr <= 0 or not 0 < step_decay <= 1 or not 0 < chain_share <= 1:
+            raise DataError(
+                "noise must not be negative, lr must be positive, and step_decay and chain_share in (0, 1], got "
+                f"noise={noise}, lr={lr}, step_decay={step_decay}, chain_share={chain_share}."
+            )
         if optimizer not in OPTIMIZERS:
             raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
         self.save_hyperparameters()
@@ -322,13 +329,19 @@ class EagleModule(LightningModule):
             inputs = inputs + torch.nn.functional.pad(self._noise(features[:, 1:].shape, noise), (0, extra))
         with torch.no_grad():
             embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
-        start = int(found.wanted[1].any(0).int().argmax()) if steps > 1 else 0
-        outputs = unroll(self.head, embeds, inputs, steps, start)
-        reference = self._reference_estimates(embeds, raw[:, :-1], steps, start)
+        share = self.hparams["chain_share"] if self.training else 1.0
+        roots, chosen = self._chains(found.wanted, share)
+        outputs = at_positions(unroll(self.head, embeds, inputs, steps, roots), roots)
+        weights = found.weights
+        if share < 1.0:
+            counts = [torch.ones_like(outputs[0, ..., :1])]
+            counts += [chosen[..., None].to(outputs.dtype)] * (steps - 1)
+            weights = weights * at_positions(counts, roots).flatten(1)[:, positions]
+        reference = self._reference_estimates(embeds, raw[:, :-1], steps, roots)
         return DraftBatch(
-            estimates=torch.stack([out.flatten(0, 1)[positions] for out in outputs]),
+            estimates=outputs.flatten(1, 2)[:, positions],
             features=features[:, 1:].flatten(0, 1)[positions],
-            weights=found.weights,
+            weights=weights,
             tokens=found.tokens,
             positions=positions,
             head=self.lm_head(),
@@ -336,8 +349,14 @@ class EagleModule(LightningModule):
             reference=None if reference is None else reference.flatten(1, 2)[:, positions],
         )
 
+    def _chains(self, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Roots and weights of the chains that this batch runs, see :func:`fsd_train.unroll.chain_roots`."""
+        if len(wanted) == 1:
+            return wanted.new_zeros(wanted.shape[1], 0, dtype=torch.long), wanted.new_zeros(wanted.shape[1], 0)
+        return chain_roots(wanted, share, self._generator())
+
     @torch.no_grad()
-    def _reference_estimates(self, embeds: Tensor, features: Tensor, steps: int, start: int) -> Tensor | None:
+    def _reference_estimates(self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor) -> Tensor | None:
         """[S, B, M-1, H], what the loss's reference head makes of the target's features; None where it is not wanted.
 
         It reads them without noise. Not wanted in validation.
@@ -354,14 +373,16 @@ class EagleModule(LightningModule):
                 )
         head = self._frozen.reference.to(self.device)
         inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
-        return torch.stack(unroll(head, embeds, inputs, steps, start))
+        return at_positions(unroll(head, embeds, inputs, steps, roots), roots)
 
     def _noise(self, shape: Sequence[int], width: float) -> Tensor:
-        """Uniform noise that depends on seed, rank and batch number only, so that a resumed run draws the same."""
-        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer is not None else 0
-        generator = torch.Generator().manual_seed((self.hparams["seed"] * 1_000_003 + number) * 4096 + self.global_rank)
-        noise = (torch.rand(tuple(shape), generator=generator) * (2 * width) - width).to(self.device)
+        noise = (torch.rand(tuple(shape), generator=self._generator()) * (2 * width) - width).to(self.device)
         return noise if self.head.feature_scale is None else noise * self.head.feature_scale
+
+    def _generator(self) -> torch.Generator:
+        """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer is not None else 0
+        return torch.Generator().manual_seed((self.hparams["seed"] * 1_000_003 + number) * 4096 + self.global_rank)
 
     @property
     def _alone(self) -> bool:
@@ -372,7 +393,8 @@ class EagleModule(LightningModule):
         config = self.head.config
         embeds = torch.zeros(1, 2, config.embed_size, device=self.device)
         features = torch.zeros(1, 2, config.hidden_size * (1 + len(config.fused_layers)), device=self.device)
-        outputs = unroll(self.head, embeds, features, steps)
+        roots = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        outputs = unroll(self.head, embeds, features, steps, roots)
         return torch.stack([out.sum() for out in outputs]).sum() * 0.0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:

@@ -20,6 +20,8 @@ from the feature of the last prompt token and the embedding of the first answer 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -49,50 +51,97 @@ def supervised(loss_mask: Tensor, steps: int) -> Tensor:
     return result
 
 
-def unrolled_mask(queries: Tensor, keys: Tensor, step: int) -> Tensor:
-    """Who sees whom in step ``step`` ≥ 1.
+def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Which chains run beyond step 0: all that supervise anything there, or a random share of them.
+
+    A chain is named by its root position r: its step s stands at position r+s. Every row gets the same number of
+    chains where it has that many, so that none of the work is padding, and weights that make up for it: an expected
+    gradient does not depend on ``share``.
 
     Args:
-        queries: [Q] positions that this step runs at.
-        keys: [K0] positions of the step-0 keys; steps 1 … ``step`` have the positions ``queries`` as keys, in that
-            order.
+        wanted: [S, B, L] bool, of :func:`supervised`, S ≥ 2.
+        share: of the chains of the whole batch, in (0, 1].
+        generator: of the choice; a CPU generator, so that every device chooses the same.
+
+    Returns:
+        (roots [B, K], ascending and repeating the last position where a row has fewer than K chains;
+        weights [B, K] fp32, chains of a row that each chosen one stands for, 0 for padding)
+    """
+    rows, length = wanted.shape[1:]
+    possible = torch.zeros(rows, length, dtype=torch.bool)
+    possible[:, : length - 1] = wanted[1, :, 1:].cpu()
+    counts = possible.sum(1)
+    most = int(counts.max()) if rows else 0
+    count = most if share == 1.0 else min(most, math.ceil(share * float(counts.sum()) / rows - 1e-9))
+    if not count:
+        return wanted.new_zeros(rows, 0, dtype=torch.long), wanted.new_zeros(rows, 0, dtype=torch.float32)
+    order = torch.rand(rows, length, generator=generator) if share < 1.0 else torch.zeros(rows, length)
+    chosen = order.masked_fill(~possible, torch.inf).sort(dim=1, stable=True).indices[:, :count]
+    real = torch.arange(count) < counts[:, None]
+    roots = chosen.masked_fill(~real, length - 1).sort(dim=1).values  # ascending: neighbours in memory, padding last
+    weights = real * (counts / counts.clamp(min=1, max=count))[:, None]
+    return roots.to(wanted.device), weights.to(wanted.device, torch.float32)
+
+
+def chain_mask(roots: Tensor, keys: int, step: int) -> Tensor:
+    """Who sees whom in step ``step`` ≥ 1 of the chains with these roots.
+
+    Args:
+        roots: [B, K] root positions.
+        keys: L, number of step-0 keys, at positions 0 … L−1; steps 1 … ``step`` have one key a chain, in this order.
         step: s.
 
     Returns:
-        [1, 1, Q, K0 + s·Q] bool, True where the query may attend. Queries too early to have a chain see themselves,
-        so that no row is empty.
+        [B, 1, K, L + s·K] bool, True where the chain may attend: step-0 keys up to its root, and its own later ones.
     """
-    parts = [keys[None, :] <= queries[:, None] - step]
-    parts += [queries[None, :] == queries[:, None] - step + own for own in range(1, step + 1)]
-    return torch.cat(parts, dim=1)[None, None]
+    rows, count = roots.shape
+    context = torch.arange(keys, device=roots.device) <= roots[..., None]
+    own = torch.eye(count, dtype=torch.bool, device=roots.device).repeat(1, step).expand(rows, -1, -1)
+    return torch.cat([context, own], dim=-1)[:, None]
 
 
-def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, start: int = 0) -> list[Tensor]:
-    """Run the head ``steps`` times, each time on its own outputs of the time before, shifted by one position.
+def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots: Tensor) -> list[Tensor]:
+    """Run the head at every position, then ``steps`` − 1 times along chains, each time on its own last outputs.
 
     Args:
         head: the draft head.
         embeds: [B, L, E], embedding of x_{i+1} at position i.
-        features: [B, L, H], the target's f_i at position i.
+        features: [B, L, F], the target's f_i at position i.
         steps: S ≥ 1.
-        start: steps ≥ 1 leave out positions below this one (nothing there may be supervised in them).
+        roots: [B, K] root positions of the chains, see :func:`chain_roots`.
 
     Returns:
-        S tensors [B, L, H]; outputs of steps ≥ 1 below ``start`` are zero, and those at positions < s mean nothing.
+        S tensors: [B, L, H] of step 0, then [B, K, H], in step s that of chain k at position roots[k] + s; beyond the
+        end (position ≥ L) they mean nothing.
     """
     rows, length = embeds.shape[:2]
     positions = torch.arange(length, device=embeds.device)
     cache = DynamicCache() if steps > 1 else None
     outputs = [head(embeds, features, positions.expand(rows, -1), cache=cache)]
-    if steps == 1:
-        return outputs
-    start = min(max(start, 1), length - 1) if length > 1 else 0
-    late = positions[start:]
-    source = outputs[0][:, start - 1 : -1] if start else features
+    if steps == 1 or not roots.shape[1]:
+        return outputs + [outputs[0][:, :0]] * (steps - 1)
+    source = take(outputs[0], roots)
     for step in range(1, steps):
-        mask = unrolled_mask(late, positions, step)
-        out = head(embeds[:, start:], source, late.expand(rows, -1), attention_mask=mask, cache=cache)
-        outputs.append(torch.nn.functional.pad(out, (0, 0, start, 0)))
-        # the first column has no predecessor in this step; nothing supervised reads it
-        source = torch.cat([out[:, :1], out[:, :-1]], dim=1)
+        here = (roots + step).clamp_max(length - 1)
+        mask = chain_mask(roots, length, step)
+        source = head(take(embeds, here), source, here, attention_mask=mask, cache=cache)
+        outputs.append(source)
     return outputs
+
+
+def take(values: Tensor, positions: Tensor) -> Tensor:
+    """values [B, L, X] at positions [B, K]: [B, K, X]."""
+    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def at_positions(outputs: list[Tensor], roots: Tensor) -> Tensor:
+    """What :func:`unroll` returned, by position: [S, B, L, H], zero where no chain ran."""
+    first = outputs[0]
+    steps, length = len(outputs), first.shape[1]
+    placed = [first]
+    for step in range(1, steps):
+        room = first.new_zeros(first.shape[0], length + steps, first.shape[2])  # chains may end beyond the row
+        where = (roots + step)[..., None].expand(-1, -1, first.shape[2])
+        # padding repeats a root whose chain lies beyond the row from its first step on
+        placed.append(room.scatter(1, where, outputs[step])[:, :length])
+    return torch.stack(placed)

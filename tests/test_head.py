@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -9,7 +12,7 @@ from transformers import DynamicCache
 from fsd_infer.checkpoint import load_head, save_head
 from fsd_infer.errors import CheckpointError
 from fsd_infer.head import EagleConfig, EagleHead
-from fsd_train.unroll import supervised, unroll, unrolled_mask
+from fsd_train.unroll import at_positions, chain_mask, chain_roots, supervised, unroll
 from tests.train_toys import toy_target
 
 OWN = ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3", "gemma2"]
@@ -57,28 +60,64 @@ def decode_chain(
 
 
 @pytest.mark.parametrize("family", OWN)
-@pytest.mark.parametrize("start", [0, 3])
-def test_unrolled_training_is_token_by_token_drafting(family: str, start: int) -> None:
+@pytest.mark.parametrize("chosen", [range(9), [2, 3, 6]])
+def test_unrolled_training_is_token_by_token_drafting(family: str, chosen: Sequence[int]) -> None:
     head = make_head(family, num_layers=2 if family == "llama" else 1, final_norm=True, feature_scale=True)
     length, steps = 9, 4
     torch.manual_seed(1)
     embeds, features = torch.randn(1, length, 32), torch.randn(1, length, 32)
     with torch.no_grad():
-        unrolled = unroll(head, embeds, features, steps, start)
+        roots = torch.tensor([list(chosen)])
+        unrolled = unroll(head, embeds, features, steps, roots)
+        placed = at_positions(unrolled, roots)
         compared = 0
-        for root in range(max(start - 1, 0), length):
+        for chain, root in enumerate(chosen):
             for step, out in enumerate(decode_chain(head, embeds, features, root, min(steps, length - root))):
-                torch.testing.assert_close(unrolled[step][:, root + step], out[:, 0], atol=2e-5, rtol=1e-4)
+                torch.testing.assert_close(placed[step][:, root + step], out[:, 0], atol=2e-5, rtol=1e-4)
+                if step:
+                    torch.testing.assert_close(unrolled[step][:, chain], placed[step][:, root + step])
                 compared += step > 0
-    assert compared >= 9
+    assert compared >= 8
+    assert all(not placed[step][:, : min(chosen) + step].any() for step in range(1, steps))
 
 
 def test_mask_picks_the_chains_own_keys() -> None:
-    mask = unrolled_mask(torch.arange(6), torch.arange(6), 2)[0, 0]
-    seen = mask[4].nonzero().squeeze(1).tolist()
-    # step-0 positions 0..2, own step 1 at position 3, own step 2 at position 4
-    assert seen == [0, 1, 2, 6 + 3, 12 + 4]
-    assert bool(mask.any(1).all())
+    mask = chain_mask(torch.tensor([[1, 2, 4]]), 6, 2)
+    assert mask.shape == (1, 1, 3, 6 + 2 * 3)
+    # the chain from position 2: step-0 positions 0..2, and its own keys of steps 1 and 2
+    assert mask[0, 0, 1].nonzero().squeeze(1).tolist() == [0, 1, 2, 6 + 1, 9 + 1]
+
+
+def test_all_chains_run_unless_a_share_is_asked_for() -> None:
+    answer = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    wanted = supervised(answer, 3)
+    roots, weights = chain_roots(wanted)
+    assert roots.shape == weights.shape == (2, 7)
+    assert roots[0].tolist() == [3, 4, 5, 8, 8, 8, 8] and weights[0].tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert roots[1].tolist() == [0, 1, 2, 3, 4, 5, 6] and weights[1].tolist() == [1] * 7
+    none, _ = chain_roots(supervised(torch.zeros(2, 10), 3))
+    assert none.shape == (2, 0)
+
+
+def test_a_share_of_the_chains_stands_for_all() -> None:
+    answer = torch.zeros(3, 40)
+    answer[0, 5:9], answer[1, 3:], answer[2, 20:30] = 1, 1, 1
+    wanted = supervised(answer, 2)
+    possible = wanted[1].sum(1)
+    totals = torch.zeros(3, 39)
+    generator = torch.Generator().manual_seed(0)
+    rounds = 800
+    for _ in range(rounds):
+        roots, weights = chain_roots(wanted, 0.4, generator)
+        assert roots.shape[1] == math.ceil(0.4 * int(possible.sum()) / 3)
+        assert torch.allclose(weights.sum(1), possible.float())
+        assert (roots.diff(dim=1) > 0)[weights[:, 1:] > 0].all()  # distinct
+        totals.scatter_add_(1, roots, weights)
+    expected = torch.nn.functional.pad(wanted[1][:, 1:].float(), (0, 1))
+    # a draw is w = n/k with chance 1/w, so its variance is w - 1: six standard errors
+    variance = possible.max() / roots.shape[1] - 1
+    assert torch.allclose(totals / rounds, expected, atol=6 * float(variance / rounds) ** 0.5)
+    assert (totals[expected == 0] == 0).all()
 
 
 def test_supervised_positions() -> None:

@@ -43,6 +43,7 @@ def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, 
         "head": {"final_norm": True, "feature_scale": True},
         "draft_vocab_size": 40,
         "unroll_steps": 2,
+        "chain_share": 0.6,
         "loss_args": {"w_feature": 0.3, "w_ce": 1.0},
         "noise": 0.1,
         "lr": 3e-3,
@@ -222,6 +223,24 @@ def test_draft_ids_are_the_frequent_ones_and_the_special_ones(whole: tuple[Eagle
     assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == 40
 
 
+def test_a_share_of_the_chains_has_the_weight_of_all(toys: Path) -> None:
+    module, data = make(toys, unroll_steps=3, chain_share=0.5, draft_vocab_size=None)
+    module.configure_model()
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    module.train()
+    part = module.draft(batch, 3)
+    module.eval()
+    whole = module.draft(batch, 3)
+    assert part is not None and whole is not None
+    ran = part.weights > 0
+    assert torch.equal(ran[0], whole.weights[0] > 0)
+    for step in (1, 2):
+        assert 0 < int(ran[step].sum()) < 0.7 * int((whole.weights[step] > 0).sum())
+    torch.testing.assert_close(part.weights[1].sum(), whole.weights[1].sum())  # step 2 loses the ends of answers
+    torch.testing.assert_close(part.estimates[ran], whole.estimates[ran], atol=1e-5, rtol=1e-4)
+
+
 def test_schedule() -> None:
     factors = [cosine_factor(step, 4, step / 20, 0.1) for step in range(21)]
     assert factors[0] == pytest.approx(0.2)
@@ -265,6 +284,8 @@ def test_bad_options_are_named(toys: Path) -> None:
         make(toys, unroll_steps=8)
     with pytest.raises(DataError, match="noise"):
         make(toys, noise=-1.0)
+    with pytest.raises(DataError, match="chain_share=0"):
+        make(toys, chain_share=0.0)
     with pytest.raises(DataError, match="adamw, muon"):
         make(toys, optimizer="sgd")
 

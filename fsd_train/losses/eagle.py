@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, feature_distance, weighted_mean
-from fsd_train.losses.rows import blocks, check_chunk_size
+from fsd_train.losses.rows import blocks, check_chunk_size, supervised_rows, within
 
 # Tensors of a block's size that are alive at the peak: p, logits, q, and what a soft cap's gradient makes of them.
 LIVE = 5
@@ -23,23 +23,27 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         steps, rows, width = estimates.shape
-        losses = torch.empty(steps, rows, dtype=torch.float32, device=estimates.device)
-        agree = torch.empty(steps, rows, dtype=torch.bool, device=estimates.device)
-        grad = torch.empty_like(estimates) if ctx.needs_input_grad[0] else None
-        for piece in blocks(rows, chunk_size, LIVE):
+        losses = torch.zeros(steps, rows, dtype=torch.float32, device=estimates.device)
+        agree = torch.zeros(steps, rows, dtype=torch.bool, device=estimates.device)
+        grad = torch.zeros_like(estimates) if ctx.needs_input_grad[0] else None
+        pieces = blocks(rows, chunk_size, LIVE)
+        for piece, numbers in zip(pieces, supervised_rows(weights, pieces), strict=True):
             p = head(features[piece])  # [n, Vd]
             best = p.argmax(-1)
             p = p.softmax(-1)
-            for step in range(steps):
-                logits = head(estimates[step, piece])
+            for step, block in enumerate(numbers):
+                inside = within(piece, block)
+                logits = head(estimates[step, block])
                 log_q = logits.log_softmax(-1)
-                agree[step, piece] = log_q.argmax(-1) == best
-                losses[step, piece] = -torch.linalg.vecdot(p, log_q)
+                agree[step, block] = log_q.argmax(-1) == best[inside]
+                losses[step, block] = -torch.linalg.vecdot(p[inside], log_q)
                 if grad is not None:
-                    slope = log_q.exp_().sub_(p)
-                    grad[step, piece] = head.grad_hidden(logits, slope).to(grad.dtype)
+                    slope = log_q.exp_().sub_(p[inside])
+                    grad[step, block] = head.grad_hidden(logits, slope).to(grad.dtype)
                     del slope
                 del logits, log_q  # or they live on beside the next step's
             del p
@@ -48,13 +52,13 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return losses, agree
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return (grads[0][..., None] * grad).to(grad.dtype), None, None, None
+        return (grads[0][..., None] * grad).to(grad.dtype), None, None, None, None
 
 
 def soft_cross_entropy(
-    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int = 1024
+    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int = 1024, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """−Σ_v p(v) log q(v) in nats, p and q being softmaxes over the draft vocabulary (p renormalised within it).
 
@@ -64,12 +68,15 @@ def soft_cross_entropy(
         head: LM head rows of the draft vocabulary.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: the peak stays below
             1.3·4·chunk_size·Vd bytes (chunk_size ≥ 5).
+        weights: [S, N], rows with 0 are left out: their loss is 0; None for all rows.
 
     Returns:
         (loss [S, N] fp32, agreement [S, N] bool: the two most likely tokens are the same)
     """
+    if weights is None:
+        weights = torch.ones(estimates.shape[:2], device=estimates.device)
     with torch.autocast(estimates.device.type, enabled=False):
-        losses, agree = _SoftCrossEntropy.apply(estimates, features, head, chunk_size)
+        losses, agree = _SoftCrossEntropy.apply(estimates, features, head, chunk_size, weights)
     return losses, agree
 
 
@@ -95,7 +102,7 @@ class EagleLoss:
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        entropy, agree = soft_cross_entropy(batch.estimates, batch.features, batch.head, self.chunk_size)
+        entropy, agree = soft_cross_entropy(batch.estimates, batch.features, batch.head, self.chunk_size, batch.weights)
         ce = weighted_mean(entropy, batch.weights)
         feature = weighted_mean(feature_distance(batch), batch.weights)
         loss = self.w_feature * feature + self.w_ce * ce

@@ -8,7 +8,7 @@ on the [R, S, N] values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,33 @@ def check_chunk_size(chunk_size: int) -> None:
         raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
 
 
-def blocks(rows: int, chunk_size: int, live: int = LIVE) -> Iterator[slice]:
+def blocks(rows: int, chunk_size: int, live: int = LIVE) -> list[slice]:
     """Slices of ``rows`` so short that ``live`` tensors of a block's size hold no more than ``chunk_size`` rows."""
     size = max(1, chunk_size // live)
-    return (slice(start, start + size) for start in range(0, rows, size))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def supervised_rows(weights: Tensor, pieces: Sequence[slice]) -> list[list[slice | Tensor]]:
+    """Which rows count: [block][step], the block's slice where all of its rows do, else their numbers [n].
+
+    Args:
+        weights: [S, N], 0 where a row does not count.
+        pieces: of :func:`blocks`.
+    """
+    counted = weights > 0
+    every = torch.stack([counted[:, piece].all(1) for piece in pieces]).tolist() if pieces else []  # one transfer
+    return [
+        [
+            piece if whole else piece.start + counted[step, piece].nonzero().squeeze(1)
+            for step, whole in enumerate(wholes)
+        ]
+        for piece, wholes in zip(pieces, every, strict=True)
+    ]
+
+
+def within(piece: slice, rows: slice | Tensor) -> slice | Tensor:
+    """The same rows counted from the block's first."""
+    return slice(None) if isinstance(rows, slice) else rows - piece.start
 
 
 def _gradient(values: Tensor, logits: Tensor, coefficient: Tensor, head: LMHead) -> Tensor:
@@ -55,54 +78,58 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, rows: RowFunction, count: int, chunk_size: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, rows: RowFunction, count: int, chunk_size: int,
+        weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         steps, length, _ = estimates.shape
-        values = torch.empty(count, steps, length, dtype=torch.float32, device=estimates.device)
-        agree = torch.empty(steps, length, dtype=torch.bool, device=estimates.device)
+        values = torch.zeros(count, steps, length, dtype=torch.float32, device=estimates.device)
+        agree = torch.zeros(steps, length, dtype=torch.bool, device=estimates.device)
         wanted = ctx.needs_input_grad[0]
-        grad = torch.empty_like(estimates) if wanted and count == 1 else None
-        for block in blocks(length, chunk_size):
-            log_p = head(features[block]).log_softmax(-1)
+        grad = torch.zeros_like(estimates) if wanted and count == 1 else None
+        pieces = blocks(length, chunk_size)
+        counted = supervised_rows(weights, pieces)
+        for piece, numbers in zip(pieces, counted, strict=True):
+            log_p = head(features[piece]).log_softmax(-1)
             best = log_p.argmax(-1)
-            for step in range(steps):
+            for step, block in enumerate(numbers):
+                inside = within(piece, block)
                 logits = head(estimates[step, block]).requires_grad_(grad is not None)
-                agree[step, block] = logits.detach().argmax(-1) == best
+                agree[step, block] = logits.detach().argmax(-1) == best[inside]
                 with torch.set_grad_enabled(grad is not None):
-                    found = rows(log_p, logits.log_softmax(-1))
+                    found = rows(log_p[inside], logits.log_softmax(-1))
                 values[:, step, block] = found.detach()
                 if grad is not None:
                     grad[step, block] = _gradient(found, logits, torch.ones_like(found), head).to(grad.dtype)
                 del found, logits  # or they live on beside the next step's
-        ctx.settings = head, rows, chunk_size
+        ctx.settings = head, rows, pieces, counted
         ctx.save_for_backward(*([grad] if grad is not None else [estimates, features] if wanted else []))
         ctx.mark_non_differentiable(agree)
         return values, agree
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         coefficients = grads[0]
         if len(ctx.saved_tensors) == 1:
             (unit,) = ctx.saved_tensors
-            return (coefficients[0, ..., None] * unit).to(unit.dtype), None, None, None, None, None
+            return (coefficients[0, ..., None] * unit).to(unit.dtype), None, None, None, None, None, None
         estimates, features = ctx.saved_tensors
-        head, rows, chunk_size = ctx.settings
-        grad = torch.empty_like(estimates)
+        head, rows, pieces, counted = ctx.settings
+        grad = torch.zeros_like(estimates)
         with torch.autocast(estimates.device.type, enabled=False):
-            for block in blocks(estimates.shape[1], chunk_size):
-                log_p = head(features[block]).log_softmax(-1)
-                for step in range(estimates.shape[0]):
+            for piece, numbers in zip(pieces, counted, strict=True):
+                log_p = head(features[piece]).log_softmax(-1)
+                for step, block in enumerate(numbers):
                     logits = head(estimates[step, block]).requires_grad_()
                     with torch.enable_grad():
-                        found = rows(log_p, logits.log_softmax(-1))
+                        found = rows(log_p[within(piece, block)], logits.log_softmax(-1))
                     grad[step, block] = _gradient(found, logits, coefficients[:, step, block], head).to(grad.dtype)
                     del found, logits
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def chunked_rows(rows: RowFunction, batch: DraftBatch, chunk_size: int, count: int = 1) -> tuple[Tensor, Tensor]:
-    """A row function at every row and step of a batch.
+    """A row function at every row and step of a batch whose weight is not 0.
 
     Args:
         rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
@@ -112,10 +139,14 @@ def chunked_rows(rows: RowFunction, batch: DraftBatch, chunk_size: int, count: i
         count: R.
 
     Returns:
-        (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token)
+        (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token); 0 and
+        False where the weight is 0
     """
+    weights = batch.weights.repeat(len(batch.estimates) // len(batch.weights), 1)
     with torch.autocast(batch.estimates.device.type, enabled=False):
-        values, agree = _ChunkedRows.apply(batch.estimates, batch.features, batch.head, rows, count, chunk_size)
+        values, agree = _ChunkedRows.apply(
+            batch.estimates, batch.features, batch.head, rows, count, chunk_size, weights
+        )
     return values, agree
 
 
