@@ -38,12 +38,12 @@ from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import Exact
+from fsd_infer.rules import Exact, Verification
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, visible_slots
 
 AUTO = "auto"
-VERSION = 1  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 2  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 
@@ -62,6 +62,7 @@ SIZES = {
 }
 CONTEXT = 128  # tokens that measured forwards attend to
 SECONDS = 1.5  # of repeated measurements, after one pass over all of them
+PASSES = 3  # at least
 
 TEXTS = (
     "Explain in two sentences why the sky is blue.",
@@ -192,17 +193,14 @@ def measure(
     """(costs, large trees met while decoding the prompts, drafts accepted / drafts expected)."""
     sizes = SIZES.get(target.device.type, SIZES["cuda"])
     recorder = _Recorder(drafter.reshaped(TreeShape(max(DEPTHS), max(sizes.widths), max(sizes.nodes))))
-    accepted, seconds, nodes = 0, 0.0, 0
+    accepted = 0
     for prompt in prompts:
         stats = decode(target, recorder, Exact(), Request([list(prompt)], new_tokens)).stats
         accepted += sum(row.new_tokens - 1 - row.target_forwards for row in stats.rows)  # 1: the prefill's
-        seconds += stats.phases.get("rule", 0.0)
-        nodes += stats.target_forwards * recorder.max_nodes
     expected = sum(sum(math.exp(score) for score in context.scores[1:]) for context in recorder.contexts)
     # no round at all, or none accepted: nothing speaks for any tree, but a division must stay possible
     correction = max(accepted / expected, 0.01) if expected else 1.0
-    costs = _costs(drafter, target, sizes, per_node=seconds / nodes if nodes else 0.0)
-    return costs, recorder.contexts, correction
+    return _costs(drafter, target, sizes), recorder.contexts, correction
 
 
 class _Recorder(Drafter):
@@ -243,7 +241,7 @@ class _RecorderSession(DraftSession):
         self.session.select(rows)
 
 
-def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes, per_node: float) -> Costs:
+def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     """Minima of interleaved repetitions, so that what else the machine does counts little."""
     limit = (target.max_positions or 2 * CONTEXT) - 1
     counts = [n for n in sizes.nodes if 2 * n < limit]
@@ -257,8 +255,9 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes, per_node: float)
     for task in tasks.values():  # first calls allocate
         task()
     best = dict.fromkeys(tasks, math.inf)
-    start = time.perf_counter()
-    while math.isinf(best["extend", 0, 0]) or time.perf_counter() - start < SECONDS:
+    start, passes = time.perf_counter(), 0
+    while passes < PASSES or time.perf_counter() - start < SECONDS:
+        passes += 1
         for key, task in tasks.items():
             best[key] = min(best[key], _seconds(task, target.device))
     level = {w: max(best["draft", w, 5] - best["draft", w, 2], 0.0) / 3 for w in widths}
@@ -266,12 +265,12 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes, per_node: float)
     # a larger forward is not really faster: noise must not make it look so
     forward: dict[int, float] = {}
     for n in counts:
-        forward[n] = max(best["verify", n, 0] + n * per_node, *forward.values(), 0.0)
+        forward[n] = max(best["verify", n, 0], *forward.values(), 0.0)
     return Costs(forward, level, fixed)
 
 
 def _verifier(target: Target, context: int, largest: int) -> tuple[Callable[[int], Any], Tensor]:
-    """A function that runs the target over n nodes behind a context, and the context's features [1, C, F]."""
+    """A function that runs target and exact rule over n nodes behind a context, and its features [1, C, F]."""
     device = target.device
     cache = target.new_cache(1, context + largest)
     slots = torch.arange(context + largest, device=device)[None]
@@ -283,12 +282,12 @@ def _verifier(target: Target, context: int, largest: int) -> tuple[Callable[[int
 
     def verify(nodes: int) -> Any:
         own = slots[:, context : context + nodes]
-        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+        q_logits = torch.zeros(1, nodes - 1, 1, device=device)
+        chain = DraftTree.chain(tokens[:, :nodes], q_logits)
+        visible = visible_slots(length, chain.ancestors)
         cache.aim(own, context, context + nodes)
-        logits, _ = target.forward(
-            tokens[:, :nodes], own, visible_slots(length, chain), slots[:, : context + nodes], cache
-        )
-        return logits.float()
+        logits, _ = target.forward(chain.tokens, own, visible, slots[:, : context + nodes], cache)
+        return Exact()(Verification(chain, logits, logits, greedy=True))
 
     return verify, features
 
@@ -321,6 +320,11 @@ def _extend(drafter: EagleDrafter, features: Tensor, tokens: int = 3) -> Callabl
 
 
 def _seconds(task: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call; on a CPU those that this thread was running, whatever else the machine does meanwhile."""
+    if device.type == "cpu" and os.name != "nt":  # where the clock ticks in 16 ms
+        start = time.thread_time()
+        task()
+        return time.thread_time() - start
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

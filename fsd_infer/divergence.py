@@ -280,9 +280,22 @@ def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tens
         )
     p_logits = p_logits if p_logits.dtype == torch.float64 else p_logits.float()
     q_logits = q_logits if q_logits.dtype == torch.float64 else q_logits.float()
+    log_q = F.pad(q_logits.log_softmax(-1), (0, 1), value=-math.inf)
+    if not (torch.is_grad_enabled() and p_logits.requires_grad):
+        return _reduced_without_gradient(p_logits, draft_ids), log_q
     inside = p_logits.index_select(-1, draft_ids)
     outside = p_logits.index_fill(-1, draft_ids, ZERO).clamp_min(ZERO).logsumexp(-1, keepdim=True)
     outside = outside.masked_fill(outside <= ZERO, -math.inf)  # no gradient there, and no inf - inf in it
-    log_p = torch.cat([inside, outside], dim=-1).log_softmax(-1)
-    log_q = F.pad(q_logits.log_softmax(-1), (0, 1), value=-math.inf)
-    return log_p, log_q
+    return torch.cat([inside, outside], dim=-1).log_softmax(-1), log_q
+
+
+def _reduced_without_gradient(p_logits: Tensor, draft_ids: Tensor) -> Tensor:
+    """log p [..., Vd + 1], lump last, in few passes over V: a decoder makes it several times per round.
+
+    In the lump a token of probability below the smallest float (1e-45 in fp32) counts as 0.
+    """
+    p = p_logits.softmax(-1)
+    total = p_logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()  # ln sum exp(logits)
+    inside = p_logits.index_select(-1, draft_ids).sub_(total)
+    lump = p.index_fill_(-1, draft_ids, 0.0).sum(-1, keepdim=True).log_()
+    return torch.cat([inside, lump], dim=-1)

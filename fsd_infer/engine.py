@@ -157,7 +157,7 @@ class _Batch:
         return tree
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """One target forward over all nodes: logits [B, N, V] fp32, features [B, N, H]."""
+        """One target forward over all nodes: logits [B, N, V] in its own dtype, features [B, N, H]."""
         slots = self.lengths[:, None] + torch.arange(tree.tokens.shape[1], device=self.device)
         positions = self.lengths[:, None] + tree.depths
         visible = visible_slots(self.lengths, tree.ancestors)
@@ -168,7 +168,6 @@ class _Batch:
             positions = positions.clamp_max(limit - 1)
         self.cache.aim(slots, int(self.lengths[0]) if len(self.rows) == 1 else None, visible.shape[-1])
         logits, features = self.target.forward(tree.tokens, positions, visible, slot_positions, self.cache)
-        logits = logits.float()
         self.clock.lap("target")
         return logits, features
 
@@ -226,17 +225,19 @@ class _Batch:
         return features
 
     def _last_logits(self, features: Tensor, ends: Tensor) -> Tensor:
-        """[B, 1, V] fp32 logits at each prompt's last token."""
+        """[B, 1, V] logits at each prompt's last token."""
         if int(self.lengths.min()) == features.shape[1]:
-            return self._chunk_logits.float()
+            return self._chunk_logits
         # Prompts of different lengths: the model computed logits at the end of the longest only.
         self.target.check_lm_head()
         last = features.gather(1, ends[..., None].expand(-1, 1, features.shape[-1]))
-        return self.target.lm_logits(self.target.features_of(last)).float()
+        return self.target.lm_logits(self.target.features_of(last))
 
     def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
         texts = [self._text(row)[:-1] for row in self.rows] if self.processors.contextual else []
         processors = self.processors
+        if processors:  # in fp32, as in generate; rules convert what they look at
+            logits = logits.float()
         return self.rule(
             Verification(
                 tree=tree,
@@ -324,4 +325,4 @@ def _room(target: Target, longest_prompt: int, max_new_tokens: int) -> int:
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:
     """The target's raw log-probability of each emitted token, [B][D+1]."""
     at_path = logits.gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1]))
-    return at_path.log_softmax(-1).gather(2, verdict.tokens[..., None])[..., 0].tolist()
+    return at_path.float().log_softmax(-1).gather(2, verdict.tokens[..., None])[..., 0].tolist()

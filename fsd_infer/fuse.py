@@ -4,7 +4,7 @@ A forward over a few tokens consists of many small operations, and starting them
 :func:`fuse_layers` replaces, on the instance, the forwards of norms, gated MLPs and attentions whose computation is
 known; a module of any other kind keeps its own, so every family works and the usual ones gain:
 
-* RMS norm: one call instead of six;
+* RMS norm: a layer norm, which CPUs compute in one pass, of [x, -x] instead of eight passes;
 * gated MLP: gate and up projection are one matrix product;
 * attention: queries, keys and values come from one matrix product, rotary angles are applied to queries and keys at
   once, and keys and values are not copied for every query head that shares them: the heads of a group are laid side by
@@ -72,13 +72,19 @@ def _is_known(module: Any, families: tuple[str, ...], kind: str) -> bool:
 
 
 class FusedNorm(Replacement):
-    """x / sqrt(mean(x²) + ε) · w over the last dimension."""
+    """x / sqrt(mean(x²) + ε) · w over the last dimension.
+
+    It is the first half of the layer norm of [x, -x], which has mean 0 and variance mean(x²). torch has a single
+    kernel for layer norm on a CPU, while its RMS norm there is made of eight operations.
+    """
 
     def __init__(self, norm: Any) -> None:
-        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+        weight = norm.weight.detach()
+        self.epsilon, self.size, self.weight = norm.variance_epsilon, weight.shape[0], torch.cat((weight, weight))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        pair = torch.layer_norm(torch.cat((x, -x), -1), self.weight.shape, self.weight, None, self.epsilon)
+        return pair[..., : self.size].contiguous()
 
 
 class FusedMLP(Replacement):

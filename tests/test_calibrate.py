@@ -11,7 +11,8 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape, calibrate
 from fsd_infer.calibrate import Candidates, Costs, best_shape, calibration_prompts, measure, tune
 from fsd_infer.checkpoint import save_head
-from fsd_infer.cli import main, parse_tree
+from fsd_infer.cli import main
+from fsd_infer.commands import parse_tree
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.head import EagleConfig, EagleHead
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts

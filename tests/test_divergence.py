@@ -305,6 +305,19 @@ def test_gradients_through_the_reduced_vocabulary(name: str) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+def test_reduction_with_and_without_gradient_agree() -> None:
+    generator = torch.Generator().manual_seed(10)
+    draft_ids = torch.tensor([3, 4, 17, 40])
+    p, q = torch.randn(5, 60, generator=generator) * 8, torch.randn(5, 4, generator=generator)
+    p[0, 7], p[1, 4], p[2, draft_ids] = -INF, -INF, -200.0
+    rest = [i for i in range(60) if i not in draft_ids.tolist()]
+    p[3, rest], p[4, rest] = -INF, p[4, draft_ids].max() - 60.0
+    for plain, differentiable in zip(
+        reduced(p, q, draft_ids), reduced(p.clone().requires_grad_(), q, draft_ids), strict=True
+    ):
+        torch.testing.assert_close(plain, differentiable.detach())
+
+
 def test_bad_input() -> None:
     with pytest.raises(UnknownNameError, match="unknown divergence 'jss'.*Did you mean 'js'"):
         divergence("jss")

@@ -26,7 +26,7 @@ from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_pro
 from tests.rules_toy import LENGTH, REFERENCE_DIVERGENCES, Enumeration, Toy, V, simulate
 from tests.test_lookup import check_tree, circling_model, contexts_in, take
 from tests.test_rules_laws import ALARM, ROWS, p_value
-from tests.test_rules_tree import tree_round
+from tests.tree_rounds import tree_round
 
 Path_ = tuple[int, ...]
 

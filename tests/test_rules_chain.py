@@ -13,7 +13,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Source, Verification, parse_rule
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree
-from tests.test_rules_tree import assert_same, one_row
+from tests.tree_rounds import assert_same, one_row
 
 INF = math.inf
 SPECS = [

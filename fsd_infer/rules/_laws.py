@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
-from fsd_infer.rules._walk import Contexts, Decision, draw, walk
+from fsd_infer.rules._contexts import Contexts, Decision, draw
+from fsd_infer.rules._walk import walk
 from fsd_infer.rules.base import Rule, Verdict, Verification
 
 
@@ -154,20 +155,22 @@ class GatedRule(Rule):
     def closed_law(self, at: Contexts) -> Tensor:
         return exact_law(at)
 
-    def decide(self, at: Contexts, left: Tensor) -> Decision:
-        """Decisions at R contexts that may still spend ``left`` [R] nats each."""
-        decision = Decision.closed(self.closed_law(at))
+    def decide(self, at: Contexts) -> Decision:
+        """Decisions at R contexts."""
+        closed = self.closed_law(at)
         index = self.gate(at).nonzero().squeeze(-1)
         if index.shape[0] == 0:
-            return decision
-        closed = decision.tokens[index]
-        law = self.open_law(at.select(index), closed)
-        opens = law.possible & (law.cost <= left[index])
+            return Decision.without_gate(closed)
+        law = self.open_law(at.select(index), closed[index])
+        if index.shape[0] == closed.shape[0]:
+            return Decision(closed, law.tokens, law.possible, law.forced, law.cost)
+        rest = Decision.without_gate(closed)
         return Decision(
-            tokens=decision.tokens.index_copy(0, index, torch.where(opens, law.tokens, closed)),
-            open=decision.open.index_copy(0, index, opens),
-            forced=decision.forced.index_copy(0, index, opens & law.forced),
-            cost=decision.cost.index_copy(0, index, law.cost.masked_fill(~opens, 0.0)),
+            closed=closed,
+            opened=closed.index_copy(0, index, law.tokens),
+            opens=rest.opens.index_copy(0, index, law.possible),
+            forced=rest.forced.index_copy(0, index, law.forced),
+            cost=rest.cost.index_copy(0, index, law.cost),
         )
 
     def __call__(self, round: Verification) -> Verdict:

@@ -30,7 +30,7 @@ class Verification:
 
     Attributes:
         tree: the drafts.
-        logits: [B, N, V] the target's raw logits at every node, fp32.
+        logits: [B, N, V] the target's raw logits at every node, in any floating-point type; rules compute in fp32.
         scores: [B, N, V] the same after the request's logits processors, temperature included
             (the same tensor as ``logits`` where there are none).
         greedy: temperature 0: every draw is an argmax.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fsd_infer.rules._contexts import Contexts
 from fsd_infer.rules._laws import GatedRule, OpenLaw, check_number, draft_law
-from fsd_infer.rules._walk import Contexts
 from fsd_infer.rules.base import RULES
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from fsd_infer.rules._contexts import Contexts, Decision
 from fsd_infer.rules._laws import exact_law
-from fsd_infer.rules._walk import Contexts, Decision, walk
+from fsd_infer.rules._walk import walk
 from fsd_infer.rules.base import RULES, Rule, Verdict, Verification
 
 
@@ -18,11 +17,11 @@ class Exact(Rule):
 
     name = "exact"
 
-    def decide(self, at: Contexts, left: Tensor) -> Decision:
-        return Decision.closed(exact_law(at))
+    def decide(self, at: Contexts) -> Decision:
+        return Decision.without_gate(exact_law(at))
 
     def __call__(self, round: Verification) -> Verdict:
-        return walk(round, self.decide)
+        return walk(round, self.decide, gated=False)
 
     def describe(self) -> dict[str, object]:
         return {"rule": self.name}

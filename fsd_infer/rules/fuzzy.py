@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
+from fsd_infer.rules._contexts import Contexts
 from fsd_infer.rules._laws import (
     GatedRule,
     OpenLaw,
@@ -20,7 +21,6 @@ from fsd_infer.rules._laws import (
     draft_law,
     strict_closed_law,
 )
-from fsd_infer.rules._walk import Contexts
 from fsd_infer.rules.base import RULES
 
 

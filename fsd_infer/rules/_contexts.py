@@ -1,0 +1,217 @@
+"""What a rule sees of a round: draws, the evidence of both models, and the contexts where it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fsd_infer.divergence import expand_draft
+from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_infer.rules.base import Verification
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index per row by inverse CDF: weights [R, M] >= 0 (any positive total), uniforms [R] in [0, 1) -> [R].
+
+    The index is the first whose cumulative weight exceeds the uniform's share of the total, so an index of weight 0 is
+    never returned. fp64, where the device has it, keeps the sum over a large vocabulary exact enough.
+    """
+    cdf = weights.cumsum(-1, dtype=_wide(weights.device))
+    total = cdf[:, -1]
+    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
+
+
+class Evidence:
+    """A round's evidence, checked, with what several contexts share."""
+
+    def __init__(self, round: Verification) -> None:
+        self.round = round
+        self.tree = round.tree
+        self.greedy = round.greedy
+        self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
+        if round.uniforms is None and not round.greedy:
+            raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
+        self.highest = self._check_finite()
+        if self.sampled and bool((self.is_child.sum(-1) > 1).any()):
+            raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
+
+    @cached_property
+    def is_child(self) -> Tensor:
+        """[B, N, N] bool; is node j a child of node i."""
+        parents = self.tree.parents
+        index = torch.arange(parents.shape[1], device=parents.device)
+        return (parents[:, None, :] == index[:, None]) & (index > 0)
+
+    @cached_property
+    def draft_scores(self) -> Tensor:
+        """[B, I, V] processed drafter logits."""
+        if self.tree.q_scores is not None:
+            return self.tree.q_scores
+        if self.round.process_draft is not None:
+            return self.round.process_draft(self.tree)
+        return expand_draft(self.tree.q_logits, self.tree.draft_ids, self.round.logits.shape[-1])
+
+    @cached_property
+    def child_scores(self) -> Tensor:
+        """[B, N] the target's processed score of each node's token at its parent."""
+        tree = self.tree
+        rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
+        return self.round.scores[rows, tree.parents, tree.tokens]
+
+    def _check_finite(self) -> Tensor:
+        """Refuse what is no distribution; returns the largest processed score at each node, [B, N]."""
+
+        def refuse(bad: Tensor, who: str, mend: str) -> None:
+            if bool(bad.any()):
+                row = int(bad.nonzero()[0, 0])
+                raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {mend}")
+
+        round, tree = self.round, self.tree
+        advice = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+        highest = round.logits.amax(-1)  # amax keeps NaN
+        refuse(~highest.isfinite(), "the target's logits", advice)
+        if round.scores is not round.logits:
+            highest = round.scores.amax(-1)
+            refuse(~highest.isfinite(), "the target's processed logits", "Check the request's logits processors.")
+        if tree.q_logits.shape[1]:
+            broken = ~tree.q_logits.amax(-1).isfinite()
+            refuse(broken.gather(1, tree.q_index.clamp_min(0)) & (tree.q_index >= 0), "the drafter's logits", advice)
+        return highest
+
+
+class Contexts:
+    """R contexts at which a rule decides: row ``rows[r]`` of the batch at node ``nodes[r]`` of its tree."""
+
+    def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
+        self.evidence = evidence
+        self.greedy = evidence.greedy
+        self.sampled = evidence.sampled
+        self.rows, self.nodes = rows, nodes
+        self._whole = whole  # all nodes of all rows in order: views instead of copies
+
+    def select(self, index: Tensor) -> Contexts:
+        """The contexts ``index`` [S] of these."""
+        count = index.shape[0]
+        if count == self.rows.shape[0]:
+            return self
+        made = Contexts(self.evidence, self.rows[index], self.nodes[index])
+        if "logits" in vars(self) and index.device.type == "cpu" and int(index[-1]) == count - 1:
+            made.logits = self.logits[:count]  # the first ones: no copy
+        return made
+
+    def _at(self, values: Tensor) -> Tensor:
+        """[B, N, ...] -> [R, ...]"""
+        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+
+    def _draft_at(self, values: Tensor) -> Tensor:
+        """[B, I, ...] -> [R, ...], only to be read where ``has_q``."""
+        return values[self.rows, self._q_index.clamp_min(0)]
+
+    @cached_property
+    def _q_index(self) -> Tensor:
+        return self._at(self.evidence.tree.q_index)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[R, V] the target's raw logits."""
+        return self._at(self.evidence.round.logits).float()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[R, V] the target's processed scores."""
+        round = self.evidence.round
+        return self.logits if round.scores is round.logits else self._at(round.scores).float()
+
+    @cached_property
+    def p(self) -> Tensor:
+        """[R, V] the processed target distribution."""
+        return self.scores.softmax(-1)
+
+    @cached_property
+    def q_logits(self) -> Tensor:
+        """[R, Vd] the drafter's raw logits."""
+        return self._draft_at(self.evidence.tree.q_logits).float()
+
+    @cached_property
+    def q_scores(self) -> Tensor:
+        """[R, V] the drafter's processed scores."""
+        return self._draft_at(self.evidence.draft_scores).float()
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[R, V] the processed drafter distribution."""
+        return self.q_scores.softmax(-1)
+
+    @cached_property
+    def children(self) -> Tensor:
+        """[R, N] bool."""
+        return self._at(self.evidence.is_child)
+
+    @cached_property
+    def has_children(self) -> Tensor:
+        """[R] bool."""
+        return self.children.any(-1)
+
+    @cached_property
+    def has_q(self) -> Tensor:
+        """[R] bool; are there children and is the distribution that proposed them known."""
+        return self.has_children & (self._q_index >= 0)
+
+    @cached_property
+    def draft_tokens(self) -> Tensor:
+        """[R, N] the tokens of all nodes of each context's row."""
+        return self.evidence.tree.tokens[self.rows]
+
+    @cached_property
+    def only_child(self) -> Tensor:
+        """[R] token of the (first) child, only to be read where ``has_children``."""
+        first = self.children.int().argmax(-1, keepdim=True)
+        return self.draft_tokens.gather(1, first).squeeze(-1)
+
+    def among_children(self, tokens: Tensor) -> Tensor:
+        """[R] tokens -> [R, N] bool; the child that carries the token."""
+        return self.children & (self.draft_tokens == tokens[:, None])
+
+    def at_tokens(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """[R, V], [R] -> [R]"""
+        return values.gather(1, tokens[:, None]).squeeze(-1)
+
+    def uniform(self, column: int) -> Tensor:
+        """[R] one column of the uniforms."""
+        uniforms = self.evidence.round.uniforms
+        if uniforms is None:
+            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
+        return self._at(uniforms[..., column])
+
+
+@dataclass
+class Decision:
+    """What a rule would do at R contexts; whether a gate may open, the walk decides by the budget.
+
+    Attributes:
+        closed: [R] the emitted tokens if the gates stay closed.
+        opened: [R] the emitted tokens if they open.
+        opens: [R] bool; the gate wants to open, and there is a law to emit from.
+        forced: [R] bool; the exact rule would not have let ``opened`` through.
+        cost: [R] nats that opening costs: KL of the law of ``opened`` from the processed target.
+    """
+
+    closed: Tensor
+    opened: Tensor
+    opens: Tensor
+    forced: Tensor
+    cost: Tensor
+
+    @classmethod
+    def without_gate(cls, tokens: Tensor) -> Decision:
+        """Tokens whose law is the target's."""
+        no = torch.zeros_like(tokens, dtype=torch.bool)
+        return cls(tokens, tokens, no, no, torch.zeros(tokens.shape, device=tokens.device))

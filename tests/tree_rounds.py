@@ -1,0 +1,110 @@
+"""Random rounds on deterministic trees for the tests of rules, and comparisons of verdicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from fsd_infer.rules import (
+    Verdict,
+    Verification,
+)
+from fsd_infer.tree import DraftTree, ancestors_of
+
+INF = math.inf
+SPECS = [
+    "exact",
+    "fuzzy:js:0.1",
+    "fuzzy:top_k_js:3:0.1",
+    "fuzzy:tv:inf",
+    "fuzzy:kl:0.2:gate=processed",
+    "fuzzy-strict:js:0.1",
+    "random:0.5",
+    "draft-only",
+    "fuzzy:js:0.3:budget=0.4",
+    "draft-only:budget=0.5",
+]
+
+
+def tree_round(
+    seed: int,
+    batch: int = 6,
+    nodes: int = 9,
+    vocab: int = 12,
+    greedy: bool = False,
+    reduced: bool = False,
+    mask: bool = False,
+    **fields: object,
+) -> Verification:
+    """Random trees of random shapes; children are the drafter's most likely tokens, as far as there are any."""
+    generator = torch.Generator().manual_seed(seed)
+    draft_ids = torch.arange(0, vocab, 2) if reduced else None
+    parents = torch.zeros(batch, nodes, dtype=torch.long)
+    logits = torch.randn(batch, nodes, vocab, generator=generator) * 2
+    full = logits + torch.randn(batch, nodes, vocab, generator=generator) * 0.8
+    if draft_ids is not None:
+        outside = torch.ones(vocab, dtype=torch.bool)
+        outside[draft_ids] = False
+        full[..., outside] = -INF
+    tokens = torch.zeros(batch, nodes, dtype=torch.long)
+    taken = torch.zeros(batch, nodes, dtype=torch.long)
+    for row in range(batch):
+        for node in range(1, nodes):
+            parent = int(torch.randint(0, node, (1,), generator=generator))
+            while taken[row, parent] == 4:
+                parent = int(torch.randint(0, node, (1,), generator=generator))
+            parents[row, node] = parent
+            tokens[row, node] = full[row, parent].argsort(descending=True)[taken[row, parent]]
+            taken[row, parent] += 1
+    inner = taken > 0
+    q_index = torch.where(inner, inner.cumsum(-1) - 1, -1)
+    q = full if draft_ids is None else full[..., draft_ids]
+    q_logits = torch.full((batch, int(inner.sum(-1).max()), q.shape[-1]), math.nan)  # unused rows are never read
+    row_index, node_index = inner.nonzero(as_tuple=True)
+    q_logits[row_index, q_index[row_index, node_index]] = q[row_index, node_index]
+    ancestors = ancestors_of(parents)
+    tree = DraftTree(tokens, parents, ancestors.sum(-1) - 1, ancestors, q_logits, q_index, draft_ids)
+    scores = logits
+    if mask:
+        kth = logits.topk(vocab // 2, dim=-1).values[..., -1:]
+        scores = (logits / 0.7).masked_fill(logits < kth, -INF)
+    uniforms = torch.rand(batch, nodes, 3, generator=generator)
+    return replace(Verification(tree, logits, scores, greedy, uniforms), **fields)  # type: ignore[arg-type]
+
+
+def one_row(round: Verification, row: int) -> Verification:
+    tree = round.tree
+    part = slice(row, row + 1)
+    return Verification(
+        tree=DraftTree(
+            tree.tokens[part],
+            tree.parents[part],
+            tree.depths[part],
+            tree.ancestors[part],
+            tree.q_logits[part],
+            tree.q_index[part],
+            tree.draft_ids,
+            None if tree.q_scores is None else tree.q_scores[part],
+        ),
+        logits=round.logits[part],
+        scores=round.logits[part] if round.scores is round.logits else round.scores[part],
+        greedy=round.greedy,
+        uniforms=None if round.uniforms is None else round.uniforms[part],
+        budget_left=None if round.budget_left is None else round.budget_left[part],
+    )
+
+
+def emitted(verdict: Verdict, row: int) -> list[int]:
+    return verdict.tokens[row, : int(verdict.accepted[row]) + 1].tolist()
+
+
+def assert_same(a: Verdict, b: Verdict) -> None:
+    for field in ("accepted", "tokens", "sources", "gate_open", "path"):
+        assert torch.equal(getattr(a, field), getattr(b, field)), field
+    torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
+
+
+def inner_of(round: Verification, row: int) -> set[int]:
+    return set(round.tree.parents[row, 1:].tolist())
