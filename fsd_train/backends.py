@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
-import json
-import random
 import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -20,7 +13,9 @@ import torch
 from transformers import GenerationConfig
 
 from fsd_infer.errors import FsdError
+from fsd_infer.openai_client import Server, ServerError
 from fsd_infer.prompts import Message
+from fsd_infer.token_ids import eos_ids, left_pad
 
 
 @dataclass(frozen=True)
@@ -87,14 +82,9 @@ class LocalBackend:
     @torch.inference_mode()
     def _batch(self, batch: Sequence[Job]) -> list[Answer]:
         device = self.model.device
-        width = max(len(job.prompt_ids) for job in batch)
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else min(self.eos_ids, default=0)
-        ids = torch.full((len(batch), width), pad, device=device)  # [B, M], prompts at the right
-        mask = torch.zeros_like(ids)
-        for row, job in enumerate(batch):
-            ids[row, width - len(job.prompt_ids) :] = torch.tensor(job.prompt_ids, device=device)
-            mask[row, width - len(job.prompt_ids) :] = 1
+        ids, mask = left_pad([job.prompt_ids for job in batch], pad, device)
         temperature = batch[0].temperature
         # every shaping of the distribution is switched off: the answers are to be the target's own
         config = GenerationConfig(
@@ -110,8 +100,8 @@ class LocalBackend:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(stable_seed(self.seed, *(job.id for job in batch)))
-            out = self.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-        return [self._finish(job, row) for job, row in zip(batch, out)]
+            out = self.model.generate(ids, attention_mask=mask, generation_config=config)
+        return [self._finish(job, row) for job, row in zip(batch, out[:, ids.shape[1] :].tolist())]
 
     def _finish(self, job: Job, tokens: list[int]) -> Answer:
         end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
@@ -120,40 +110,21 @@ class LocalBackend:
         return Answer(job, text, kept, "length" if end is None else "stop")
 
 
-@dataclass(frozen=True)
-class Server:
-    """The address that completions are asked from, and what opens it."""
-
-    url: str
-    opener: urllib.request.OpenerDirector
-
-    @classmethod
-    def at(cls, base: str) -> Server:
-        """The server at a base address. Raises FsdError if it is no http(s) address."""
-        base = base.rstrip("/")
-        host = urllib.parse.urlsplit(base).hostname
-        if not base.startswith(("http://", "https://")) or host is None:
-            raise FsdError(f"endpoint {base!r}: give an address such as http://127.0.0.1:8000/v1.")
-        # a proxy has no business between this machine and itself
-        proxies = [urllib.request.ProxyHandler({})] if host in ("127.0.0.1", "localhost", "::1") else []
-        url = (base if base.endswith("/v1") else base + "/v1") + "/completions"
-        return cls(url, urllib.request.build_opener(*proxies))
-
-
 class EndpointBackend:
     """OpenAI-compatible /v1/completions servers, asked with prompts as token ids.
 
     Args:
-        urls: the servers' base addresses, with or without /v1; each request goes to the least busy.
+        urls: the servers' addresses, with or without /v1; each request goes to the least busy.
         model: the name under which it serves the target.
         tokenizer: the target's, for the end token and for servers that return text only.
         max_new_tokens: limit per answer.
         seed: with the row's id, the seed of each request; None sends none (some servers cannot seed requests).
         concurrency: requests in flight at once.
         group: answers handed out together at most.
-        api_key: sent as bearer token if given.
-        attempts, timeout: tries per request, and seconds each may take.
-        pause: seconds before the second try; doubled for each further one, 30 at most.
+        api_key, attempts, timeout, pause: see :class:`fsd_infer.openai_client.Server`.
+
+    Raises:
+        FsdError: no address, or one that is none.
     """
 
     def __init__(
@@ -170,13 +141,15 @@ class EndpointBackend:
         timeout: float = 600.0,
         pause: float = 1.0,
     ) -> None:
-        self.servers = [Server.at(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        self.servers = [
+            Server(url, api_key=api_key, timeout=timeout, attempts=attempts, pause=pause, connections=concurrency)
+            for url in ([urls] if isinstance(urls, str) else urls)
+        ]
         if not self.servers:
             raise FsdError("no endpoint. Give an address such as http://127.0.0.1:8000/v1.")
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.concurrency, self.group = concurrency, group
-        self.api_key, self.attempts, self.timeout, self.pause = api_key, attempts, timeout, pause
         self.eos_ids = end_ids(tokenizer, None)
         self._in_flight = [0] * len(self.servers)
         self._lock = threading.Lock()
@@ -231,15 +204,22 @@ class EndpointBackend:
         }
         if job.temperature > 0 and self.seed is not None:
             body["seed"] = stable_seed(self.seed, job.id)
-        reply = self._post(server, body)
+        try:
+            reply = server.complete(body)
+        except ServerError as error:
+            if not error.may_pass:
+                raise
+            raise ServerError(
+                f"{error} Finished rows are kept: when the server is back, run the same command again.", error.status
+            ) from error
         try:
             choice = reply["choices"][0]
             text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
         except (KeyError, IndexError, TypeError) as error:
-            raise FsdError(f"{server.url}: the reply is not a completion: {str(reply)[:200]}") from error
+            raise FsdError(f"server {server.url}: the reply is not a completion: {str(reply)[:200]}") from error
         seen = choice.get("prompt_token_ids")
         if seen is not None and seen != job.prompt_ids:
-            raise FsdError(f"{server.url}: the server changed the prompt's token ids; is {self.model!r} the target?")
+            raise FsdError(f"server {server.url} changed the prompt's token ids; is {self.model!r} the target?")
         ids_from = "target"
         if ids is None:
             ids, ids_from = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "text"
@@ -247,33 +227,8 @@ class EndpointBackend:
             ids = [*ids, self.tokenizer.eos_token_id]  # some servers keep the end token to themselves
         return Answer(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
 
-    def _post(self, server: Server, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(server.url, json.dumps(body).encode(), headers)
-        problem = ""
-        for attempt in range(self.attempts):
-            if attempt:
-                time.sleep(min(self.pause * 2 ** (attempt - 1), 30.0) * random.uniform(0.5, 1.0))
-            try:
-                with server.opener.open(request, timeout=self.timeout) as reply:
-                    return json.loads(reply.read())
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code} {error.read(300).decode(errors='replace')}"
-                if error.code != 429 and error.code < 500:
-                    raise FsdError(f"{server.url} refused the request: {problem}") from error
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                problem = str(error) or type(error).__name__
-        raise FsdError(
-            f"{server.url}: no answer after {self.attempts} tries ({problem}). Finished rows are kept: when the server "
-            "is back, run the same command again."
-        )
 
-
-def end_ids(tokenizer: Any, generation_config: Any | None) -> set[int]:
+def end_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> set[int]:
     """The tokens that end an answer: the tokenizer's eos and all that the target's generation config names."""
-    named = getattr(generation_config, "eos_token_id", None)
-    ids = set(named) if isinstance(named, (list, tuple)) else {named}
-    ids.add(tokenizer.eos_token_id)
-    return {index for index in ids if index is not None}
+    own = tokenizer.eos_token_id
+    return eos_ids(generation_config) | (set() if own is None else {own})

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -31,6 +30,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from fsd_infer.errors import DataError
+from fsd_infer.files import read_json, sha256_of, write_json
 from fsd_infer.target import Target
 
 FORMAT = "fsd-features"
@@ -73,7 +73,7 @@ class FeatureStore:
             path = self.directory / record["file"]
             if not path.is_file() or path.stat().st_size != record["bytes"]:
                 raise DataError(f"{path} is missing or truncated: delete {path.with_suffix('.json')} and cache again.")
-            if verify and _sha256(path) != record["sha256"]:
+            if verify and sha256_of(path) != record["sha256"]:
                 raise DataError(f"{path} does not match its checksum: delete it and its .json, and cache again.")
             offsets = record["offsets"]
             for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
@@ -161,7 +161,7 @@ def cache_features(
         _check_target(directory, _read_header(directory), target.fingerprint())
         _check_layers(directory, _read_header(directory), target.watched)
     else:
-        _write_json(
+        write_json(
             header,
             {"format": FORMAT, "version": VERSION, "target": target.fingerprint(), "layers": list(target.watched)},
         )
@@ -210,12 +210,12 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
     record = {
         "file": path.name,
         "bytes": draft.stat().st_size,
-        "sha256": _sha256(draft),
+        "sha256": sha256_of(draft),
         "offsets": offsets,
         "keys": [key for key, _ in rows],
     }
     os.replace(draft, path)
-    _write_json(path.with_suffix(".json"), record)
+    write_json(path.with_suffix(".json"), record)
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -245,20 +245,14 @@ def _shards(todo: Mapping[str, Sequence[int] | Tensor], shard_tokens: int) -> It
 
 def _records(directory: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(directory.glob("shard-*.json")):
-        try:
-            yield json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Delete it and cache again.") from error
+        yield read_json(path, "Delete it and cache again.")
 
 
 def _read_header(directory: Path) -> dict[str, Any]:
     path = directory / "index.json"
     if not path.is_file():
         raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
-    try:
-        header = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Delete the cache, make it again.") from error
+    header: dict[str, Any] = read_json(path, "Delete the cache, make it again.")
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
     return header
@@ -294,20 +288,6 @@ def _check_disk(directory: Path, needed: int) -> None:
             f"{directory}: the features need {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free. "
             "Give another --output, lower --max-tokens or --max-length, or train with online features (no cache)."
         )
-
-
-def _write_json(path: Path, value: Any) -> None:
-    draft = path.with_name(path.name + ".partial")
-    draft.write_text(json.dumps(value) + "\n")
-    os.replace(draft, path)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _complete_lines(path: Path, scratch: Path) -> Path:

@@ -20,7 +20,10 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from fsd_infer.cli import positive
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_infer.files import read_json, write_json
+from fsd_infer.openai_client import API_KEY
 from fsd_infer.prompts import encode_chat, read_jsonl, read_prompts
 from fsd_infer.rowfiles import rows_digest
 from fsd_train.backends import Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
@@ -157,14 +160,9 @@ class AnswerFile:
         if not self.meta_path.exists():
             if self.path.stat().st_size:
                 raise FsdError(f"{self.path} has rows but no {self.meta_path.name}. Choose another --output.")
-            draft = self.meta_path.with_suffix(".tmp")
-            draft.write_text(json.dumps(self.settings, indent=1) + "\n")
-            os.replace(draft, self.meta_path)
+            write_json(self.meta_path, self.settings, indent=1)
             return
-        try:
-            found = json.loads(self.meta_path.read_text())
-        except json.JSONDecodeError as error:
-            raise FsdError(f"{self.meta_path}: not JSON ({error.msg}). Choose another --output.") from error
+        found = read_json(self.meta_path, "Choose another --output.")
         wanted = json.loads(json.dumps(self.settings))  # as JSON holds it: tuples are lists there
         differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         if differing:
@@ -243,12 +241,6 @@ def _temperature(text: str) -> tuple[float, float]:
     return pair
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of `fsd-train regenerate`."""
     p = argparse.ArgumentParser(prog="fsd-train regenerate", description=(__doc__ or "").replace("`", ""))
@@ -257,23 +249,28 @@ def parser() -> argparse.ArgumentParser:
         "--prompts", required=True, nargs="+", help="files or directories of prompts: see docs/training-data.md"
     )
     p.add_argument("--output", required=True, help="a .jsonl file, or a directory that will hold answers.jsonl")
-    p.add_argument("--max-new-tokens", type=_positive, default=192)
-    p.add_argument("--max-prompt-tokens", type=_positive, default=256, help="longer prompts are left out and counted")
+    p.add_argument("--max-new-tokens", type=positive, default=192)
+    p.add_argument("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out and counted")
     p.add_argument(
         "--temperature", type=_temperature, nargs="+", default=[(0.0, 1.0)], metavar="T[:WEIGHT]",
         help="one value, or several that rows are spread over: 0:0.7 0.8:0.3",
     )  # fmt: skip
-    p.add_argument("--limit", type=_positive, help="answer so many prompts, a sample drawn by --seed")
-    p.add_argument("--limit-per-file", type=_positive)
+    p.add_argument("--limit", type=positive, help="answer so many prompts, a sample drawn by --seed")
+    p.add_argument("--limit-per-file", type=positive)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--batch-size", type=_positive, default=32)
+    p.add_argument("--batch-size", type=positive, default=32)
     p.add_argument("--dtype", help="of the local target: bfloat16, float32, ...")
     p.add_argument("--device", help="of the local target")
     p.add_argument("--endpoint", metavar="URL", nargs="+", help="let OpenAI-compatible servers generate instead")
     p.add_argument("--endpoint-model", metavar="NAME", help="name under which the server knows the target")
-    p.add_argument("--concurrency", type=_positive, default=64, help="requests in flight at the endpoint")
+    p.add_argument("--concurrency", type=positive, default=64, help="requests in flight at the endpoint")
     p.add_argument("--no-request-seeds", action="store_true", help="for servers that cannot seed single requests")
-    p.add_argument("--api-key-env", metavar="VAR", help="environment variable that holds the endpoint's key")
+    p.add_argument(
+        "--api-key-env",
+        default=API_KEY,
+        metavar="VAR",
+        help="environment variable with the endpoint's key (%(default)s)",
+    )
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     return p
 
@@ -309,7 +306,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     )
     backend: Backend
     if args.endpoint:
-        key = os.environ.get(args.api_key_env) if args.api_key_env else None
+        key = os.environ.get(args.api_key_env, "")
         backend = EndpointBackend(
             args.endpoint, args.endpoint_model or args.target, tokenizer, args.max_new_tokens,
             None if args.no_request_seeds else args.seed, args.concurrency,

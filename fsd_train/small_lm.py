@@ -16,6 +16,7 @@ from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.errors import DataError, ModelLoadError
 from fsd_infer.models import load_target
 from fsd_infer.target import Target
+from fsd_infer.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
 
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -129,15 +130,9 @@ class SmallLM(nn.Module):
         Draws from torch's global generator.
         """
         device = self.causal_lm.device
-        own = self.causal_lm.generation_config.eos_token_id
-        eos = sorted({*eos_token_ids, *(own if isinstance(own, list) else [] if own is None else [own])})
-        longest = max(len(prompt) for prompt in prompts)
+        eos = sorted({*eos_token_ids, *eos_ids(self.causal_lm.generation_config)})
         pad = eos[0] if eos else 0
-        ids = torch.full((len(prompts), longest), pad, device=device)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = prompt
-            mask[row, longest - len(prompt) :] = 1
+        ids, mask = left_pad([prompt.tolist() for prompt in prompts], pad, device)
         config = GenerationConfig(
             do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
             pad_token_id=pad, eos_token_id=eos or None, use_cache=True,
@@ -149,7 +144,7 @@ class SmallLM(nn.Module):
         finally:
             self.model.train(was_training)
         answers = []
-        for row in out[:, longest:]:
+        for row in out[:, ids.shape[1] :]:
             ends = torch.isin(row, row.new_tensor(eos)).nonzero()
             answers.append(row[: int(ends[0]) + 1] if len(ends) else row)
         return answers

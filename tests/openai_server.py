@@ -93,17 +93,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _make(behaviour: Behaviour, port: int) -> ThreadingHTTPServer:
-    handler = type("Handler", (_Handler,), {"behaviour": behaviour})
+def _bind(handler: type[BaseHTTPRequestHandler], port: int) -> ThreadingHTTPServer:
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
     return server
 
 
+def _make(behaviour: Behaviour, port: int) -> ThreadingHTTPServer:
+    return _bind(type("Handler", (_Handler,), {"behaviour": behaviour}), port)
+
+
 @contextmanager
-def serving(behaviour: Behaviour) -> Iterator[str]:
-    """The server's address while it runs."""
-    server = _make(behaviour, 0)
+def _running(server: ThreadingHTTPServer) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -112,6 +113,56 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serving(behaviour: Behaviour) -> Iterator[str]:
+    """The server's address while it runs."""
+    with _running(_make(behaviour, 0)) as url:
+        yield url
+
+
+Reply = Callable[[dict[str, Any], int], tuple[int, Any] | None]
+
+
+@contextmanager
+def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that answers every POST by ``reply``, and closes the connection behind it without saying so.
+
+    Args:
+        reply: the request's body and its number from 1 -> status and answer (bytes, or what becomes JSON); None: it
+            closes the connection at once.
+
+    Yields:
+        Its address, and the requests so far: path, Authorization header (``key``) and body.
+    """
+    asked: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.close_connection = True
+            with lock:
+                asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+                number = len(asked)
+            made = reply(body, number)
+            if made is None:
+                return
+            status, answer = made
+            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with _running(_bind(Handler, 0)) as url:
+        yield url, asked
 
 
 def made_up(prompt: list[int], limit: int) -> list[int]:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fsd_infer import FuzzyDecoder, decoder, quickstart
+from fsd_infer import FuzzyDecoder, quickstart
 from fsd_infer.cli import main
 from fsd_infer.divergence import DIVERGENCES
+from fsd_infer.drafters import loading
 from fsd_infer.models import parse_dtype
 from fsd_infer.report import COLOURS, RESET, show_accepted, token_pieces, use_colour
 from fsd_infer.rules import RULES, Source
@@ -249,7 +250,7 @@ def test_quickstart_compares_the_methods(
     monkeypatch.setattr(quickstart, "TARGET", str(toy.target))
     monkeypatch.setattr(quickstart, "repository", lambda: tmp_path)
     monkeypatch.setattr(quickstart, "builtin_dir", lambda name: toy.target)
-    for module in (quickstart, decoder):
+    for module in (quickstart, loading):
         monkeypatch.setattr(module, "shipped_drafter", lambda name: toy.drafter)
     status, out, err = call(capsys, "quickstart", "--train-seconds", "0", "--prompts", "2", "--max-new-tokens", "4")
     assert status == 0 and "3/3  decoding 2 prompts" in err

@@ -7,11 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.prompts import encode_chat
 from fsd_train.backends import EndpointBackend, Job
 from fsd_train.regenerate import main, pick_temperature, plan_jobs
+from tests.openai_server import Reply, replying
 from tests.text_toys import save_tiny_chat_target, tiny_tokenizer, write_rows
 
 WORDS = "the cat sat on the mat what is the answer to that it is there".split()
@@ -175,42 +172,6 @@ def test_temperatures_follow_their_weights() -> None:
     assert drawn == [pick_temperature(f"row{i}", [(0.0, 0.7), (0.8, 0.3)]) for i in range(4000)]
 
 
-Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
-
-
-@contextmanager
-def server(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A completions server whose ``reply`` gets the request and its number; yields address and requests."""
-    asked: list[dict[str, Any]] = []
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                asked.append({"path": self.path, **body})
-                number = len(asked)
-            status, answer = reply(body, number)
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_address[1]}", asked
-    finally:
-        httpd.shutdown()
-        thread.join()
-        httpd.server_close()
-
-
 def completion(body: dict[str, Any], number: int = 0, **more: Any) -> tuple[int, Any]:
     ids = [5 + body["prompt"][-7] % 50, 60, 0]
     choice = {"text": "it is", "finish_reason": "stop", "token_ids": ids, "prompt_token_ids": body["prompt"], **more}
@@ -228,7 +189,7 @@ def backend(url: str | list[str], **options: Any) -> EndpointBackend:
 
 def test_endpoint_sends_ids_and_takes_ids(tmp_path: Path, target: Path) -> None:
     prompts, output = prompts_file(tmp_path, 20), tmp_path / "a.jsonl"
-    with server(completion) as (url, asked), server(completion) as (other, asked_too):
+    with replying(completion) as (url, asked), replying(completion) as (other, asked_too):
         options = ["--endpoint", url, other + "/v1", "--endpoint-model", "toy", "--temperature", "0", "0.8"]
         assert main(command(target, prompts, output, *options)) == 0
         rows = read(output)
@@ -246,16 +207,16 @@ def test_endpoint_sends_ids_and_takes_ids(tmp_path: Path, target: Path) -> None:
 
 def test_endpoint_without_ids_is_told_in_the_row() -> None:
     tokenizer = tiny_tokenizer()
-    with server(lambda body, n: completion(body, token_ids=None, prompt_token_ids=None)) as (url, _):
+    with replying(lambda body, n: completion(body, token_ids=None, prompt_token_ids=None)) as (url, _):
         answer = backend(url).ask(job(), backend(url).servers[0])
     assert answer.ids_from == "text"
     assert answer.response_ids == tokenizer("it is")["input_ids"] + [tokenizer.eos_token_id]
 
 
 def test_endpoint_completes_the_end_token() -> None:
-    with server(lambda body, n: completion(body, token_ids=[9, 8])) as (url, _):
+    with replying(lambda body, n: completion(body, token_ids=[9, 8])) as (url, _):
         assert backend(url).ask(job(), backend(url).servers[0]).response_ids == [9, 8, 0]
-    with server(lambda body, n: completion(body, token_ids=[9, 8], finish_reason="length")) as (url, _):
+    with replying(lambda body, n: completion(body, token_ids=[9, 8], finish_reason="length")) as (url, _):
         answer = backend(url).ask(job(), backend(url).servers[0])
     assert (answer.response_ids, answer.finish_reason) == ([9, 8], "length")
 
@@ -264,7 +225,7 @@ def test_endpoint_retries_then_gives_up_keeping_what_is_done() -> None:
     def moody(body: dict[str, Any], number: int) -> tuple[int, Any]:
         return (503, {"error": "busy"}) if number % 2 else completion(body)
 
-    with server(moody) as (url, asked):
+    with replying(moody) as (url, asked):
         answers = [
             a for group in backend(url, concurrency=1).answer([[job(i) for i in range(5)]], set()) for a in group
         ]
@@ -273,9 +234,9 @@ def test_endpoint_retries_then_gives_up_keeping_what_is_done() -> None:
     def dying(body: dict[str, Any], number: int) -> tuple[int, Any]:
         return completion(body) if number <= 3 else (500, {"error": "out of memory"})
 
-    with server(dying) as (url, _):
+    with replying(dying) as (url, _):
         got: list[str] = []
-        with pytest.raises(FsdError, match=r"no answer after 3 tries \(HTTP 500.*out of memory"):
+        with pytest.raises(FsdError, match=r"status 500: .*out of memory.* after 3 tries. Finished"):
             for group in backend(url, concurrency=1, attempts=3).answer([[job(i) for i in range(5)]], set()):
                 got += [answer.job.id for answer in group]
     assert got == ["id0", "id1", "id2"]
@@ -284,20 +245,20 @@ def test_endpoint_retries_then_gives_up_keeping_what_is_done() -> None:
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
-        (lambda body, n: (404, {"error": "no such model"}), "refused the request: HTTP 404.*no such model"),
+        (lambda body, n: (404, {"error": "no such model"}), "refused /v1/completions with status 404: .*no such model"),
         (lambda body, n: (200, {"result": 1}), "not a completion"),
         (lambda body, n: completion(body, prompt_token_ids=[1]), "changed the prompt's token ids"),
     ],
 )
 def test_endpoint_errors_that_no_retry_mends(reply: Reply, problem: str) -> None:
-    with server(reply) as (url, asked):
+    with replying(reply) as (url, asked):
         with pytest.raises(FsdError, match=problem):
             backend(url).ask(job(), backend(url).servers[0])
     assert len(asked) == 1
 
 
 def test_endpoint_address_is_checked() -> None:
-    with pytest.raises(FsdError, match="give an address"):
+    with pytest.raises(FsdError, match="give its address"):
         backend("localhost:8000")
     with pytest.raises(FsdError, match="no endpoint"):
         backend([])

@@ -1,0 +1,261 @@
+"""The commands of `fsd-infer`: generate, bench, warmup, quickstart, rules, fetch. Each takes its parsed options.
+
+Modules are imported where they are used, so that a command loads only what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.errors import DataError, FsdError
+
+
+def generate(args: argparse.Namespace) -> int:
+    """`fsd-infer generate`."""
+    from fsd_infer import report
+    from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.models import parse_dtype
+    from fsd_infer.rules import Source
+
+    rule = chosen_rule(args)
+    options = request_options(args)
+    tree = parse_tree(args.tree)
+    dtype = parse_dtype(args.dtype)
+    prompt = read_prompt(args)
+    _set_threads(args.threads)
+    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=dtype, device=args.device, tree=tree)
+    streamer = None
+    if args.stream:
+        from transformers import TextStreamer
+
+        if decoder.tokenizer is not None:
+            streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    out = decoder.generate(prompt, rule, seed=args.seed, streamer=streamer, chat=False if args.raw else None, **options)
+    record, tokens = out.records[0], out.sequences[0]
+    if args.json:
+        print_json(
+            {
+                "text": out.texts[0],
+                "tokens": tokens,
+                "sources": [Source(source).name.lower() for source in record.sources],
+                "gate_open": record.gates,
+                "stats": out.stats.to_dict(),
+            }
+        )
+    elif args.show_accepted:
+        colour = report.use_colour(args.color, sys.stdout)
+        print(report.show_accepted(report.token_pieces(decoder.tokenizer, tokens), record.sources, colour))
+        print(report.legend(colour))
+    elif streamer is None:
+        print(out.texts[0])
+    print(report.stats_line(out.stats), file=sys.stderr)
+    return 0
+
+
+def chosen_rule(args: argparse.Namespace) -> Any:
+    """The rule that --rule and the options beside it describe."""
+    from fsd_infer.rules import parse_rule
+
+    given = {"divergence": args.divergence, "threshold": args.threshold, "budget": args.budget, "gate_on": args.gate}
+    given = {name: value for name, value in given.items() if value is not None}
+    rule: Any = parse_rule(args.rule)
+    fields = {field.name for field in dataclasses.fields(rule)}
+    for name in given:
+        option = "--gate" if name == "gate_on" else f"--{name}"
+        if name not in fields:
+            raise FsdError(f"rule {rule.name!r} has no {name}: leave {option} out, or choose a fuzzy rule.")
+        if ":" in args.rule and name != "budget":
+            raise FsdError(f"give the rule's parameters either within --rule {args.rule} or as {option}, not both.")
+    return dataclasses.replace(rule, **given)
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``FuzzyDecoder.generate``."""
+    if not args.temperature >= 0:
+        raise FsdError(f"--temperature must not be negative, got {args.temperature}.")
+    if args.temperature == 0:
+        for option in ("top_p", "top_k"):
+            if getattr(args, option) is not None:
+                raise FsdError(f"--{option.replace('_', '-')} has no effect at temperature 0: add --temperature.")
+        return {"max_new_tokens": args.max_new_tokens, "temperature": 0, "top_p": None, "top_k": None}
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperature": args.temperature}
+    if args.top_p is not None:
+        if not 0 < args.top_p <= 1:
+            raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")
+        options["top_p"] = args.top_p
+    if args.top_k is not None:
+        options["top_k"] = args.top_k
+    return options
+
+
+def parse_tree(text: str | None) -> Any:
+    """ "5,6,16" -> TreeShape(depth=5, width=6, nodes=16); "auto" and None stay as they are."""
+    from fsd_infer.calibrate import AUTO
+    from fsd_infer.drafters import TreeShape
+
+    if text is None or text == AUTO:
+        return text
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        raise FsdError(f"--tree takes depth,width,nodes, e.g. 5,6,16, or auto; got {text!r}.")
+    return TreeShape(*map(int, parts))
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt's text. Raises DataError for a file that cannot be read."""
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(args.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{args.prompt_file}: cannot be read as UTF-8 text ({error}).") from error
+
+
+def bench(args: argparse.Namespace) -> int:
+    """`fsd-infer bench`."""
+    import fsd_infer.bench
+    from fsd_infer.report import bench_table
+
+    if args.resume and args.json is None:
+        raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
+    record = fsd_infer.bench.run(
+        args.prompts,
+        _words(args.methods),
+        json_path=args.json,
+        resume=args.resume,
+        progress=True,
+        target=args.target,
+        drafter=args.drafter,
+        dtype=args.dtype,
+        device=args.device,
+        tree=parse_tree(args.tree),
+        limit=args.limit,
+        every=args.every,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        repeat=args.repeat,
+        seed=args.seed,
+        batch_size=args.batch_size,
+        threads=args.threads,
+        warmup=not args.no_warmup,
+        log_likelihood=args.log_likelihood,
+        baselines=_words(args.baseline or ""),
+    )
+    print(bench_table(record))
+    if args.json:
+        print(f"record: {args.json}", file=sys.stderr)
+    return 0
+
+
+def _words(text: str) -> list[str]:
+    """The parts of a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def warmup(args: argparse.Namespace) -> int:
+    """`fsd-infer warmup`."""
+    import time
+
+    from fsd_infer.calibrate import AUTO
+    from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.models import parse_dtype
+
+    if parse_tree(args.tree) not in (None, AUTO):
+        raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")
+    dtype = parse_dtype(args.dtype)
+    _set_threads(args.threads)
+    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=dtype, device=args.device)
+    start = time.perf_counter()
+    shape = decoder.tune(refresh=args.refresh)
+    print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
+    print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+    return 0
+
+
+def quickstart(args: argparse.Namespace) -> int:
+    """`fsd-infer quickstart`."""
+    from fsd_infer.quickstart import run_quickstart
+
+    run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
+    return 0
+
+
+def rules(args: argparse.Namespace) -> int:
+    """`fsd-infer rules`."""
+    from fsd_infer.divergence import DIVERGENCES
+    from fsd_infer.drafters import DRAFTERS
+    from fsd_infer.models import BUILTIN_TARGETS, shipped_drafter
+    from fsd_infer.rules import RULES
+
+    rows = []
+    for name in RULES:
+        made: Any = RULES.get(name)
+        fields = [
+            f"{f.name}={'' if f.default is dataclasses.MISSING else f.default}".rstrip("=")
+            for f in dataclasses.fields(made)
+        ]
+        rows.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made)))
+    print(_listing("rules (as text, e.g. fuzzy:js:0.3)", rows))
+    measures = []
+    for name in DIVERGENCES:
+        measure = DIVERGENCES.get(name)
+        if measure.k is None:
+            low, high = measure.bounds
+            measures.append((name, f"{measure.formula}; {measure.direction}; {low:g} to {high:.3g}"))
+    forms = [name for name in DIVERGENCES if name.startswith("top_k_")]
+    measures.append((", ".join(forms), "the same over the target's most likely tokens (top_k_js:20 sets how many)"))
+    print("\n" + _listing("divergences (p the target, q the drafter)", measures))
+    drafters = [(name, first_paragraph(DRAFTERS.get(name))) for name in DRAFTERS]
+    print("\n" + _listing("drafters", [*drafters, ("none", "Plain decoding.")]))
+    targets = []
+    for name in BUILTIN_TARGETS:
+        entry = BUILTIN_TARGETS.get(name)
+        head = "with a trained head" if shipped_drafter(name) else "no head in this installation"
+        targets.append((name, f"{entry.origin} ({entry.license}); {head}"))
+    print("\n" + _listing("built-in targets", targets))
+    return 0
+
+
+def first_paragraph(thing: Any) -> str:
+    """The first paragraph of its docstring as plain text."""
+    paragraph = " ".join((thing.__doc__ or "").strip().split("\n\n")[0].split())
+    return re.sub(r":\w+:`(\w+)`|``?([^`]+)``?", r"\1\2", paragraph)
+
+
+def _listing(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    lines = [title]
+    for name, text in rows:
+        lines += textwrap.wrap(f"{name}: {text}", 100, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def fetch(args: argparse.Namespace) -> int:
+    """`fsd-infer fetch`."""
+    from fsd_infer.models import builtin_dir
+
+    print(builtin_dir(args.name))
+    return 0
+
+
+def print_json(record: Any) -> None:
+    """One JSON record on standard output."""
+    from fsd_infer.bench.record import jsonable
+
+    print(json.dumps(jsonable(record), ensure_ascii=False))
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)

@@ -1,0 +1,83 @@
+"""What the name of a drafter stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsd_infer.checkpoint import is_head
+from fsd_infer.drafters.base import Drafter, NoDrafter
+from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
+from fsd_infer.drafters.graft import GraftedDrafter
+from fsd_infer.drafters.lm import LMDrafter, load_lm
+from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.errors import ModelLoadError, UnknownNameError
+from fsd_infer.models import shipped_drafter
+from fsd_infer.target import Target
+
+GRAFT = "+lookup"
+
+
+def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | None = None) -> Drafter:
+    """The drafter that a name stands for.
+
+    Args:
+        drafter: a Drafter (returned as it is), or one of
+
+            ================  ===================================================================================
+            None, "shipped"   the head shipped with a built-in target
+            "none"            no drafts: plain decoding
+            "lookup"          n-gram lookup in prompt and answer (:class:`LookupDrafter`)
+            "X+lookup"        the same grafted onto the tree of X, any other of these names (:class:`GraftedDrafter`)
+            a directory       a head checkpoint, or a causal LM of the target's vocabulary or a peft adapter for one
+            a hub id          a causal LM of the target's vocabulary
+            ================  ===================================================================================
+        target: what it is to draft for.
+        tree: shape of a head's tree; its depth is the chain length of a small LM, its nodes are those of "lookup" and
+            of a grafted tree (by default as many as a head's tree has on this device).
+
+    Raises:
+        UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the thing and the mend.
+    """
+    if isinstance(drafter, Drafter):
+        return drafter
+    name = None if drafter is None else str(drafter)
+    if name is not None and name.endswith(GRAFT):
+        return _load_grafted(name[: -len(GRAFT)], target, tree)
+    if name == LookupDrafter.name:
+        return _load_lookup(target, tree)
+    if drafter is None or name == "shipped":
+        shipped = shipped_drafter(target.name)
+        if shipped is None:
+            raise ModelLoadError(
+                f"no drafter is shipped for {target.name}: name a head trained with fsd-train, a small model of the "
+                'same vocabulary, or "none" for plain decoding.'
+            )
+        drafter = shipped
+    if name == "none":
+        return NoDrafter(target.vocab_size)
+    if is_head(drafter):
+        return EagleDrafter.from_pretrained(drafter, target, tree)
+    try:
+        model = load_lm(drafter, target)
+    except UnknownNameError:
+        raise UnknownNameError(
+            f"unknown drafter {str(drafter)!r}: it is no directory and no hub id (owner/model), and none of shipped, "
+            f"none, lookup and X{GRAFT} (X any other of these)."
+        ) from None
+    return LMDrafter(model, target, tree.depth if tree else 5)
+
+
+def _load_lookup(target: Target, tree: TreeShape | None) -> LookupDrafter:
+    return LookupDrafter(target.vocab_size) if tree is None else LookupDrafter(target.vocab_size, nodes=tree.nodes)
+
+
+def _load_grafted(main: str, target: Target, tree: TreeShape | None) -> Drafter:
+    """ "X+lookup" for X = main. Grafted onto nothing, lookup is the tree."""
+    if not main:
+        raise ModelLoadError(f'"{GRAFT}" names no drafter to graft onto: write "shipped{GRAFT}" or "lookup".')
+    onto = load_drafter(main, target, tree)
+    if isinstance(onto, NoDrafter):
+        return _load_lookup(target, tree)
+    shape = tree or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
+    nodes = max(shape.nodes, onto.max_nodes)
+    return GraftedDrafter(onto, LookupDrafter(target.vocab_size, nodes=nodes), nodes)

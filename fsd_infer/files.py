@@ -1,0 +1,35 @@
+"""Files that are written whole or not at all, read with errors that name them, and checked by digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.errors import DataError, FsdError
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """By one rename, so that no reader sees half a file."""
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text(json.dumps(value, indent=indent) + "\n")
+    os.replace(draft, path)
+
+
+def read_json(path: Path, mend: str, error: type[FsdError] = DataError) -> Any:
+    """The value a file holds. Raises ``error``, which names file and line and ends in ``mend``, if it is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as problem:
+        raise error(f"{path}:{problem.lineno}: not JSON ({problem.msg}). {mend}") from problem
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, lower-case hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 22), b""):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,192 @@
+"""Servers that speak the OpenAI completions API (vLLM, SGLang, llama.cpp ...): asked, asked again, streamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from requests.adapters import HTTPAdapter
+from requests.auth import AuthBase
+
+from fsd_infer.errors import FsdError
+
+API_KEY = "OPENAI_API_KEY"  # the environment variable
+LONGEST_PAUSE = 30.0  # seconds
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+class ServerError(FsdError):
+    """A server that cannot be reached or refuses a request. The message names it and what it said.
+
+    Attributes:
+        status: the HTTP status it refused with, or None.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed later: no answer, too many requests, a fault of the server."""
+        return self.status is None or self.status == 429 or self.status >= 500
+
+
+class Server:
+    """One server. Connections are kept open; threads may share it.
+
+    Args:
+        url: e.g. ``http://localhost:8000``; ``/v1`` is added to an address without a path.
+        api_key: sent as bearer token; None: what the environment has as ``OPENAI_API_KEY``; "": none.
+        timeout: seconds without a sign of life.
+        attempts: tries of :meth:`complete`. Streams are asked for once.
+        pause: seconds before the second try, doubled for each further one up to 30, less a random part.
+        connections: requests in flight at once for which connections are kept.
+
+    Raises:
+        FsdError: not an http or https address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        attempts: int = 1,
+        pause: float = 1.0,
+        connections: int = 1,
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            host, _ = parts.hostname, parts.port  # a port that is no number is an error only when it is read
+        except ValueError:
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
+            raise FsdError(f"server {url!r}: give its address, e.g. http://localhost:8000.")
+        self.url = url
+        self.timeout, self.attempts, self.pause = timeout, attempts, pause
+        self._origin = f"{parts.scheme}://{parts.netloc}"
+        self._base = parts.path.rstrip("/") or "/v1"
+        self._session = requests.Session()
+        self._session.trust_env = host not in _THIS_MACHINE  # no proxy between this machine and itself
+        self._session.headers["Accept-Encoding"] = "identity"  # unpacking would delay streamed tokens
+        key = os.environ.get(API_KEY) if api_key is None else api_key
+        self._session.auth = _Bearer(key)
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=connections))
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server says it serves, at least one. Raises ServerError."""
+        reply = self._open("GET", "/models")
+        try:
+            found = [row for row in reply.json()["data"] if isinstance(row["id"], str)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(f"server {self.url}: {self._base}/models is not what the OpenAI API answers.") from error
+        if not found:
+            raise ServerError(f"server {self.url} serves no model.")
+        return found
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        """The reply to one completions request, as JSON. Raises ServerError after the last try."""
+        attempt = 1
+        while True:
+            try:
+                return self._completion(body)
+            except ServerError as error:
+                if not error.may_pass or self.attempts <= 1:
+                    raise
+                if attempt >= self.attempts:
+                    raise ServerError(f"{error} No answer after {attempt} tries.", error.status) from error
+            time.sleep(min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1.0))
+            attempt += 1
+
+    def _completion(self, body: dict[str, Any]) -> Any:
+        reply = self._open("POST", "/completions", body)
+        try:
+            return reply.json()
+        except requests.JSONDecodeError as error:
+            raise ServerError(f"server {self.url}: {self._base}/completions answered no JSON.") from error
+
+    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed completion as they arrive. Raises ServerError."""
+        done = False
+        try:
+            with self._open("POST", "/completions", {**body, "stream": True}, stream=True) as reply:
+                # a chunk is read as it arrives; without chunks requests waits until it has the size, so take bytes then
+                for line in reply.iter_lines(chunk_size=1 << 20 if reply.raw.chunked else 1):
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        done = True
+                    elif line.startswith(b"data:"):
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise ServerError(f"server {self.url} failed: {json.dumps(event['error'])}")
+                        yield event
+        except (requests.RequestException, json.JSONDecodeError) as error:
+            raise ServerError(f"server {self.url} broke off an answer ({_reason(error)}).") from error
+        if not done:
+            raise ServerError(f"server {self.url} broke off an answer: is it still running?")
+
+    def _open(
+        self, method: str, path: str, body: dict[str, Any] | None = None, stream: bool = False
+    ) -> requests.Response:
+        """The response with status 200. Raises ServerError otherwise."""
+        try:
+            reply = self._send(method, path, body, stream)
+            if reply.status_code == 200:
+                return reply
+            said = " ".join(reply.content.decode("utf-8", "replace").split())[:2000]
+        except requests.RequestException as error:
+            raise ServerError(f"server {self.url} cannot be reached ({_reason(error)}): is it running?") from error
+        raise ServerError(
+            f"server {self.url} refused {self._base}{path} with status {reply.status_code}: {said}", reply.status_code
+        )
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, stream: bool) -> requests.Response:
+        def send() -> requests.Response:
+            return self._session.request(
+                method,
+                self._origin + self._base + path,
+                json=body,
+                stream=stream,
+                timeout=self.timeout,
+                allow_redirects=False,  # a redirected POST would arrive as a GET
+            )
+
+        try:
+            return send()
+        except requests.ConnectionError as error:
+            if not isinstance(_root(error), (ConnectionResetError, BrokenPipeError)):
+                raise
+        return send()  # the server had closed an idle connection
+
+
+class _Bearer(AuthBase):
+    """The key as a header; also where there is none, as requests would look for a password in ~/.netrc then."""
+
+    def __init__(self, key: str | None) -> None:
+        self.key = key
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self.key:
+            request.headers["Authorization"] = f"Bearer {self.key}"
+        return request
+
+
+def _root(error: BaseException) -> BaseException:
+    """What went wrong below the libraries; an FsdError is what the caller was at before."""
+    while (cause := error.__cause__ or error.__context__) is not None and not isinstance(cause, FsdError):
+        error = cause
+    return error
+
+
+def _reason(error: Exception) -> str:
+    root = _root(error)
+    return getattr(root, "strerror", None) or str(root) or type(root).__name__

@@ -1,0 +1,120 @@
+"""How losses are computed: in chunks, within bounds of memory, in low precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_train.losses import DraftBatch, LMHead, build_loss
+from fsd_train.losses.rows import LIVE, chunked_rows
+from tests.loss_toys import (
+    VARIANTS,
+    N,
+    S,
+    distributions,
+    make_batch,
+)
+
+LARGE = 131072  # the vocabulary of today's families
+
+
+@pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)
+def test_chunk_size_does_not_matter(name: str, args: dict[str, Any]) -> None:
+    batch, estimates = make_batch()
+    found = []
+    for chunk_size in (1, 5 * LIVE, 1000 * LIVE):
+        loss = build_loss(name, {**args, "chunk_size": chunk_size})(batch).loss
+        found.append((loss, torch.autograd.grad(3 * loss, estimates)[0]))
+    for loss, grad in found[1:]:
+        torch.testing.assert_close(loss, found[0][0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(grad, found[0][1], atol=1e-6, rtol=1e-5)
+
+
+def peak_memory(run: Any) -> int:
+    """Bytes allocated at the highest moment of a call, above those before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    records = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for record in sorted(records, key=lambda event: event.start_ns()):
+        total += record.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+def check_memory(name: Any, args: dict[str, Any], vocab: int, cap: float | None, selects: bool = False) -> None:
+    chunk_size, rows, width = 4 * LIVE, 3 * LIVE, 4
+    batch = DraftBatch(
+        torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
+        torch.zeros(rows, dtype=torch.long), torch.arange(rows), LMHead(torch.randn(vocab, width), cap=cap),
+        reference=torch.randn(2, rows, width) if selects else None,
+    )  # fmt: skip
+    loss = build_loss(name, {**args, "chunk_size": chunk_size} if isinstance(name, str) else None)
+    peak = peak_memory(lambda: loss(batch).loss.backward())
+    assert 4 * vocab * 4 < peak < 1.3 * chunk_size * vocab * 4
+
+
+@pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_memory_bound(name: str, args: dict[str, Any], cap: float | None) -> None:
+    """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
+    check_memory(name, args, 4096, cap)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("eagle", {}),
+        ("reverse_kl", {}),
+        ("lk", {}),
+        ("fsd", {"threshold": [0.1, 0.3]}),
+        ("adaspec", {"reference": "first", "loss_args": {"chunk_size": 4 * LIVE}}),
+        ([{"name": name, "args": {"chunk_size": 4 * LIVE}} for name in ("lk", "fsd")], {}),
+    ],
+    ids=str,
+)
+def test_memory_bound_at_a_large_vocabulary(name: Any, args: dict[str, Any]) -> None:
+    check_memory(name, args, LARGE, None, selects=name == "adaspec")
+
+
+def test_rows_scale_with_their_coefficients_in_both_passes() -> None:
+    batch, estimates = make_batch()
+    coefficients = torch.rand(2, S, N)
+
+    def rows(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.stack([(log_q.exp() ** 2).sum(-1), (log_p.exp() * log_q).sum(-1)])
+
+    values, _ = chunked_rows(rows, batch, 2 * LIVE, count=2)
+    single = [chunked_rows(lambda p, q, i=i: rows(p, q)[i : i + 1], batch, 2 * LIVE)[0] for i in range(2)]
+    torch.testing.assert_close(values, torch.cat(single))
+    (grad,) = torch.autograd.grad((coefficients * values).sum(), estimates)
+    (other,) = torch.autograd.grad((coefficients * torch.cat(single)).sum(), estimates)
+    torch.testing.assert_close(grad, other, atol=1e-6, rtol=1e-5)
+    p, q = distributions(batch)
+    plain = torch.stack([(q**2).sum(-1), (p * q.log()).sum(-1)]) * (batch.weights > 0)
+    (wanted,) = torch.autograd.grad((coefficients * plain).sum(), estimates)
+    torch.testing.assert_close(grad, wanted, atol=5e-6, rtol=1e-4)
+
+
+def test_no_gradient_asked_and_low_precision() -> None:
+    batch, _ = make_batch()
+    low = replace(
+        batch,
+        estimates=batch.estimates.detach().bfloat16().requires_grad_(),
+        features=batch.features.bfloat16(),
+        head=LMHead(batch.head.weight.bfloat16()),
+    )
+    for name in ("js", "lk", "fsd"):
+        exact = build_loss(name)(batch).loss.detach()
+        with torch.no_grad():
+            assert not build_loss(name)(batch).loss.requires_grad
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = build_loss(name)(low).loss
+        (grad,) = torch.autograd.grad(loss, low.estimates)
+        assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
+        torch.testing.assert_close(loss.detach(), exact, atol=0.02, rtol=0.05)

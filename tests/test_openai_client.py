@@ -1,0 +1,128 @@
+"""The client of OpenAI-compatible servers: what is sent, what is asked again, what is told."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from fsd_infer.errors import FsdError
+from fsd_infer.openai_client import Server, ServerError
+from tests.openai_server import Behaviour, made_up, replying, serving
+
+BODY = {"model": "toy", "prompt": [1, 2], "max_tokens": 3}
+DONE = {"choices": []}
+
+
+def good(body: dict[str, Any], number: int) -> tuple[int, Any]:
+    return 200, DONE
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("", "/v1"), ("/", "/v1"), ("/v1", "/v1"), ("/v1/", "/v1"), ("/a/v2", "/a/v2")]
+)
+def test_v1_is_added_to_an_address_without_a_path(given: str, asked: str) -> None:
+    with replying(good) as (url, seen):
+        assert Server(url + given).complete(BODY) == DONE
+    assert [request["path"] for request in seen] == [asked + "/completions"]
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "ftp://h", "http://", "http://h:port", "http://[h"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(FsdError, match="give its address"):
+        Server(address)
+
+
+def test_the_key_comes_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with replying(good) as (url, seen):
+        for key in (None, "other", ""):
+            Server(url, api_key=key).complete(BODY)
+    assert [request["key"] for request in seen] == ["Bearer secret", "Bearer other", None]
+
+
+def test_no_proxy_between_this_machine_and_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with replying(good) as (url, _):
+        assert Server(url).complete(BODY) == DONE
+
+
+@pytest.mark.parametrize("passing", [(503, b"busy"), (429, b"slow down"), (200, b"<html>"), None])
+def test_what_may_pass_is_asked_again(passing: tuple[int, bytes] | None) -> None:
+    with replying(lambda body, number: good(body, number) if number > 2 else passing) as (url, seen):
+        assert Server(url, attempts=3, pause=0.001).complete(BODY) == DONE
+    assert len(seen) == 3
+
+
+def test_the_last_try_tells_address_and_reason() -> None:
+    with replying(lambda body, number: (500, b"out of\n memory")) as (url, seen):
+        with pytest.raises(
+            ServerError, match=f"server {url} refused .*status 500: out of memory .* after 2 tries"
+        ) as told:
+            Server(url, attempts=2, pause=0.001).complete(BODY)
+    assert told.value.status == 500 and len(seen) == 2
+    with pytest.raises(ServerError, match=f"server {url} cannot be reached .Connection refused.: is it running.$"):
+        Server(url).complete(BODY)
+
+
+@pytest.mark.parametrize("status", [307, 400, 404])
+def test_what_no_retry_mends_is_asked_once(status: int) -> None:
+    with replying(lambda body, number: (status, b"no")) as (url, seen):
+        with pytest.raises(ServerError, match=f"with status {status}: no"):
+            Server(url, attempts=5, pause=0.001).complete(BODY)
+    assert len(seen) == 1
+
+
+def test_a_connection_that_the_server_has_closed_is_opened_anew() -> None:
+    with replying(good) as (url, seen):
+        server = Server(url)
+        assert [server.complete(BODY) for _ in range(3)] == [DONE] * 3
+    assert len(seen) == 3
+
+
+def test_events_arrive_one_by_one() -> None:
+    asked = threading.Event()
+
+    def answer(prompt: list[int], limit: int) -> list[int]:
+        if prompt == [9]:
+            assert asked.wait(10), "the first prompt's events were held back"
+        return made_up(prompt, limit)
+
+    with serving(Behaviour(answer)) as url:
+        events = Server(url).stream({**BODY, "prompt": [[1], [9]]})
+        first = next(events)["choices"][0]
+        asked.set()
+        rest = list(events)
+    assert (first["index"], first["token_ids"]) == (0, made_up([1], 1))
+    assert len(rest) == 5 + 1 and rest[-1]["usage"] == {"completion_tokens": 6}
+
+
+def test_an_answer_left_early_is_not_taken_for_the_next_one() -> None:
+    with serving(Behaviour(made_up)) as url:
+        server = Server(url)
+        left = server.stream({**BODY, "prompt": [50], "max_tokens": 100})
+        next(left)
+        left.close()
+        events = list(server.stream(BODY))
+    assert [event["choices"][0]["token_ids"] for event in events[:-1]] == [[token] for token in made_up([1, 2], 3)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b'data: {"choices": []}\n\n', "broke off an answer: is it still running"),
+        (b'data: {"choi\n\n', "broke off an answer"),
+        (b'data: {"error": {"message": "out of memory"}}\n\n', "failed: .*out of memory"),
+    ],
+)
+def test_streams_that_end_badly(sent: bytes, told: str) -> None:
+    with replying(lambda body, number: (200, sent)) as (url, _), pytest.raises(ServerError, match=told):
+        list(Server(url).stream(BODY))
+
+
+def test_a_stream_without_chunks_is_read_too() -> None:
+    with replying(lambda body, number: (200, b'data: {"choices": [1]}\r\n\r\ndata: [DONE]\r\n\r\n')) as (url, _):
+        assert list(Server(url).stream(BODY)) == [{"choices": [1]}]
