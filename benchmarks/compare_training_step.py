@@ -40,8 +40,9 @@ from fsd_infer.errors import FsdError
 from fsd_infer.report import number, table
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
-from fsd_train.module import EagleModule, choose_draft_ids
+from fsd_train.module import EagleModule
 from fsd_train.optim import build_optimizer
+from fsd_train.vocabulary import choose_draft_ids
 
 METHODS = {
     "ours": "this package's step, the whole vocabulary",

@@ -25,7 +25,7 @@ COMMANDS = {
     "regenerate": Command("fsd_train.regenerate:main", "let the target answer prompts, to train on its answers"),
     "cache-features": Command("fsd_train.features:main", "store the target's features of the answers"),
     "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
-    "export": Command("fsd_train.module:export_main", "write a checkpoint's head as config.json and safetensors"),
+    "export": Command("fsd_train.export:export_main", "write a checkpoint's head as config.json and safetensors"),
 }
 
 

@@ -1,10 +1,8 @@
-"""The training of an EAGLE-style head as a LightningModule, and the export of its checkpoints."""
+"""The training of an EAGLE-style head as a LightningModule."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +18,13 @@ from fsd_infer.errors import DataError
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
-from fsd_train.data import read_answers
 from fsd_train.losses import DraftBatch, LMHead, build_loss, reference_of
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
-from fsd_train.optim import OPTIMIZERS, build_optimizer
-from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, read_checkpoint
+from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
+from fsd_train.safety import CheckResume, StopOnNonFinite, check_state
 from fsd_train.slim import load_slim, move
 from fsd_train.unroll import at_positions, chain_roots, supervised, unroll
+from fsd_train.vocabulary import choose_draft_ids
 
 MAX_UNROLL = 7
 
@@ -456,74 +454,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float | bool)
-
-
-def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
-    """Factor on the peak learning rate: a half cosine from 1 to ``floor`` over the run, times a linear warm-up.
-
-    Args:
-        step: from 0.
-        warmup: steps of the warm-up.
-        share: how much of the run has passed, 0 to 1.
-        floor: factor at the end.
-    """
-    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
-    return min((step + 1) / (warmup + 1), 1.0) * cosine
-
-
-def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """The ``size`` most frequent ids (ties: the smaller id), among them all of ``always``; ascending.
-
-    Args:
-        counts: [V] occurrences.
-        size: Vd ≤ V.
-        always: ids that must be there.
-    """
-    if size > len(counts) or size < len(set(always)):
-        raise DataError(
-            f"draft_vocab_size is {size}; it must be {len(set(always))} (special tokens) to {len(counts)} (all)."
-        )
-    ranked = counts.double()
-    ranked[list(always)] = torch.inf
-    order = torch.sort(ranked, descending=True, stable=True).indices
-    return order[:size].sort().values
-
-
-def load_module(checkpoint: str | Path) -> EagleModule:
-    """The module of a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
-    state = read_checkpoint(checkpoint)
-    options = {k: v for k, v in state["hyper_parameters"].items() if not k.startswith("_")}
-    if "drafter" in options:
-        from fsd_train.lm_module import LMModule  # it is built on this module
-
-        module: EagleModule = LMModule(**options)
-    else:
-        module = EagleModule(**{**options, "initial_layers": None, "initial_head": None})  # the weights are at hand
-    module.configure_model()
-    module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
-    return module
-
-
-def export_main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train export`."""
-    parser = argparse.ArgumentParser(prog="fsd-train export", description="Write a checkpoint's head for fsd-infer.")
-    parser.add_argument("checkpoint", help=".ckpt file of `fsd-train fit`")
-    parser.add_argument("output", help="directory of the head")
-    parser.add_argument(
-        "--draft-vocab-size",
-        type=int,
-        metavar="N",
-        help="draft over the N most frequent ids of --data instead of those it was trained with (the head estimates "
-        "features, so this costs no training: more ids cover more of the text and make drafting slower)",
-    )
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="answers to count ids in, with --draft-vocab-size")
-    args = parser.parse_args(argv)
-    if (args.draft_vocab_size is None) != (args.data is None):
-        parser.error("--draft-vocab-size and --data go together")
-    module = load_module(args.checkpoint)
-    if args.data:
-        answers, _ = read_answers(args.data, module.target.tokenizer, vocab_size=module.target.vocab_size)
-        counts = answers.answer_counts(module.target.vocab_size)
-        module.head.set_draft_ids(choose_draft_ids(counts, args.draft_vocab_size, module.always_drafted()))
-    print(module.export(args.output, {"checkpoint": Path(args.checkpoint).name}), file=sys.stderr)
-    return 0

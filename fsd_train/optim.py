@@ -1,7 +1,8 @@
-"""Optimisers of the head."""
+"""Optimisers and their schedule."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,3 +72,16 @@ def build_optimizer(
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         return AdamW(groups, lr=lr, betas=betas)
     raise DataError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.")
+
+
+def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
+    """Factor on the peak learning rate: a half cosine from 1 to ``floor`` over the run, times a linear warm-up.
+
+    Args:
+        step: from 0.
+        warmup: steps of the warm-up.
+        share: how much of the run has passed, 0 to 1.
+        floor: factor at the end.
+    """
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+    return min((step + 1) / (warmup + 1), 1.0) * cosine

@@ -22,8 +22,8 @@ from fsd_infer.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate
+from fsd_train.export import export_main
 from fsd_train.lm_module import LMModule
-from fsd_train.module import export_main
 from tests.train_toys import VOCAB, save_toy_target, toy_model, write_answers
 
 STEPS = 4

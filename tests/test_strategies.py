@@ -23,7 +23,8 @@ from fsd_infer.checkpoint import load_head
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train.cli import main as cli
-from fsd_train.module import EagleModule, load_module
+from fsd_train.export import load_module
+from fsd_train.module import EagleModule
 from fsd_train.strategies import ShardedStrategy, named_strategy, whole_head
 from tests.text_toys import write_rows
 from tests.train_toys import VOCAB, save_toy_target

@@ -25,8 +25,11 @@ from fsd_infer.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.module import EagleModule, choose_draft_ids, cosine_factor, export_main, load_module
+from fsd_train.export import export_main, load_module
+from fsd_train.module import EagleModule
+from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
+from fsd_train.vocabulary import choose_draft_ids
 from tests.train_toys import make_toys
 
 STEPS = 24
