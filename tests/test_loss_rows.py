@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +38,13 @@ def test_chunk_size_does_not_matter(name: str, args: dict[str, Any]) -> None:
 def peak_memory(run: Any) -> int:
     """Bytes allocated at the highest moment of a call, above those before it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
+    gc.collect()  # what other tests left behind must not be freed, and counted, in the middle of this one
+    gc.disable()
+    try:
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            run()
+    finally:
+        gc.enable()
     records = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     total = peak = 0
     for record in sorted(records, key=lambda event: event.start_ns()):
