@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--thresholds", default="0.1,0.3", help="of js, for the fuzzy rule (%(default)s)")
-    parser.add_argument("--tree", help="of drafters: depth,width,nodes or auto")
+    parser.add_argument("--tree", default="auto", help="of heads, as for `fsd-infer bench` (%(default)s)")
     parser.add_argument("--methods", help="of ours and transformers' (default: all that the target has drafters for)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="directory of the record")
     parser.add_argument("--no-profile", action="store_true", help="leave out memory and the cost of a forward")
@@ -98,8 +98,8 @@ def bench_command(
     command += ["--max-new-tokens", str(args.max_new_tokens), "--repeat", str(args.repeat)]
     command += ["--target", work.link(args.target), "--dtype", "bf16", "--log-likelihood"]
     command += ["--drafter", work.link(args.drafter)] if args.drafter else []
-    command += ["--tree", args.tree] if args.tree else []
-    command += ["--threads", str(args.threads), "--methods", ",".join(methods), "--json", str(inside)]
+    command += ["--tree", args.tree, "--threads", str(args.threads), "--methods", ",".join(methods)]
+    command += ["--json", str(inside)]
     command += ["--baseline", ",".join(baselines)] if baselines else []
     return command + (["--resume"] if record.with_name(record.name + ".partial.jsonl").exists() else [])
 

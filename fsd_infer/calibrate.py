@@ -4,14 +4,15 @@ Measured once and kept in the user's cache: C(n), seconds of a target forward ov
 included; D(w), seconds of one depth of drafting at width w, and what a round's drafting costs besides. A few texts are
 decoded with a large tree, whose scores s (cumulative log q) tell what smaller trees of the same contexts would yield:
 
-    tokens(depth, width, nodes) = 1 + r · mean over rounds of Σ exp(s) over the nodes - 1 best candidates
+    tokens = 1 + r · Σ exp(s) over the nodes - 1 best candidates
 
-with r = drafts accepted / drafts expected in those rounds, which corrects a drafter that is too sure or too modest. The
-shape with the largest tokens / (C(nodes) + fixed + depth · D(width)) is taken. One depth more can yield at most the
-chance r · Σ exp(s) over the nodes to be expanded that the answer runs through one of them, and a token is worth the
-seconds per token of the chosen shape; so drafting stops early where
+with r = drafts accepted / drafts expected in those rounds, which corrects a drafter that is too sure or too modest.
+Drafting stops early where the chance that the answer runs through one of the nodes to be expanded, Σ exp(s) over them,
+is below ``stop_below``. So each context has a depth of its own, and a shape takes
 
-    Σ exp(s) < stop_below = D(width) / (r · seconds per token).
+    Σ over contexts of tokens / Σ over contexts of (C(nodes) + fixed + its depth · D(width))
+
+tokens per second. The shape with the most is taken.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,10 @@ from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, visible_slots
 
 AUTO = "auto"
-VERSION = 2  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 3  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
+STOPS = tuple(tenth / 10 for tenth in range(10))
 
 
 @dataclass(frozen=True)
@@ -85,61 +88,93 @@ class Costs:
     level: Mapping[int, float]
     fixed: float
 
-    def round(self, shape: TreeShape) -> float:
-        """Seconds of a round that drafts the whole depth."""
-        verify = _between(self.forward, shape.nodes)
-        return verify + self.fixed + shape.depth * _between(self.level, shape.width)
+    def round(self, nodes: int, width: int, depth: int) -> float:
+        """Seconds of a round that drafts so deep."""
+        return _between(self.forward, nodes) + self.fixed + depth * _between(self.level, width)
 
 
 @dataclass
 class Candidates:
-    """One context's large tree, for a count of smaller ones: scores and parents of its N nodes, the root first."""
+    """One context's large tree: scores and parents of its N nodes, the root first."""
 
     scores: Sequence[float]
     parents: Sequence[int]
 
-    def expected(self, depth: int, width: int) -> list[float]:
-        """Entry n: Σ exp(score) over the n best drafts of the tree of that depth and width, n = 0, 1, ..."""
+    def growth(self, width: int) -> list[Grown]:
+        """The smaller trees of this width, depth by depth from 1 to :data:`DEPTHS`' last."""
         children: dict[int, list[int]] = {}
         for node in range(1, len(self.parents)):
             children.setdefault(self.parents[node], []).append(node)
-        frontier, found = [0], []
-        for _ in range(depth):
-            level = []
+        frontier, found, grown = [0], [], []
+        for _ in DEPTHS:
+            level: list[int] = []
             for node in frontier:
                 level += sorted(children.get(node, []), key=lambda child: -self.scores[child])[:width]
-            found += level
+            found += [math.exp(self.scores[node]) for node in level]
             frontier = sorted(level, key=lambda node: -self.scores[node])[:width]
-        chances = sorted((math.exp(self.scores[node]) for node in found), reverse=True)
-        sums = [0.0]
-        for chance in chances:
-            sums.append(sums[-1] + chance)
-        return sums
+            expected = list(accumulate(sorted(found, reverse=True), initial=0.0))
+            grown.append(Grown(expected, sum(math.exp(self.scores[node]) for node in frontier)))
+        return grown
 
 
-def best_shape(costs: Costs, contexts: Sequence[Candidates], correction: float = 1.0) -> TreeShape:
-    """The shape with the most expected tokens per second: measured widths, any number of nodes between measured ones.
+@dataclass
+class Grown:
+    """A context's tree of some depth and width.
+
+    Attributes:
+        expected: entry n is Σ exp(score) over the n best drafts, n = 0, 1, ...
+        reach: Σ exp(score) over the nodes that would be expanded next.
+    """
+
+    expected: list[float]
+    reach: float
+
+
+def rate(costs: Costs, contexts: Sequence[Sequence[Grown]], shape: TreeShape, correction: float = 1.0) -> float:
+    """Expected tokens per second.
+
+    Args:
+        costs: of this device.
+        contexts: how trees of the shape's width grow in typical contexts.
+        shape: of the tree.
+        correction: r, drafts accepted / drafts expected.
+    """
+    tokens = seconds = 0.0
+    for grown in contexts:
+        depth = 1
+        while depth < shape.depth and grown[depth - 1].reach >= shape.stop_below:
+            depth += 1
+        expected = grown[depth - 1].expected
+        drafts = min(shape.nodes, len(expected)) - 1
+        tokens += 1 + correction * expected[drafts]
+        seconds += costs.round(1 + drafts, shape.width, depth)
+    return tokens / seconds
+
+
+def best_shape(
+    costs: Costs, contexts: Sequence[Candidates], correction: float = 1.0, stops: Sequence[float] = STOPS
+) -> TreeShape:
+    """The shape with the highest :func:`rate`: measured widths, any number of nodes between measured ones.
 
     Args:
         costs: of this device.
         contexts: large trees of typical contexts, at least one.
         correction: r, drafts accepted / drafts expected.
+        stops: values of ``stop_below`` to choose from.
     """
     best: tuple[float, TreeShape] | None = None
     for width in costs.level:
+        grown = [context.growth(width) for context in contexts]
         for depth in DEPTHS:
-            sums = [context.expected(depth, width) for context in contexts]
             largest = min(max(costs.forward), 1 + TreeShape(depth, width, 2).candidates)
             for nodes in range(depth + 1, largest + 1):
-                drafts = sum(row[min(nodes, len(row)) - 1] for row in sums) / len(sums)
-                shape = TreeShape(depth, width, nodes)
-                rate = (1 + correction * drafts) / costs.round(shape)
-                if best is None or rate > best[0]:
-                    best = rate, shape
+                for stop in stops if depth > 1 else (0.0,):
+                    shape = TreeShape(depth, width, nodes, stop)
+                    found = rate(costs, grown, shape, correction)
+                    if best is None or found > best[0]:
+                        best = found, shape
     assert best is not None, "two nodes were not measured"
-    rate, shape = best
-    stop = costs.level[shape.width] * rate / correction if correction > 0 else 0.0
-    return TreeShape(shape.depth, shape.width, shape.nodes, stop_below=min(stop, 0.99))
+    return best[1]
 
 
 def head_of(drafter: Drafter) -> EagleDrafter | None:
@@ -169,10 +204,9 @@ def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, 
     shape = None if refresh else _read(file)
     if shape is None:
         costs, contexts, correction = measure(head, target, prompts)
-        shape = best_shape(costs, contexts, correction)
+        # elsewhere the check would cost more than it saves: the device would be waited for
+        shape = best_shape(costs, contexts, correction, STOPS if target.device.type == "cpu" else (0.0,))
         _write(file, {"shape": asdict(shape), "costs": asdict(costs), "correction": correction})
-    if target.device.type != "cpu":  # there the check would cost more than it saves: the device would be waited for
-        shape = TreeShape(shape.depth, shape.width, shape.nodes)
     head.shape = head.reshaped(shape).shape
     if isinstance(drafter, GraftedDrafter):
         drafter.nodes = shape.nodes
@@ -259,6 +293,7 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     while passes < PASSES or time.perf_counter() - start < SECONDS:
         passes += 1
         for key, task in tasks.items():
+            verify(1)  # as in a round: the target's weights have driven the drafter's out of the processor's caches
             best[key] = min(best[key], _seconds(task, target.device))
     level = {w: max(best["draft", w, 5] - best["draft", w, 2], 0.0) / 3 for w in widths}
     fixed = best["extend", 0, 0] + max(min(best["draft", w, 2] - 2 * level[w] for w in widths), 0.0)

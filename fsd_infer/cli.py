@@ -70,9 +70,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")
     models.add_argument(
         "--tree",
-        metavar="DEPTH,WIDTH,NODES",
-        help="shape of the draft tree, or auto: the fastest here by a measurement of some seconds, made once "
-        "(default: by device)",
+        metavar="DEPTH,WIDTH,NODES[,STOP]",
+        help="shape of the draft tree, and below which chance drafting stops; or auto: the fastest here by a "
+        "measurement of some seconds, made once (default: by device)",
     )
     models.add_argument("--threads", type=positive, help="CPU threads")
 

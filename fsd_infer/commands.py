@@ -97,16 +97,21 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_tree(text: str | None) -> Any:
-    """ "5,6,16" -> TreeShape(depth=5, width=6, nodes=16); "auto" and None stay as they are."""
+    """ "5,6,16" or "5,6,16,0.3" -> TreeShape(depth=5, width=6, nodes=16, stop_below=0.3); "auto" and None stay."""
     from fsd_infer.calibrate import AUTO
     from fsd_infer.drafters import TreeShape
 
     if text is None or text == AUTO:
         return text
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise FsdError(f"--tree takes depth,width,nodes, e.g. 5,6,16, or auto; got {text!r}.")
-    return TreeShape(*map(int, parts))
+    *counts, stop = text.split(",") if text.count(",") == 3 else [*text.split(","), "0"]
+    try:
+        depth, width, nodes = map(int, counts)
+        stop_below = float(stop)
+    except ValueError:
+        raise FsdError(
+            f"--tree takes depth,width,nodes and perhaps stop_below, e.g. 5,6,16 or 5,6,16,0.3, or auto; got {text!r}."
+        ) from None
+    return TreeShape(depth, width, nodes, stop_below)
 
 
 def read_prompt(args: argparse.Namespace) -> str:

@@ -61,8 +61,8 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     path = root / OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
     record = bench.run(
-        root / PROMPTS, METHODS, target=TARGET, limit=prompts, max_new_tokens=max_new_tokens, json_path=path,
-        progress=True,
+        root / PROMPTS, METHODS, target=TARGET, tree="auto", limit=prompts, max_new_tokens=max_new_tokens,
+        json_path=path, progress=True,
     )  # fmt: skip
     print(report.bench_table(record))
     print(f"\nNext: {NEXT}")

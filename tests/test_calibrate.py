@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape, calibrate
-from fsd_infer.calibrate import Candidates, Costs, best_shape, calibration_prompts, measure, tune
+from fsd_infer.calibrate import Candidates, Costs, best_shape, calibration_prompts, measure, rate, tune
 from fsd_infer.checkpoint import save_head
 from fsd_infer.cli import main
 from fsd_infer.commands import parse_tree
@@ -34,12 +34,15 @@ def binary(best: float, second: float, depth: int) -> Candidates:
 
 def test_expected_drafts_of_smaller_trees() -> None:
     tree = binary(0.5, 0.25, depth=3)
-    assert tree.expected(1, 2) == pytest.approx([0, 0.5, 0.75])
-    assert tree.expected(3, 1) == pytest.approx([0, 0.5, 0.75, 0.875]), "a chain"
+    wide, chain = tree.growth(2), tree.growth(1)
+    assert wide[0].expected == pytest.approx([0, 0.5, 0.75])
+    assert chain[2].expected == pytest.approx([0, 0.5, 0.75, 0.875]), "a chain"
     # two depths: .5, .25 and their children .25, .125, .125, .0625
-    assert tree.expected(2, 2) == pytest.approx([0, 0.5, 0.75, 1.0, 1.125, 1.25, 1.3125])
+    assert wide[1].expected == pytest.approx([0, 0.5, 0.75, 1.0, 1.125, 1.25, 1.3125])
     # the third depth expands two of the second's four nodes: .25 and the first .125
-    assert tree.expected(3, 2)[-1] == pytest.approx(1.3125 + 0.75 * (0.25 + 0.125))
+    assert wide[2].expected[-1] == pytest.approx(1.3125 + 0.75 * (0.25 + 0.125))
+    assert [depth.reach for depth in wide[:3]] == pytest.approx([0.75, 0.25 + 0.125, 0.125 + 0.0625])
+    assert wide[-1].reach == 0 and wide[-1].expected == wide[2].expected, "the recorded tree ends at depth 3"
 
 
 SIZES = (1, 2, 4, 8, 16)
@@ -65,28 +68,38 @@ def test_chosen_shape_is_the_best_of_all() -> None:
     trees, prices = [binary(0.7, 0.2, depth=8), binary(0.4, 0.3, depth=8)], costs(1.0, 0.03, 0.1)
     chosen = best_shape(prices, trees, correction=0.8)
 
-    def rate(depth: int, width: int, nodes: int) -> float:
-        rows = [tree.expected(depth, width) for tree in trees]
-        drafts = sum(row[min(nodes, len(row)) - 1] for row in rows) / 2
-        return (1 + 0.8 * drafts) / prices.round(TreeShape(depth, width, nodes))
+    def of(shape: TreeShape) -> float:
+        return rate(prices, [tree.growth(shape.width) for tree in trees], shape, 0.8)
 
-    best = rate(chosen.depth, chosen.width, chosen.nodes)
     every = [
-        rate(d, w, n)
+        TreeShape(d, w, n, stop)
         for d in range(1, 9)
         for w in (1, 2)
         for n in range(d + 1, 17)
+        for stop in calibrate.STOPS
         if n <= 1 + TreeShape(d, w, 2).candidates
     ]
-    assert best == pytest.approx(max(every))
-    # one depth is worth its cost if the chance to get there, times the seconds per token, exceeds it
-    assert chosen.stop_below == pytest.approx(0.1 * best / 0.8)
+    assert of(chosen) == pytest.approx(max(map(of, every)))
+
+
+def test_rate_of_a_shape_that_stops_where_it_is_not_worth_it() -> None:
+    sure, unsure = binary(0.8, 0.1, depth=3), binary(0.3, 0.1, depth=3)
+    prices, grown = costs(1.0, 0.1, 0.5), [sure.growth(2), unsure.growth(2)]
+    # 0.4 is the reach of the second's first depth: it stops there, with 3 nodes instead of 5
+    tokens = (1 + 0.8 + 0.64 + 0.1 + 0.08) + (1 + 0.3 + 0.1)
+    seconds = (1.5 + 2 * 0.5) + (1.3 + 0.5)
+    assert rate(prices, grown, TreeShape(2, 2, 5, stop_below=0.5)) == pytest.approx(tokens / seconds)
+    deep = (1 + 0.8 + 0.64 + 0.1 + 0.08) + (1 + 0.3 + 0.1 + 0.09 + 0.03)
+    assert rate(prices, grown, TreeShape(2, 2, 5, stop_below=0.4)) == pytest.approx(deep / (2 * (1.5 + 2 * 0.5)))
+    assert best_shape(costs(1.0, 0.0, 0.3), [sure, unsure]).stop_below > 0, (
+        "depth pays in one context, not in the other"
+    )
 
 
 def test_costs_between_measured_points() -> None:
     prices = Costs({1: 1.0, 4: 1.3, 8: 2.1}, {2: 0.1, 4: 0.3}, fixed=0.5)
-    assert prices.round(TreeShape(2, 3, 6)) == pytest.approx(1.7 + 0.5 + 2 * 0.2)
-    assert prices.round(TreeShape(1, 4, 8)) == pytest.approx(2.1 + 0.5 + 0.3)
+    assert prices.round(6, 3, 2) == pytest.approx(1.7 + 0.5 + 2 * 0.2)
+    assert prices.round(8, 4, 1) == pytest.approx(2.1 + 0.5 + 0.3)
 
 
 @pytest.fixture
@@ -193,5 +206,8 @@ def test_bad_thresholds_and_names() -> None:
         with pytest.raises(FsdError, match="stop_below"):
             TreeShape(2, 2, 4, stop_below=stop)
     assert parse_tree("auto") == "auto" and parse_tree("2,2,4") == TreeShape(2, 2, 4)
+    assert parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
+    with pytest.raises(FsdError, match="stop_below"):
+        parse_tree("2,2,4,high")
     with pytest.raises(FsdError, match="auto"):
         parse_tree("car")
