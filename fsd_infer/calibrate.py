@@ -384,11 +384,11 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
     """One file per target, head, data type, device, threads and version of torch."""
     device = target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
-    weights = drafter.head.fc.weight.detach().double()
+    weights = [weight.detach().double() for weight in drafter.head.parameters() if not weight.is_meta]
     what = {
         "version": VERSION,
         "target": [target.name, target.fingerprint(), str(target.dtype), target.config.num_hidden_layers],
-        "head": [drafter.head.config.to_dict(), float(weights.sum()), float(weights.abs().sum())],
+        "head": [drafter.head.config.to_dict(), *(float(weight.sum()) for weight in weights)],
         "device": [device.type, name, torch.get_num_threads() if device.type == "cpu" else 0],
         "torch": torch.__version__,
         "replaced": sum(is_replaced(part) for part in target.model.modules()),

@@ -6,10 +6,12 @@ An unpacked bf16 weight is reordered in every call; packed once, a linear layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 def can_pack() -> bool:
@@ -21,10 +23,10 @@ class Replacement:
     """A module's forward by other means, put on the instance. Its class, its weights and its hooks stay.
 
     Attributes:
-        covered: linear layers whose products it makes itself, so that nobody else needs to pack them.
+        packed: the products it makes by packed weights. Nobody else needs to pack their layers.
     """
 
-    covered: tuple[nn.Module, ...] = ()
+    packed: tuple[Packed, ...] = ()
 
     def put_on(self, module: nn.Module) -> None:
         setattr(module, "forward", self)  # noqa: B010 - an instance attribute, seen before the method
@@ -35,9 +37,11 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def restore(module: nn.Module) -> int:
-    """Give every module in ``module`` its own forward back; returns how many had another."""
+    """Give every module in ``module`` its own forward and weights back; returns how many had another forward."""
     replaced = [part for part in module.modules() if is_replaced(part)]
     for part in replaced:
+        for packed in vars(part)["forward"].packed:
+            packed.unpack()
         delattr(part, "forward")
     return len(replaced)
 
@@ -49,12 +53,65 @@ class Packed(Replacement):
         weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.linears, self.packed = linears, (self,)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self.bias = torch.cat(biases) if biases else None
+        self.latest: tuple[Tensor, Tensor] | None = None  # of :class:`Share`
 
     def __call__(self, x: Tensor) -> Tensor:
         # .default: the overload itself, which Python reaches faster than the operator that chooses among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+
+    def release(self, layers: Collection[nn.Module]) -> None:
+        """Let go of the plain weights of its layers that are in ``layers``; they answer by the packed one from now on.
+
+        A weight's parameter stays, without memory (device "meta"), until :meth:`unpack`.
+        """
+        stop = 0
+        for linear in self.linears:
+            start, stop = stop, stop + linear.out_features
+            if linear in layers:
+                (self if len(self.linears) == 1 else Share(self, start, stop)).put_on(linear)
+                linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+
+    def unpack(self) -> None:
+        """Give its layers the weights back that were let go, bit by bit the same."""
+        if any(linear.weight.is_meta for linear in self.linears):
+            sizes = [linear.out_features for linear in self.linears]
+            for linear, weight in zip(self.linears, self.weight.to_dense().split(sizes)):
+                if linear.weight.is_meta:
+                    linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+
+
+class Share(Replacement):
+    """One of the layers that a :class:`Packed` stands for, on its own: columns ``start`` to ``stop`` of the product.
+
+    Where the layers of one product are called one after the other on the same x, it is computed once.
+    """
+
+    def __init__(self, whole: Packed, start: int, stop: int) -> None:
+        self.whole, self.columns = whole, slice(start, stop)
+        self.last = stop == whole.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        known = self.whole.latest
+        product = known[1] if known is not None and known[0] is x else self.whole(x)
+        self.whole.latest = None if self.last else (x, product)
+        return product[..., self.columns]
+
+
+def releasable(module: nn.Module) -> set[nn.Module]:
+    """The linear layers in ``module`` whose weight nobody but their forward reads, as far as can be known.
+
+    A language-model head stays (drafters read its rows), and so does what is tied.
+    """
+    holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
+    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+    return {
+        part
+        for part in module.modules()
+        if type(part) is nn.Linear and part is not head and holders[id(part.weight)] == 1
+    }
 
 
 def through(layer: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -74,16 +131,27 @@ def is_packable(linears: Sequence[nn.Module]) -> bool:
     )
 
 
-def pack_linears(module: nn.Module) -> int:
+def own_memory(module: nn.Module) -> None:
+    """Copy what is left of ``module``'s weights: one that lies in a mapped file keeps the whole file in memory."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
+
+
+def pack_linears(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
     """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one; returns how many.
 
-    Weights stay where they are (tied weights and ``state_dict`` are untouched); the packed copy is extra memory.
-    Results agree with the plain layer's within bf16 rounding. Does nothing where oneDNN has no bf16.
+    The packed copy is extra memory but for layers in ``release`` (see :func:`releasable`), whose plain weight goes.
+    All others' weights stay where they are (tied weights and ``state_dict`` are untouched). Results agree with the
+    plain layer's within bf16 rounding. Does nothing where oneDNN has no bf16.
     """
     count = 0
-    covered = {layer for part in module.modules() if is_replaced(part) for layer in vars(part)["forward"].covered}
+    packed = (each for part in module.modules() if is_replaced(part) for each in vars(part)["forward"].packed)
+    covered = {layer for each in packed for layer in each.linears}
     for layer in module.modules():
         if is_packable([layer]) and not is_replaced(layer) and layer not in covered:
-            Packed(layer).put_on(layer)  # type: ignore[arg-type]
+            made = Packed(layer)  # type: ignore[arg-type]
+            made.put_on(layer)
+            made.release(release)
             count += 1
     return count

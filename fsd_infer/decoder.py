@@ -84,7 +84,8 @@ class FuzzyDecoder:
             tree: depth, width and nodes of the draft tree; default by device. "auto": measure for a few seconds which
                 tree is fastest here with this target and head, once (see :mod:`fsd_infer.calibrate`).
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
-                weights in the layout oneDNN computes in (see :func:`fsd_infer.fuse.speed_up`).
+                weights in the layout oneDNN computes in, and in that layout alone (see
+                :func:`fsd_infer.fuse.speed_up`). ``fsd_infer.cpu.restore(decoder.target.model)`` undoes it.
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
             revision: of a hub model.
@@ -101,7 +102,7 @@ class FuzzyDecoder:
             revision=revision,
         )
         if pack:
-            speed_up(wrapped.model)
+            speed_up(wrapped.model, release=True)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size))
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack)
         return decoder
@@ -115,7 +116,7 @@ class FuzzyDecoder:
         made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
         if pack:
             for module in made.modules():
-                speed_up(module)
+                speed_up(module, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
         if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
             self.tune(made)
         return made

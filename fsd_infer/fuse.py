@@ -13,7 +13,7 @@ known; a module of any other kind keeps its own, so every family works and the u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import Packed, Replacement, is_packable, is_replaced, pack_linears, through
+from fsd_infer.cpu import Packed, Replacement, is_packable, is_replaced, own_memory, pack_linears, releasable, through
 
 # Families whose modules compute what the replacements compute, by the prefix of transformers' class names.
 _NORMS = ("Granite", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -30,18 +30,27 @@ _LAYERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ATTENTIONS = ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 
 
-def speed_up(module: nn.Module) -> None:
-    """:func:`fuse_layers` and :func:`fsd_infer.cpu.pack_linears` on a CPU; nothing elsewhere."""
+def speed_up(module: nn.Module, release: bool = False) -> None:
+    """:func:`fuse_layers` and :func:`fsd_infer.cpu.pack_linears` on a CPU; nothing elsewhere.
+
+    With ``release`` the plain weights of packed layers are let go, layer by layer, so that memory holds them once
+    (:func:`fsd_infer.cpu.releasable` says which). ``state_dict`` lacks their values until
+    :func:`fsd_infer.cpu.restore`.
+    """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-        fuse_layers(module)
-        pack_linears(module)
+        layers = releasable(module) if release else ()
+        fuse_layers(module, layers)
+        pack_linears(module, layers)
+        if release:
+            own_memory(module)
 
 
-def fuse_layers(module: nn.Module) -> int:
+def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
     """Replace the forwards of known norms, MLPs and attentions in ``module``; returns how many.
 
-    Weights stay where they are (tied weights and ``state_dict`` are untouched). Results agree with the plain modules'
-    within rounding. :func:`fsd_infer.cpu.restore` undoes it.
+    Weights stay where they are (tied weights and ``state_dict`` are untouched) but those of packed layers in
+    ``release``, which are let go. Results agree with the plain modules' within rounding.
+    :func:`fsd_infer.cpu.restore` undoes it.
     """
     once = _OncePerForward()
     count = 0
@@ -58,6 +67,8 @@ def fuse_layers(module: nn.Module) -> int:
             made = FusedAttention(part, once)
         if made is not None:
             made.put_on(part)
+            for packed in made.packed:
+                packed.release(release)
             count += 1
     for part in module.modules():
         if _is_known(part, _LAYERS, "DecoderLayer") and is_replaced(part.self_attn) and not is_replaced(part):
@@ -91,8 +102,8 @@ class FusedMLP(Replacement):
     """W_down (act(W_gate x) · W_up x), with W_gate and W_up packed as one."""
 
     def __init__(self, mlp: Any) -> None:
-        self.covered = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         self.project, self.down, self.act = Packed(mlp.gate_proj, mlp.up_proj), through(mlp.down_proj), mlp.act_fn
+        self.packed = _packed(self.project, self.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.project(x).chunk(2, dim=-1)
@@ -118,7 +129,7 @@ class FusedAttention(Replacement):
         layers = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.project: Callable[[Tensor], Tensor] = Packed(*layers) if is_packable(layers) else self._in_turn
         self.output = through(attention.o_proj)
-        self.covered = (attention.o_proj, *(layers if is_packable(layers) else []))
+        self.packed = _packed(self.project, self.output)
 
     def __call__(
         self,
@@ -197,6 +208,10 @@ class FusedLayer(Replacement):
         )
         x = x + attended
         return x + self.mlp(self.second_norm(x))
+
+
+def _packed(*products: Any) -> tuple[Packed, ...]:
+    return tuple(product for product in products if isinstance(product, Packed))
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

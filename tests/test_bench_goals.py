@@ -149,7 +149,8 @@ def test_profile_is_added_to_a_record(record_file: Path, toy: Toy) -> None:
     width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     assert memory["caches"] >= 2 * config.num_hidden_layers * width * 4 * (longest + 8)
     above = (memory["peak"] - memory["libraries"]) / (memory["weights"] + memory["caches"]) - 1
-    assert math.isclose(memory["above_weights_and_caches"], above) and memory["peak"] >= memory["libraries"] > 0
+    # no more about the peak: this process has more than libraries, and may lose some of it meanwhile
+    assert math.isclose(memory["above_weights_and_caches"], above) and memory["peak"] > 0 < memory["libraries"]
 
 
 def test_only_methods_of_this_package_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +164,8 @@ def test_only_methods_of_this_package_are_profiled(tmp_path: Path, capsys: pytes
 def test_shared_memory_counts_once() -> None:
     weight = torch.zeros(10)
     assert tensor_bytes([weight, weight, torch.zeros(3, dtype=torch.bfloat16)]) == 46
+    apart = [weight.to("meta"), weight.to("meta")]
+    assert tensor_bytes([*apart, apart[0]]) == 80, "weights that are let go have no address, and count all the same"
 
 
 def test_batch_sizes_are_measured_on_the_same_prompts(

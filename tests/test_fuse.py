@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import can_pack, is_replaced, pack_linears, restore
+from fsd_infer.checkpoint import save_head
+from fsd_infer.cpu import Packed, can_pack, is_replaced, pack_linears, restore
 from fsd_infer.fuse import fuse_layers, speed_up
 from fsd_infer.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
@@ -87,6 +88,62 @@ def test_restore_undoes_everything() -> None:
     assert not any(is_replaced(part) for part in model.modules())
     assert torch.equal(logits_through_cache(target), plain)
     assert all(torch.equal(value, before[name][1]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "phi3", "gpt2", "opt"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -> None:
+    model: Any = tiny_model(family, scale=2.0, tie_word_embeddings=tied).to(torch.bfloat16)
+    target = Target(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.tensor(tiny_prompts((12,)))
+    speed_up(model)
+    expected = logits_through_cache(target), target.features(ids)
+    restore(model)
+    speed_up(model, release=True)
+    gone = {name for name, value in model.state_dict().items() if value.is_meta}
+    assert (len(gone) > 0) == any(type(part) is torch.nn.Linear for part in target.decoder.modules())
+    assert all("proj" in name or "fc" in name for name in gone), "embeddings, norms and the LM head stay"
+    assert torch.equal(logits_through_cache(target), expected[0])
+    # transformers' own cache or none: layers that share a product are asked one by one
+    assert float((target.features(ids) - expected[1]).float().norm()) < 0.03 * float(expected[1].float().norm())
+    restore(model)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], value) for name, value in before.items())
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+def test_layers_that_share_a_product_compute_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [torch.nn.Linear(32, width, dtype=torch.bfloat16) for width in (64, 32, 16)]
+    x, y = torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    whole = Packed(*layers)
+    plain = [layer(x) for layer in layers], [layer(y) for layer in layers]
+    whole.release(layers)
+    calls = []
+    product = Packed.__call__
+    monkeypatch.setattr(Packed, "__call__", lambda self, z: calls.append(z) or product(self, z))
+    for z, expected in ((x, plain[0]), (y, plain[1]), (x, plain[0])):
+        for layer, value in zip(layers, expected):
+            torch.testing.assert_close(layer(z), value, atol=1e-2, rtol=1e-2)
+    assert len(calls) == 3 and whole.latest is None, "one product per input, and none is kept behind the last layer"
+    torch.testing.assert_close(layers[1](y), plain[1][1], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+def test_a_drafter_that_is_handed_over_keeps_its_weights(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    target = Target(tiny_model("llama").to(torch.bfloat16))
+    head = EagleHead(EagleConfig.for_target(target))
+    save_head(tmp_path / "head", head, target.fingerprint())
+    decoder = FuzzyDecoder.from_pretrained(str(tmp_path / "target"), str(tmp_path / "head"), device="cpu")
+    assert isinstance(decoder.drafter, EagleDrafter)
+    assert any(weight.is_meta for weight in decoder.drafter.head.parameters())
+    assert any(weight.is_meta for weight in decoder.target.model.parameters())
+    own = EagleDrafter(head, decoder.target, TreeShape(2, 2, 4))
+    decoder.load_drafter(own)
+    assert not any(weight.is_meta for weight in head.parameters())
 
 
 def test_layers_of_other_kinds_keep_their_forward() -> None:

@@ -98,10 +98,11 @@ class Meter:
     def measure(self, method: EngineMethod, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
         """Bytes by part, and the peak while one answer is decoded.
 
-        ``weights`` counts every parameter and buffer of target and drafter once, ``packed_weights`` their copies in
-        the layout of the CPU's library. ``above_weights_and_caches`` is (peak - libraries) / (weights + caches) - 1,
-        with packed copies among what is above. ``peak_loading`` is the peak until the models were loaded; None where
-        the system cannot tell it from the later one.
+        ``weights`` counts every parameter and buffer of target and drafter once, also those that are held in the layout
+        of the CPU's library alone; ``packed_weights`` is what lies in that layout. ``above_weights_and_caches`` is
+        (peak - libraries) / (weights + caches) - 1, with what is held in both layouts among what is above.
+        ``peak_loading`` is the peak until the models were loaded; None where the system cannot tell it from the later
+        one.
         """
         decoder = method.decoder
         weights = tensor_bytes(
@@ -192,8 +193,8 @@ def _status(key: str) -> int | None:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, those that share their memory counted once."""
-    return sum({tensor.data_ptr(): _bytes(tensor) for tensor in tensors}.values())
+    """Bytes of tensors, those that share their memory counted once and those on "meta" as if they had it."""
+    return sum({tensor.data_ptr() or id(tensor): _bytes(tensor) for tensor in tensors}.values())
 
 
 def _bytes(tensor: Tensor) -> int:
