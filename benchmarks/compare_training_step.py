@@ -34,9 +34,9 @@ from transformers import get_cosine_schedule_with_warmup
 from benchmarks.eagle_step import EagleStep, checkout_facts, eagle_batch
 from benchmarks.training_batches import choose_rows, describe, make_batches
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.bench.record import interval, jsonable
 from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
 from fsd_infer.report import number, table
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         record = run(args, ["python", "-m", "benchmarks.compare_training_step", *words])
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.json, json.dumps(jsonable(record), indent=1) + "\n")
+        write_json(args.json, jsonable(record), indent=1)
     except FsdError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ minute or two per variant and size.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +31,8 @@ from torch._inductor import config as inductor_config
 from transformers import StaticCache
 
 from fsd_infer.bench.environment import environment
+from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
 from fsd_infer.fuse import speed_up
 from fsd_infer.target import Target
 from fsd_infer.tree import visible_slots
@@ -157,12 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    record = trial(options.target, options.variants, options.nodes, options.context, options.repeats)
+    try:
+        record = trial(options.target, options.variants, options.nodes, options.context, options.repeats)
+    except FsdError as error:
+        print(f"compile_trial: {error}", file=sys.stderr)
+        return 2
     record["environment"] = environment()
     for row in record["rows"]:
         print(f"{row['variant']:24} {row['nodes']:3} nodes  {row['cpu_ms']:7.2f} ms CPU  {row['wall_ms']:7.2f} ms wall")
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, record, indent=1)
     return 0
 
 

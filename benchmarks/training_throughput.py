@@ -10,7 +10,6 @@ Run: python -m benchmarks.training_throughput --json benchmarks/results/training
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -27,9 +26,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.training_batches import choose_rows
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.bench.record import jsonable
 from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
 from fsd_infer.report import number, table
 from fsd_infer.target import Target
 from fsd_train.data import AnswersDataModule, read_answers
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         record = run(args, ["python", "-m", "benchmarks.training_throughput", *words])
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.json, json.dumps(jsonable(record), indent=1) + "\n")
+        write_json(args.json, jsonable(record), indent=1)
     except FsdError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -31,11 +31,11 @@ from transformers.generation.streamers import BaseStreamer
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import Packed, can_pack
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
+from fsd_infer.files import write_json
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
 from fsd_infer.tree import visible_slots
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"profile: {error}", file=sys.stderr)
         return 2
     record["profile"] = found
-    write_atomically(args.record, json.dumps(record, indent=1) + "\n")
+    write_json(args.record, record, indent=1)
     above = found["memory"]["above_weights_and_caches"]
     print(
         f"profile of {found['method']}: peak {100 * above:.0f} % above weights and caches "
