@@ -21,6 +21,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +35,8 @@ from fsd_infer.bench.environment import environment
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.fuse import speed_up
+from fsd_infer.probe import Probe
 from fsd_infer.target import Target
-from fsd_infer.tree import visible_slots
 
 Forward = Callable[[], Tensor]  # logits [1, n, V]
 
@@ -49,18 +50,8 @@ VARIANTS = ("eager", "fused", *INDUCTOR)
 
 def fused_forward(target: Target, context: int, nodes: int) -> Forward:
     """The engine's own forward, behind a text of ``context`` tokens."""
-    slots = torch.arange(context + nodes)[None]
-    tokens, text, own = slots % target.vocab_size, slots[:, :context], slots[:, context:]
-    cache = target.new_cache(1, context + nodes)
-    cache.aim(text, 0, context)
-    target.forward(tokens[:, :context], text, text[:, None] <= text[..., None], text, cache, keep=1)
-    visible = visible_slots(torch.tensor([context]), torch.ones(1, nodes, nodes, dtype=torch.bool).tril())
-
-    def forward() -> Tensor:
-        cache.aim(own, context, context + nodes)
-        return target.forward(tokens[:, context:], own, visible, slots, cache)[0]
-
-    return forward
+    probe = Probe(target, context, nodes)
+    return partial(probe, nodes, probe.visible(nodes))  # the mask is made before, as for the others
 
 
 def static_forward(model: Any, context: int, nodes: int, options: dict[str, Any] | None) -> Forward:

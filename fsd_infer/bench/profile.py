@@ -20,7 +20,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ from fsd_infer.cpu import Packed, can_pack
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import write_json
+from fsd_infer.probe import Probe
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
-from fsd_infer.tree import visible_slots
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT = 128  # tokens that the measured forwards attend to
@@ -221,7 +221,13 @@ def forward_seconds(target: Target, nodes: Sequence[int] = NODES, rounds: int = 
     """
     limit = (target.max_positions or 4 * max(nodes) + CONTEXT) - 1
     counts = [n for n in nodes if 2 * n < limit]
-    forward = _forward(target, min(CONTEXT, limit - max(counts)), max(counts))
+    probe = Probe(target, min(CONTEXT, limit - max(counts)), max(counts))
+
+    def forward(nodes: int) -> None:
+        probe(nodes)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+
     for n in counts:  # first calls allocate
         forward(n)
     seconds: dict[int, list[float]] = {n: [] for n in counts}
@@ -231,27 +237,6 @@ def forward_seconds(target: Target, nodes: Sequence[int] = NODES, rounds: int = 
             forward(n)
             seconds[n].append(time.perf_counter() - start)
     return {n: statistics.median(values) for n, values in seconds.items()}
-
-
-def _forward(target: Target, context: int, largest: int) -> Callable[[int], None]:
-    """A function that runs the target over so many nodes behind a context of arbitrary tokens, and waits for it."""
-    device = target.device
-    cache = target.new_cache(1, context + largest)
-    slots = torch.arange(context + largest, device=device)[None]
-    tokens, length, text = slots % target.vocab_size, torch.tensor([context], device=device), slots[:, :context]
-    cache.aim(text, 0, context)
-    target.forward(tokens[:, :context], text, text[:, None] <= text[..., None], text, cache, keep=1)
-
-    def forward(nodes: int) -> None:
-        own = slots[:, context : context + nodes]
-        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-        visible, seen = visible_slots(length, chain), slots[:, : context + nodes]
-        cache.aim(own, context, context + nodes)
-        target.forward(tokens[:, :nodes], own, visible, seen, cache)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return forward
 
 
 def default_method(record: dict[str, Any]) -> str:
