@@ -34,6 +34,7 @@ from transformers import get_cosine_schedule_with_warmup
 from benchmarks.eagle_step import EagleStep, checkout_facts, eagle_batch
 from benchmarks.training_batches import choose_rows, describe, make_batches
 from fsd_infer.bench.environment import environment
+from fsd_infer.bench.profile import peak_bytes, resident_bytes, restart_peak
 from fsd_infer.bench.record import interval, jsonable
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
@@ -207,19 +208,12 @@ def peak_memory(name: str, options: Options, workload: str) -> dict[str, int] | 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
-        before = _status("VmRSS")
-        step(0)
-        step(0)
-        return {"before": before, "peak": _status("VmHWM")}
-    except OSError:
+    if not restart_peak():
         return None
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+    before = resident_bytes()
+    step(0)
+    step(0)
+    return {"before": before, "peak": peak_bytes()}
 
 
 def peak_memories(names: Sequence[str], options: Options, workload: str) -> dict[str, dict[str, int] | None]:

@@ -145,11 +145,7 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return False
-        return True
+        return restart_peak()
 
 
 class _Caches(BaseStreamer):
@@ -180,6 +176,15 @@ def peak_bytes() -> int:
         return found
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def restart_peak() -> bool:
+    """Make :func:`peak_bytes` count from now on; False where the system keeps the peak of the whole run."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _status(key: str) -> int | None:
