@@ -332,8 +332,8 @@ class EagleModule(LightningModule):
         outputs = at_positions(unroll(self.head, embeds, inputs, steps, roots), roots)
         weights = found.weights
         if share < 1.0:
-            counts = [torch.ones_like(outputs[0, ..., :1])]
-            counts += [chosen[..., None].to(outputs.dtype)] * (steps - 1)
+            counts = [torch.ones_like(outputs[0, ..., :1], dtype=torch.float32)]
+            counts += [chosen[..., None]] * (steps - 1)
             weights = weights * at_positions(counts, roots).flatten(1)[:, positions]
         reference = self._reference_estimates(embeds, raw[:, :-1], steps, roots)
         return DraftBatch(

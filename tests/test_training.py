@@ -244,6 +244,20 @@ def test_a_share_of_the_chains_has_the_weight_of_all(toys: Path) -> None:
     torch.testing.assert_close(part.estimates[ran], whole.estimates[ran], atol=1e-5, rtol=1e-4)
 
 
+def test_weights_of_chains_are_exact_in_half_precision(toys: Path) -> None:
+    module, data = make(toys, unroll_steps=3, chain_share=0.6, draft_vocab_size=None, head={})
+    module.configure_model()
+    module.train()
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    whole = module.draft(batch, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = module.draft(batch, 3)  # the same chains: they are drawn by batch number
+    assert whole is not None and half is not None and half.estimates.dtype == torch.bfloat16
+    assert not torch.equal(whole.weights, whole.weights.bfloat16().float()), "the test needs weights such as 5/3"
+    assert half.weights.dtype == torch.float32 and torch.equal(half.weights, whole.weights)
+
+
 def test_schedule() -> None:
     factors = [cosine_factor(step, 4, step / 20, 0.1) for step in range(21)]
     assert factors[0] == pytest.approx(0.2)
