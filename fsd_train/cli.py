@@ -50,6 +50,15 @@ def lightning(argv: Sequence[str]) -> int:
             if self.config.get("subcommand") == "fit":
                 check_checkpoint(self.config["fit"].get("ckpt_path"))  # before anything is loaded
 
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except ValueError as error:
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, FsdError):
+                    cause = cause.__cause__  # the parser wraps what a class raises
+                raise cause or error from None
+
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             name = self._get(self.config_init, "trainer", default={}).get("strategy")
             if isinstance(name, str):

@@ -305,7 +305,7 @@ def test_model_classes_that_options_name(tmp_path: Path) -> None:
     assert class_paths(["fit", "--model.help"]) == set() and class_paths(["fit", "--model.help=a.D"]) == {"a.D"}
 
 
-def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path) -> None:
+def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "trainer": {
             "max_steps": 2, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False,
@@ -327,6 +327,8 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "recipe.json").write_text(json.dumps(config))
     argv = ["fit", "--config", str(tmp_path / "recipe.json"), "--model.lr", "0.01"]
+    assert cli([*argv, "--model.on_policy", "2"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fsd-train fit: on_policy is a probability")
     assert cli(argv) == 0
     record = json.loads((tmp_path / "model" / "training.json").read_text())
     assert record["hyperparameters"]["lr"] == 0.01 and record["hyperparameters"]["lora"] == LORA
