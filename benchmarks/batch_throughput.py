@@ -9,7 +9,6 @@ Run: python -m benchmarks.batch_throughput [--target NAME_OR_DIRECTORY] [--sizes
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -25,10 +24,10 @@ from benchmarks.workplace import shown_command
 from fsd_infer.bench import Settings, build_record, make_methods
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.models import Models
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.bench.record import jsonable
 from fsd_infer.bench.runner import encode_rows, read_rows, take_turns
 from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
 from fsd_infer.report import number, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record["environment"]["command"] = shlex.join(shown_command("benchmarks.batch_throughput", argv))
     record["settings"]["target"] = Path(args.target).name
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.json, json.dumps(record, indent=1) + "\n")
+    write_json(args.json, record, indent=1)
     print(sizes_table(record), end="\n\n")
     print_goals([args.json])
     return 0

@@ -31,8 +31,8 @@ from benchmarks.vllm_server import (
     version_of,
 )
 from benchmarks.workplace import Workplace, shown_command
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 IDLE = 0.05  # share of a core that a waiting server may take without a word
@@ -147,7 +147,7 @@ def add_facts(record: Path, argv: Sequence[str], servers: dict[str, dict[str, An
     environment["bench_command"] = environment.get("command")
     environment["command"] = shlex.join(shown_command("benchmarks.compare", argv))
     environment["servers"] = {method.partition("=")[0]: facts for method, facts in servers.items()}
-    write_atomically(record, json.dumps(content, indent=1) + "\n")
+    write_json(record, content, indent=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,13 +29,13 @@ import yaml
 from benchmarks.equal_divergence import COUNTS, gather, markdown, markdown_runs, summarise
 from benchmarks.loss_plan import PARTS, Evaluation, Plan, Run, read_plan
 from fsd_infer.bench.environment import commit, environment
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.bench.record import jsonable
 from fsd_infer.checkpoint import read_config
 from fsd_infer.cpu import pack_linears
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import CheckpointError, DataError, FsdError
+from fsd_infer.files import write_json, write_text
 from fsd_train.backends import stable_seed
 from fsd_train.cli import main as fsd_train
 from fsd_train.data import AnswersDataModule
@@ -118,7 +118,7 @@ def train(run: Run, plan: Plan, quiet: bool = False) -> None:
     """
     here = run.directory
     here.mkdir(parents=True, exist_ok=True)
-    write_atomically(here / "fit.yaml", yaml.safe_dump(fit_config(run, plan, quiet), sort_keys=False))
+    write_text(here / "fit.yaml", yaml.safe_dump(fit_config(run, plan, quiet), sort_keys=False))
     last = last_checkpoint(here / "checkpoints")
     before = 0.0 if last is None else float(read_checkpoint(last).get("training_seconds", 0.0))
     started = time.monotonic()
@@ -144,7 +144,7 @@ def train(run: Run, plan: Plan, quiet: bool = False) -> None:
         "commit": commit(),
         "validation": read_config(here / "head")["training"]["metrics"],
     }
-    write_atomically(here / "run.json", json.dumps(jsonable(facts), indent=1) + "\n")
+    write_json(here / "run.json", jsonable(facts), indent=1)
     shutil.rmtree(here / "checkpoints", ignore_errors=True)  # the head is what counts, and moments are twice its size
 
 
@@ -278,8 +278,7 @@ class Comparison:
             if missing:
                 _say(f"{name}: decoding {len(self.judge.prompts)} held-out prompts; {self.time_left()}")
             for rule, counts, seconds in self.judge.measure(run, missing) if missing else ():
-                text = json.dumps({"rule": rule, "seconds": seconds, "counts": counts})
-                write_atomically(self.judge.file(run, rule), text + "\n")
+                write_json(self.judge.file(run, rule), {"rule": rule, "seconds": seconds, "counts": counts})
                 tau = (sum(counts["tokens"]) - len(counts["tokens"])) / max(sum(counts["forwards"]), 1)
                 spent = sum(counts["spent"]) / sum(counts["tokens"])
                 _say(f"    {rule}: tau {tau:.3f}, {spent:.4f} nats per token, {seconds:.0f} s")
@@ -337,10 +336,10 @@ def write_record(record: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(json.dumps(row) for row in record["results"])
     text = json.dumps(jsonable({**record, "results": "ROWS"}), indent=1).replace('"ROWS"', f"[\n{rows}\n ]")
-    write_atomically(path, text + "\n")
+    write_text(path, text + "\n")
     if record["summary"] is None:
         return
-    write_atomically(path.with_suffix(".md"), markdown(record["summary"]) + "\n" + markdown_runs(record["runs"]))
+    write_text(path.with_suffix(".md"), markdown(record["summary"]) + "\n" + markdown_runs(record["runs"]))
     try:
         from benchmarks.draw_losses import draw, title_of
     except ImportError:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import logging
 import multiprocessing
 import statistics
 import sys
@@ -32,10 +31,11 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
 from benchmarks.eagle_step import EagleStep, checkout_facts, eagle_batch
+from benchmarks.recorded import quiet_lightning, record_main, settings_of
 from benchmarks.training_batches import choose_rows, describe, make_batches
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.partial import write_atomically
-from fsd_infer.bench.record import interval, jsonable
+from fsd_infer.bench.profile import peak_bytes, resident_bytes, restart_peak
+from fsd_infer.bench.record import interval
 from fsd_infer.errors import FsdError
 from fsd_infer.report import number, table
 from fsd_infer.target import Target
@@ -200,26 +200,19 @@ def peak_memory(name: str, options: Options, workload: str) -> dict[str, int] | 
     highest mark during two steps on the largest batch (the second has the optimiser's state from the start).
     """
     torch.set_num_threads(options.threads)
-    _quiet()
+    quiet_lightning()
     batches, draft_ids = torch.load(workload, weights_only=False)
     largest = max(range(len(batches)), key=lambda index: batches[index]["input_ids"].numel())
     step = build(name, options, batches[largest : largest + 1], draft_ids)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
-        before = _status("VmRSS")
-        step(0)
-        step(0)
-        return {"before": before, "peak": _status("VmHWM")}
-    except OSError:
+    if not restart_peak():
         return None
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+    before = resident_bytes()
+    step(0)
+    step(0)
+    return {"before": before, "peak": peak_bytes()}
 
 
 def peak_memories(names: Sequence[str], options: Options, workload: str) -> dict[str, dict[str, int] | None]:
@@ -329,7 +322,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace, command: Sequence[str] | None = None) -> dict[str, Any]:
+def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The whole comparison; returns the record. Raises FsdError."""
     names = args.methods.split(",")
     if unknown := sorted(set(names) - set(METHODS)):
@@ -360,20 +353,14 @@ def run(args: argparse.Namespace, command: Sequence[str] | None = None) -> dict[
             memory = peak_memories(names, options, f"{scratch}/workload.pt")
     facts = [describe(batch) for batch in batches]
     by_repeat = [facts[turn % len(facts)]["supervised"] for turn in range(args.warmup, args.warmup + args.repeats)]
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     return {
         "environment": environment(command),
-        "settings": settings,
+        "settings": settings_of(args),
         "peer": peer,
         "batches": facts,
         "check": check,
         **summarise(seconds, losses, memory, by_repeat),
     }
-
-
-def _quiet() -> None:
-    """No remarks of Lightning on devices that are not there."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def _say(text: str) -> None:
@@ -382,18 +369,7 @@ def _say(text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
-    _quiet()
-    try:
-        record = run(args, ["python", "-m", "benchmarks.compare_training_step", *words])
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.json, json.dumps(jsonable(record), indent=1) + "\n")
-    except FsdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report(record))
-    return 0
+    return record_main("benchmarks.compare_training_step", build_parser(), run, report, argv)
 
 
 if __name__ == "__main__":

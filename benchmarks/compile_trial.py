@@ -18,9 +18,10 @@ minute or two per variant and size.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,9 +32,11 @@ from torch._inductor import config as inductor_config
 from transformers import StaticCache
 
 from fsd_infer.bench.environment import environment
+from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
 from fsd_infer.fuse import speed_up
+from fsd_infer.probe import Probe
 from fsd_infer.target import Target
-from fsd_infer.tree import visible_slots
 
 Forward = Callable[[], Tensor]  # logits [1, n, V]
 
@@ -47,18 +50,8 @@ VARIANTS = ("eager", "fused", *INDUCTOR)
 
 def fused_forward(target: Target, context: int, nodes: int) -> Forward:
     """The engine's own forward, behind a text of ``context`` tokens."""
-    slots = torch.arange(context + nodes)[None]
-    tokens, text, own = slots % target.vocab_size, slots[:, :context], slots[:, context:]
-    cache = target.new_cache(1, context + nodes)
-    cache.aim(text, 0, context)
-    target.forward(tokens[:, :context], text, text[:, None] <= text[..., None], text, cache, keep=1)
-    visible = visible_slots(torch.tensor([context]), torch.ones(1, nodes, nodes, dtype=torch.bool).tril())
-
-    def forward() -> Tensor:
-        cache.aim(own, context, context + nodes)
-        return target.forward(tokens[:, context:], own, visible, slots, cache)[0]
-
-    return forward
+    probe = Probe(target, context, nodes)
+    return partial(probe, nodes, probe.visible(nodes))  # the mask is made before, as for the others
 
 
 def static_forward(model: Any, context: int, nodes: int, options: dict[str, Any] | None) -> Forward:
@@ -157,12 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    record = trial(options.target, options.variants, options.nodes, options.context, options.repeats)
+    try:
+        record = trial(options.target, options.variants, options.nodes, options.context, options.repeats)
+    except FsdError as error:
+        print(f"compile_trial: {error}", file=sys.stderr)
+        return 2
     record["environment"] = environment()
     for row in record["rows"]:
         print(f"{row['variant']:24} {row['nodes']:3} nodes  {row['cpu_ms']:7.2f} ms CPU  {row['wall_ms']:7.2f} ms wall")
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, record, indent=1)
     return 0
 
 

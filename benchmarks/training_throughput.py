@@ -10,13 +10,10 @@ Run: python -m benchmarks.training_throughput --json benchmarks/results/training
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +22,9 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.recorded import record_main, settings_of
 from benchmarks.training_batches import choose_rows
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.partial import write_atomically
-from fsd_infer.bench.record import jsonable
 from fsd_infer.errors import FsdError
 from fsd_infer.report import number, table
 from fsd_infer.target import Target
@@ -146,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace, command: Sequence[str] | None = None) -> dict[str, Any]:
+def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The whole measurement; returns the record. Raises FsdError."""
     torch.set_num_threads(args.threads)
     model, trainer = read_recipe(args.recipe, args.set)
@@ -161,10 +157,9 @@ def run(args: argparse.Namespace, command: Sequence[str] | None = None) -> dict[
                 runs[unroll].append(found)
                 rate = found["tokens_per_second"]
                 print(f"run {repeat + 1}, {unroll} unrolled: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     return {
         "environment": environment(command),
-        "settings": settings,
+        "settings": settings_of(args),
         "model": model,
         "precision": trainer.get("precision", "32-true"),
         "cached_tokens": cached,
@@ -182,19 +177,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None = None) -> dict[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    try:
-        record = run(args, ["python", "-m", "benchmarks.training_throughput", *words])
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.json, json.dumps(jsonable(record), indent=1) + "\n")
-    except FsdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report(record))
-    return 0
+    return record_main("benchmarks.training_throughput", build_parser(), run, report, argv)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
+from fsd_infer.probe import Probe
 from fsd_infer.rules import Exact, Verification
 from fsd_infer.target import Target
-from fsd_infer.tree import DraftTree, visible_slots
+from fsd_infer.tree import DraftTree
 
 AUTO = "auto"
 VERSION = 3  # raised whenever measurements or formulas change, so that older files are not read
@@ -279,8 +280,11 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     """Minima of interleaved repetitions, so that what else the machine does counts little."""
     limit = (target.max_positions or 2 * CONTEXT) - 1
     counts = [n for n in sizes.nodes if 2 * n < limit]
-    verify, features = _verifier(target, min(CONTEXT, limit - max(counts)), max(counts))
-    tasks: dict[tuple[str, int, int], Callable[[], Any]] = {("verify", n, 0): partial(verify, n) for n in counts}
+    probe = Probe(target, min(CONTEXT, limit - max(counts)), max(counts))
+    features = probe.features
+    tasks: dict[tuple[str, int, int], Callable[[], Any]] = {
+        ("verify", n, 0): partial(_verify, probe, n) for n in counts
+    }
     widths = sorted({min(width, drafter.vocabulary) for width in sizes.widths})
     for width in widths:
         for depth in (2, 5):
@@ -304,27 +308,11 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     return Costs(forward, level, fixed)
 
 
-def _verifier(target: Target, context: int, largest: int) -> tuple[Callable[[int], Any], Tensor]:
-    """A function that runs target and exact rule over n nodes behind a context, and its features [1, C, F]."""
-    device = target.device
-    cache = target.new_cache(1, context + largest)
-    slots = torch.arange(context + largest, device=device)[None]
-    tokens = slots % target.vocab_size
-    length = torch.tensor([context], device=device)
-    text = slots[:, :context]
-    cache.aim(text, 0, context)
-    _, features = target.forward(tokens[:, :context], text, text[:, None] <= text[..., None], text, cache, keep=1)
-
-    def verify(nodes: int) -> Any:
-        own = slots[:, context : context + nodes]
-        q_logits = torch.zeros(1, nodes - 1, 1, device=device)
-        chain = DraftTree.chain(tokens[:, :nodes], q_logits)
-        visible = visible_slots(length, chain.ancestors)
-        cache.aim(own, context, context + nodes)
-        logits, _ = target.forward(chain.tokens, own, visible, slots[:, : context + nodes], cache)
-        return Exact()(Verification(chain, logits, logits, greedy=True))
-
-    return verify, features
+def _verify(probe: Probe, nodes: int) -> None:
+    """Target and exact rule over a chain."""
+    chain = DraftTree.chain(probe.tokens(nodes), torch.zeros(1, nodes - 1, 1, device=probe.target.device))
+    logits = probe(nodes)
+    Exact()(Verification(chain, logits, logits, greedy=True))
 
 
 def _session(drafter: EagleDrafter, features: Tensor) -> EagleSession:

@@ -11,11 +11,16 @@ from typing import Any
 from fsd_infer.errors import DataError, FsdError
 
 
-def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """By one rename, so that no reader sees half a file."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file in UTF-8, by one rename, so that no reader sees half of it."""
     draft = path.with_name(path.name + ".partial")
-    draft.write_text(json.dumps(value, indent=indent) + "\n")
+    draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a value as JSON and a newline, as :func:`write_text` does."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 def read_json(path: Path, mend: str, error: type[FsdError] = DataError) -> Any:

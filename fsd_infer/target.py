@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsd_infer.cache import SlotCache
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.models import load_target
+from fsd_infer.token_ids import eos_ids
 
 
 class Target:
@@ -101,10 +102,7 @@ class Target:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        eos = self.model.generation_config.eos_token_id
-        if eos is None:
-            return []
-        return [int(e) for e in eos] if isinstance(eos, list | tuple) else [int(eos)]
+        return sorted(eos_ids(self.model.generation_config))
 
     @property
     def layer_windows(self) -> dict[str, int | None]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fsd_infer.errors import FsdError
 
@@ -34,7 +38,9 @@ def lightning(argv: Sequence[str]) -> int:
     from lightning.pytorch import Trainer
     from lightning.pytorch.cli import LightningCLI
 
+    from fsd_train.base_module import DistillationModule
     from fsd_train.data import AnswersDataModule
+    from fsd_train.module import EagleModule
     from fsd_train.safety import check_checkpoint
     from fsd_train.strategies import check_ranks, named_strategy
 
@@ -43,6 +49,15 @@ def lightning(argv: Sequence[str]) -> int:
             super().parse_arguments(parser, args)
             if self.config.get("subcommand") == "fit":
                 check_checkpoint(self.config["fit"].get("ckpt_path"))  # before anything is loaded
+
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except ValueError as error:
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, FsdError):
+                    cause = cause.__cause__  # the parser wraps what a class raises
+                raise cause or error from None
 
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             name = self._get(self.config_init, "trainer", default={}).get("strategy")
@@ -53,11 +68,11 @@ def lightning(argv: Sequence[str]) -> int:
         def before_fit(self) -> None:
             check_ranks(self.model, self.trainer)
 
-    module = importlib.import_module("fsd_train.module")
     TrainCLI(
-        module.EagleModule,
+        # a model section without class_path is a head's; `class_path: fsd_train.lm_module.LMModule` trains a small LM
+        DistillationModule if class_paths(argv) - {"fsd_train.module.EagleModule"} else EagleModule,
         AnswersDataModule,
-        subclass_mode_model=True,  # `class_path: fsd_train.lm_module.LMModule` trains a small LM instead of a head
+        subclass_mode_model=True,
         seed_everything_default=0,
         # the data module's batch sampler splits the batches among replicas itself
         trainer_defaults={"use_distributed_sampler": False},
@@ -66,6 +81,22 @@ def lightning(argv: Sequence[str]) -> int:
         args=list(argv),
     )
     return 0
+
+
+def class_paths(argv: Sequence[str]) -> set[str]:
+    """The model classes that options and configuration files name. Files that cannot be read are left to the parser."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=[])
+    parser.add_argument("-c", "--config", action="append")
+    parser.add_argument("--model", "--model.class_path", "--model.help", dest="names", action="append", nargs="?")
+    found = parser.parse_known_args(argv)[0]
+    names = set(found.names) - {None}
+    for path in found.config:
+        try:
+            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            names.add(config["model"]["class_path"])
+        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+            continue
+    return names
 
 
 def usage() -> str:

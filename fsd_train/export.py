@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsd_infer.errors import DataError
+from fsd_train.base_module import DistillationModule
 from fsd_train.data import read_answers
 from fsd_train.lm_module import LMModule
 from fsd_train.module import EagleModule
@@ -14,12 +16,12 @@ from fsd_train.safety import read_checkpoint
 from fsd_train.vocabulary import choose_draft_ids
 
 
-def load_module(checkpoint: str | Path) -> EagleModule:
+def load_module(checkpoint: str | Path) -> DistillationModule:
     """The module of a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
     state = read_checkpoint(checkpoint)
     options = {k: v for k, v in state["hyper_parameters"].items() if not k.startswith("_")}
     if "drafter" in options:
-        module: EagleModule = LMModule(**options)
+        module: DistillationModule = LMModule(**options)
     else:
         module = EagleModule(**{**options, "initial_layers": None, "initial_head": None})  # the weights are at hand
     module.configure_model()
@@ -45,6 +47,8 @@ def export_main(argv: Sequence[str] | None = None) -> int:
         parser.error("--draft-vocab-size and --data go together")
     module = load_module(args.checkpoint)
     if args.data:
+        if not isinstance(module, EagleModule):
+            raise DataError("a small LM drafts over its whole vocabulary: leave --draft-vocab-size out.")
         answers, _ = read_answers(args.data, module.target.tokenizer, vocab_size=module.target.vocab_size)
         counts = answers.answer_counts(module.target.vocab_size)
         module.head.set_draft_ids(choose_draft_ids(counts, args.draft_vocab_size, module.always_drafted()))

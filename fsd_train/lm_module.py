@@ -6,7 +6,6 @@ contexts it drafts in. With probability ``on_policy`` a batch keeps its prompts 
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,19 +17,19 @@ from torch import Tensor
 from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
-from fsd_train.losses import DraftBatch, EagleLoss, LMHead, Loss
+from fsd_train.base_module import DistillationModule
+from fsd_train.losses import DraftBatch, EagleLoss, Loss
 from fsd_train.losses.base import reference_of
-from fsd_train.module import EagleModule
 from fsd_train.small_lm import LogitsHead, SmallLM
 
 EXPORT_DTYPE = torch.bfloat16
 
 
-class LMModule(EagleModule):
+class LMModule(DistillationModule):
     """Distils a small causal LM of the target's vocabulary towards the target.
 
-    Batches, schedule, resumption and metrics are those of :class:`fsd_train.module.EagleModule`. The rows of a batch
-    are the contexts in which decoding drafts: from the first answer token on, each next token of the answer.
+    Batches, schedule, resumption and metrics are those of heads. The rows of a batch are the contexts in which decoding
+    drafts: from the first answer token on, each next token of the answer.
 
     Memory beyond that of the model: its logits at the supervised tokens and their gradient, 2·N·V values in the
     training precision (N answer tokens of a batch; ``data.batch_tokens`` bounds N). The target's logits are computed
@@ -58,7 +57,7 @@ class LMModule(EagleModule):
         eval_rules: as for EagleModule.
     """
 
-    head: SmallLM  # type: ignore[assignment]
+    head: SmallLM
 
     def __init__(
         self,
@@ -94,28 +93,17 @@ class LMModule(EagleModule):
         if ema_decay is not None and lora is not None:
             raise DataError("ema_decay averages whole models: leave it out with lora.")
         super().__init__(
-            target,
             unroll_steps=unroll_steps,
             step_decay=step_decay,
             loss=loss,
             loss_args=loss_args,
             optimizer=optimizer,
             lr=lr,
-            weight_decay=weight_decay,
-            betas=betas,
-            warmup_steps=warmup_steps,
-            final_lr=final_lr,
-            time_limit=time_limit,
-            ema_decay=ema_decay,
             eval_steps=eval_steps,
             eval_rules=eval_rules,
-            seed=seed,
         )
-        # the shared steps read EagleModule's options, some of which a small LM does not have
-        for name, parameter in inspect.signature(EagleModule.__init__).parameters.items():
-            if name != "self" and parameter.default is not parameter.empty:
-                self.hparams.setdefault(name, parameter.default)
         check_loss(self.loss)
+        self.save_hyperparameters()
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -125,28 +113,24 @@ class LMModule(EagleModule):
             return
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.hparams["seed"])  # of fresh adapters
-            self.head = SmallLM(self.hparams["drafter"], self.target, self.hparams["lora"])
+            self.head = self.new_head()
+
+    def new_head(self) -> SmallLM:
+        return SmallLM(self.hparams["drafter"], self.target, self.hparams["lora"])
 
     @property
-    def target(self) -> Target:
-        """The frozen target; with all its layers where answers are sampled, whatever is cached."""
-        if self._frozen.target is None and self.hparams["on_policy"] and self._trainer is not None:
-            dtype = torch.bfloat16 if self._half else torch.float32
-            self._frozen.target = Target.from_pretrained(self.hparams["target"], dtype=dtype, device="cpu")
-            self._frozen.target.check_lm_head()
-        return super().target
+    def _runs_target(self) -> bool:
+        """Whatever is cached, the target runs where answers are sampled."""
+        return super()._runs_target or (self._trainer is not None and self.hparams["on_policy"] > 0)
 
-    def lm_head(self) -> LogitsHead:
-        """The target's LM head over the common tokens, passing the drafter's logits through."""
-        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
-            head = LMHead.of(self.target, self.head.draft_ids)
-            self._frozen.draft_head = LogitsHead(head.weight, head.bias, head.scale, head.cap)
-        assert isinstance(self._frozen.draft_head, LogitsHead)
-        return self._frozen.draft_head
+    def _new_lm_head(self) -> LogitsHead:
+        """It passes the drafter's logits through."""
+        head = super()._new_lm_head()
+        return LogitsHead(head.weight, head.bias, head.scale, head.cap)
 
     # steps ---------------------------------------------------------------------------------------------------------
 
-    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
         """The drafter's logits beside the target's features at the supervised rows; None if there are none."""
         found = self._supervised(batch, steps)
         if found is None:
@@ -164,12 +148,11 @@ class LMModule(EagleModule):
         )
 
     def _idle(self, steps: int) -> Tensor:
-        """Zero, by way of every weight: other ranks wait for this one's part in gathering weights and gradients."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         return self.head(ids, ids[0, :1]).sum() * 0.0
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
-        return super().training_step(self.maybe_on_policy(batch), batch_idx)
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+        return self.draft(self.maybe_on_policy(batch), steps)
 
     def maybe_on_policy(self, batch: dict[str, Any]) -> dict[str, Any]:
         """With probability ``on_policy`` the batch with answers of the drafter's own, else the batch.
@@ -179,8 +162,7 @@ class LMModule(EagleModule):
         share = self.hparams["on_policy"]
         if not share:
             return batch
-        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer is not None else 0
-        seed = self.hparams["seed"] * 1_000_003 + number
+        seed = self.hparams["seed"] * 1_000_003 + self._batch_number
         # the same on all ranks: one that samples would keep the others waiting
         if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
             return batch
@@ -229,12 +211,6 @@ class LMModule(EagleModule):
             raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        own = set(inspect.signature(type(self).__init__).parameters)
-        saved = checkpoint.get("hyper_parameters", {})
-        checkpoint["hyper_parameters"] = {k: v for k, v in saved.items() if k in own or k.startswith("_")}
-
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.
 
@@ -250,10 +226,9 @@ class LMModule(EagleModule):
         else:
             # peft would look the base model up on the hub to see whether its vocabulary grew
             self.head.model.save_pretrained(directory, save_embedding_layers=False)
-        own = inspect.signature(type(self).__init__).parameters
         record = {
             "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": {name: self.hparams[name] for name in own if name != "self"},
+            "hyperparameters": {name: value for name, value in self.hparams.items() if not name.startswith("_")},
             "target": self.target.fingerprint(),
             **(extra or {}),
         }

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from fsd_infer.checkpoint import load_head, save_head
@@ -18,42 +14,13 @@ from fsd_infer.errors import DataError
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
-from fsd_train.losses import DraftBatch, LMHead, build_loss, reference_of
-from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
-from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
-from fsd_train.safety import CheckResume, StopOnNonFinite, check_state
-from fsd_train.slim import load_slim, move
-from fsd_train.unroll import at_positions, chain_roots, supervised, unroll
+from fsd_train.base_module import DistillationModule
+from fsd_train.losses import DraftBatch, reference_of
+from fsd_train.unroll import at_positions, chain_roots, unroll
 from fsd_train.vocabulary import choose_draft_ids
 
-MAX_UNROLL = 7
 
-
-class _Frozen:
-    """Holds the target outside the module tree: never in a state_dict, an optimiser, or a deep copy (EMA makes one)."""
-
-    def __init__(self) -> None:
-        self.target: Target | None = None
-        self.draft_head: LMHead | None = None
-        self.full_head: LMHead | None = None
-        self.reference: EagleHead | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
-        return self
-
-
-@dataclass(frozen=True)
-class _Supervised:
-    """What a batch supervises: wanted [S, B, M-1] bool, features [B, M, F], the rest as in :class:`DraftBatch`."""
-
-    wanted: Tensor
-    positions: Tensor
-    features: Tensor
-    weights: Tensor
-    tokens: Tensor
-
-
-class EagleModule(LightningModule):
+class EagleModule(DistillationModule):
     """Trains a draft head on a frozen target's features.
 
     Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
@@ -121,25 +88,21 @@ class EagleModule(LightningModule):
         eval_rules: list[str] | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        if not 1 <= unroll_steps <= MAX_UNROLL:
-            raise DataError(f"unroll_steps must be between 1 and {MAX_UNROLL}, got {unroll_steps}.")
-        if noise < 0 or lr <= 0 or not 0 < step_decay <= 1 or not 0 < chain_share <= 1:
+        super().__init__(
+            unroll_steps=unroll_steps,
+            step_decay=step_decay,
+            loss=loss,
+            loss_args=loss_args,
+            optimizer=optimizer,
+            lr=lr,
+            eval_steps=eval_steps,
+            eval_rules=eval_rules,
+        )
+        if noise < 0 or not 0 < chain_share <= 1:
             raise DataError(
-                "noise must not be negative, lr must be positive, and step_decay and chain_share in (0, 1], got "
-                f"noise={noise}, lr={lr}, step_decay={step_decay}, chain_share={chain_share}."
+                f"noise must not be negative, and chain_share in (0, 1], got noise={noise}, chain_share={chain_share}."
             )
-        if optimizer not in OPTIMIZERS:
-            raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
         self.save_hyperparameters()
-        self.loss = build_loss(loss, loss_args)
-        steps = max(unroll_steps, eval_steps)
-        self.val_agreement = StepMean(steps)
-        self.val_chain = ExpectedTau()
-        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, steps)
-        self._frozen = _Frozen()
-        self._seconds_before = 0.0  # training time of the runs that this one resumes
-        self._started: float | None = None
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +134,7 @@ class EagleModule(LightningModule):
             self.head.continue_from(load_head(head, self.target))
 
     def _choose_draft_ids(self, size: int) -> Tensor:
-        data: Any = getattr(self.trainer, "datamodule", None)
+        data = self._datamodule
         if not hasattr(data, "answer_counts"):
             raise DataError("draft_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
         return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self.always_drafted())
@@ -182,19 +145,13 @@ class EagleModule(LightningModule):
         special = set() if target.tokenizer is None else special_ids(target.tokenizer)
         return sorted(i for i in {*target.eos_token_ids, *special} if i < target.vocab_size)
 
-    @property
-    def target(self) -> Target:
-        """The frozen target, loaded when first asked for; without its layers if features come from a cache."""
-        if self._frozen.target is None:
-            dtype = torch.bfloat16 if self._half else torch.float32
-            data = getattr(self._trainer, "datamodule", None)
-            if self._trainer is None or getattr(data, "features", None) is not None:
-                self._frozen.target = load_slim(self.hparams["target"], dtype)
-            if self._frozen.target is None:
-                self._frozen.target = Target.from_pretrained(self.hparams["target"], dtype=dtype, device="cpu")
-                self._frozen.target.check_lm_head()
-            self._agree_on_layers(self._frozen.target, getattr(data, "feature_layers", None))
-        return self._frozen.target
+    def new_head(self) -> EagleHead:
+        return EagleHead(self.head.config)
+
+    def _load_target(self) -> Target:
+        target = super()._load_target()
+        self._agree_on_layers(target, getattr(self._datamodule, "feature_layers", None))
+        return target
 
     def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
         """Make the target speak of the inner layers that the batches will have."""
@@ -210,110 +167,12 @@ class EagleModule(LightningModule):
         else:
             target.watched = tuple(cached)
 
-    def _move_target(self) -> None:
-        move(self.target, self.device)
-
-    on_fit_start = _move_target
-    on_validation_start = _move_target
-
-    @property
-    def _half(self) -> bool:
-        trainer = self._trainer
-        return trainer is not None and "bf16" in str(trainer.precision)
-
-    def setup(self, stage: str) -> None:
-        self.configure_model()
-
-    def configure_callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = [CheckResume(), StopOnNonFinite()]
-        if self.hparams["ema_decay"] is not None:
-            from lightning.pytorch.callbacks import EMAWeightAveraging
-
-            callbacks.append(EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False))
-        return callbacks
-
-    def configure_optimizers(self) -> Any:
-        parameters = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
-        optimizer = build_optimizer(
-            self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
-            tuple(self.hparams["betas"]),
-        )  # fmt: skip
-        total = float(self.trainer.estimated_stepping_batches)
-
-        def factor(step: int) -> float:
-            share = max(self._time_share, step / total if total < math.inf else 0.0)
-            return cosine_factor(step, self.hparams["warmup_steps"], share, self.hparams["final_lr"])
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    @property
-    def _seconds(self) -> float:
-        """Training time so far, that of resumed runs included."""
-        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
-
-    @property
-    def _time_share(self) -> float:
-        limit = self.hparams["time_limit"]
-        return 0.0 if limit is None else min(self._seconds / (60 * limit), 1.0)
-
-    @property
-    def progress(self) -> float:
-        """How much of the run has passed, 0 to 1: the further of steps and time."""
-        total = float(self.trainer.estimated_stepping_batches)
-        return min(max(self._time_share, self.global_step / total if 0 < total < math.inf else 0.0), 1.0)
-
-    def on_train_start(self) -> None:
-        self._started = time.monotonic()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._time_share >= 1.0:
-            self.trainer.should_stop = True
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["training_seconds"] = self._seconds
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_state(self, checkpoint)
-        self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
-
     # steps ---------------------------------------------------------------------------------------------------------
 
-    def lm_head(self) -> LMHead:
-        """The target's LM head over the draft vocabulary, on the module's device."""
-        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
-            self._frozen.draft_head = LMHead.of(self.target, self.head.draft_ids)
-        return self._frozen.draft_head
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+        return self.draft(batch, steps, self.hparams["noise"])
 
-    def _supervised(self, batch: dict[str, Any], steps: int) -> _Supervised | None:
-        """Where a batch supervises what, and the target's features there; None if nothing is supervised.
-
-        Of several ranks each runs the target, even over a batch without supervised tokens: where it is sharded, the
-        others wait for this one's part.
-        """
-        ids = batch["input_ids"]
-        wanted = supervised(batch["loss_mask"], steps)
-        positions = wanted[0].flatten().nonzero().squeeze(1)
-        if not len(positions) and self._alone:
-            return None
-        features = batch.get("features")
-        if features is None:
-            if any(parameter.is_meta for parameter in self.target.model.parameters()):
-                raise DataError("the target was loaded without its layers, but a batch has no cached features.")
-            features = self.target.features(ids)
-        if not len(positions):
-            return None
-        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
-        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
-        return _Supervised(
-            wanted=wanted,
-            positions=positions,
-            features=features,
-            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
-            tokens=following.flatten()[positions],
-        )
-
-    def draft(self, batch: dict[str, Tensor], steps: int, noise: float = 0.0) -> DraftBatch | None:
+    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
         """Run the head over a batch and gather what is supervised; None if nothing is."""
         found = self._supervised(batch, steps)
         if found is None:
@@ -332,8 +191,8 @@ class EagleModule(LightningModule):
         outputs = at_positions(unroll(self.head, embeds, inputs, steps, roots), roots)
         weights = found.weights
         if share < 1.0:
-            counts = [torch.ones_like(outputs[0, ..., :1])]
-            counts += [chosen[..., None].to(outputs.dtype)] * (steps - 1)
+            counts = [torch.ones_like(outputs[0, ..., :1], dtype=torch.float32)]
+            counts += [chosen[..., None]] * (steps - 1)
             weights = weights * at_positions(counts, roots).flatten(1)[:, positions]
         reference = self._reference_estimates(embeds, raw[:, :-1], steps, roots)
         return DraftBatch(
@@ -379,62 +238,16 @@ class EagleModule(LightningModule):
 
     def _generator(self) -> torch.Generator:
         """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
-        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer is not None else 0
-        return torch.Generator().manual_seed((self.hparams["seed"] * 1_000_003 + number) * 4096 + self.global_rank)
-
-    @property
-    def _alone(self) -> bool:
-        return self._trainer is None or self.trainer.world_size == 1
+        seed = self.hparams["seed"] * 1_000_003 + self._batch_number
+        return torch.Generator().manual_seed(seed * 4096 + self.global_rank)
 
     def _idle(self, steps: int) -> Tensor:
-        """Zero, by way of every weight: other ranks wait for this one's part in gathering weights and gradients."""
         config = self.head.config
         embeds = torch.zeros(1, 2, config.embed_size, device=self.device)
         features = torch.zeros(1, 2, config.hidden_size * (1 + len(config.fused_layers)), device=self.device)
         roots = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         outputs = unroll(self.head, embeds, features, steps, roots)
         return torch.stack([out.sum() for out in outputs]).sum() * 0.0
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
-        drafts = self.draft(batch, self.hparams["unroll_steps"], self.hparams["noise"])
-        if drafts is None:
-            return None if self._alone else self._idle(self.hparams["unroll_steps"])
-        out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
-        self.log("loss", out.loss, prog_bar=True)
-        for name, value in out.parts.items():
-            self.log(name, value)
-        if out.agreement is not None:
-            counted = drafts.weights > 0
-            share = (out.agreement & counted).sum(1) / counted.sum(1).clamp_min(1)
-            for step, value in enumerate(share):
-                self.log(f"agreement_{step}", value, prog_bar=step == 0)
-        self.log("supervised", float(len(drafts.positions)), reduce_fx="sum")
-        return out.loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        steps = max(self.hparams["unroll_steps"], self.hparams["eval_steps"])
-        drafts = self.draft(batch, steps)
-        if drafts is None:
-            if not self._alone:
-                self._idle(steps)
-            return
-        out = self.loss(drafts)
-        if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
-            self._frozen.full_head = LMHead.of(self.target)
-        seen = compare(drafts, self._frozen.full_head, self.head.draft_ids, self.val_rules.divergences)
-        self.val_agreement.update(seen.agree, drafts.weights)
-        self.val_chain.update(seen.agree, drafts.weights, drafts.positions)
-        self.val_rules.update(seen, drafts.weights, drafts.positions)
-        self.log("val_loss", out.loss, prog_bar=True, batch_size=len(drafts.positions), sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        for step, value in enumerate(self.val_agreement.compute()):
-            self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
-        self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
-        for name, metric in self.val_rules.compute().items():
-            self.log(f"val_{name}", metric)
-        self.val_agreement.reset()
-        self.val_chain.reset()
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -110,10 +110,6 @@ class SmallLM(nn.Module):
             logits = logits * facts.scale
         return logits if facts.cap is None else torch.tanh(logits / facts.cap) * facts.cap
 
-    def set_draft_ids(self, ids: Tensor) -> None:
-        """Raises DataError: only a head can draft over fewer tokens."""
-        raise DataError(f"{self.name} is a small LM, which drafts over its whole vocabulary: leave the option out.")
-
     def merged(self, dtype: torch.dtype) -> Any:
         """A copy as a plain transformers model, adapters merged into its weights."""
         model = copy.deepcopy(self.model)

@@ -12,11 +12,10 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.head import EagleHead
 from fsd_infer.target import Target
 
 if TYPE_CHECKING:
@@ -83,6 +82,8 @@ class ShardedStrategy(ModelParallelStrategy):
         for child in module.children():
             if any(parameter.requires_grad for parameter in child.parameters()):
                 fully_shard(child, mesh=mesh, reshard_after_forward=False)  # an unrolled step runs it many times
+                if hasattr(child, "sample"):  # a small LM is not only run by its forward
+                    register_fsdp_forward_method(child, "sample")
         target = getattr(module, "target", None)
         if isinstance(target, Target):
             shard_target(target, mesh)
@@ -93,18 +94,29 @@ class ShardedStrategy(ModelParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
         try:
-            marked = _MARK in torch.load(
-                checkpoint_path, mmap=True, map_location="cpu", weights_only=bool(weights_only)
-            )
+            stored = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=bool(weights_only))
         except (RuntimeError, OSError, EOFError, ValueError) as error:
             raise CheckpointError(f"{checkpoint_path} is truncated or no checkpoint ({error}): use another.") from error
-        if not marked:
+        if _MARK not in stored:
             raise CheckpointError(
                 f"{checkpoint_path} was written by another strategy than fsdp: continue it with that one, or begin "
                 "anew with its exported head as model.initial_head."
             )
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        wrong = sorted(set(stored["state_dict"]) ^ set(module.state_dict()))
+        if wrong:
+            raise CheckpointError(
+                f"{checkpoint_path} was written with other settings: {len(wrong)} tensors too many or too few, first "
+                f"{wrong[0]!r}. Resume with the model section that it was trained with."
+            )
+        strict = module.strict_loading
+        module.strict_loading = False  # Lightning would miss frozen weights, which an adapter's state leaves out
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            module.strict_loading = strict
 
 
 def shard_target(target: Target, mesh: DeviceMesh) -> None:
@@ -141,11 +153,11 @@ def is_sharded(module: nn.Module) -> bool:
 def whole_head(module: Any) -> Iterator[None]:
     """Within it, ``module.head`` is a whole head on every rank, also where it is sharded. All ranks must enter it."""
     head = getattr(module, "head", None)
-    if not isinstance(head, EagleHead) or not is_sharded(head):
+    if head is None or not is_sharded(head):
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        copy = EagleHead(head.config)
+        copy = module.new_head()
     copy.load_state_dict(whole_state(head))
     module.head = copy.to(module.device).train(head.training).requires_grad_(False)
     try:

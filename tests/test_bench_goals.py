@@ -14,7 +14,14 @@ from benchmarks import batch_throughput
 from benchmarks.goals import BEGIN, END, Goal, goals, main
 from fsd_infer import FsdError
 from fsd_infer.bench import profile, run
-from fsd_infer.bench.profile import default_method, profile_method, tensor_bytes
+from fsd_infer.bench.profile import (
+    default_method,
+    peak_bytes,
+    profile_method,
+    resident_bytes,
+    restart_peak,
+    tensor_bytes,
+)
 from fsd_infer.decoder import FuzzyDecoder
 from tests.bench_toys import Toy, save_toy
 
@@ -166,6 +173,15 @@ def test_shared_memory_counts_once() -> None:
     assert tensor_bytes([weight, weight, torch.zeros(3, dtype=torch.bfloat16)]) == 46
     apart = [weight.to("meta"), weight.to("meta")]
     assert tensor_bytes([*apart, apart[0]]) == 80, "weights that are let go have no address, and count all the same"
+
+
+def test_the_peak_can_be_forgotten() -> None:
+    block = bytearray(b"x") * (1 << 26)
+    high = peak_bytes()
+    assert high >= resident_bytes() > len(block)
+    del block
+    told_apart = restart_peak()
+    assert (peak_bytes() < high - (1 << 25)) == told_apart
 
 
 def test_batch_sizes_are_measured_on_the_same_prompts(

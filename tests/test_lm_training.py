@@ -20,6 +20,7 @@ from fsd_infer.drafters.lm import is_adapter, load_adapter, load_lm
 from fsd_infer.errors import CheckpointError, DataError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
+from fsd_train.cli import class_paths
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.export import export_main
@@ -294,7 +295,17 @@ def test_bad_options_are_named(toys: Path, tmp_path: Path) -> None:
     assert str(toys / "target") in str(caught.value) and str(tmp_path / "other") in str(caught.value)
 
 
-def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path) -> None:
+def test_model_classes_that_options_name(tmp_path: Path) -> None:
+    named, plain = tmp_path / "named.yaml", tmp_path / "plain.yaml"
+    named.write_text("model: {class_path: a.B, init_args: {lr: 1.0e-3}}")
+    plain.write_text("model: {lr: 1.0e-3}")
+    assert class_paths(["fit", "--config", str(plain), "--model.lr", "0.1", "--config", "no-file"]) == set()
+    assert class_paths(["fit", "-c", str(plain), f"--config={named}", "--trainer.max_steps", "3"]) == {"a.B"}
+    assert class_paths(["fit", "--model", "a.C", "--model.init_args.lr", "1", "--config", str(named)]) == {"a.B", "a.C"}
+    assert class_paths(["fit", "--model.help"]) == set() and class_paths(["fit", "--model.help=a.D"]) == {"a.D"}
+
+
+def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "trainer": {
             "max_steps": 2, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False,
@@ -316,6 +327,8 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "recipe.json").write_text(json.dumps(config))
     argv = ["fit", "--config", str(tmp_path / "recipe.json"), "--model.lr", "0.01"]
+    assert cli([*argv, "--model.on_policy", "2"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fsd-train fit: on_policy is a probability")
     assert cli(argv) == 0
     record = json.loads((tmp_path / "model" / "training.json").read_text())
     assert record["hyperparameters"]["lr"] == 0.01 and record["hyperparameters"]["lora"] == LORA

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsd_infer.checkpoint import load_head
-from fsd_infer.errors import DataError
+from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.target import Target
+from fsd_train.base_module import DistillationModule
 from fsd_train.cli import main as cli
 from fsd_train.export import load_module
 from fsd_train.module import EagleModule
@@ -50,11 +51,11 @@ class Record(Callback):
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, EagleModule)
+        assert isinstance(pl_module, DistillationModule)
         layer = next(iter(pl_module.target.layers([0])[0].parameters()))
         if isinstance(pl_module.head, FSDPModule):
             pl_module.head.reshard()  # validation leaves it whole
-        weight = pl_module.head.fc.weight
+        weight = next(p for p in pl_module.head.parameters() if p.requires_grad and p.ndim == 2)
         self.facts = {
             "target_sharded": isinstance(layer, DTensor),
             "target_share": _held(layer) / layer.numel(),
@@ -264,6 +265,25 @@ def test_options_that_do_not_go_with_several_devices_are_refused(toys: Path, tmp
     sharded = ["--trainer.strategy", "fsdp"]
     assert cli(command(toys, tmp_path, 1, *sharded, "--model.ema_decay", "0.9")) == 1
     assert cli(command(toys, tmp_path, 1, *sharded, "--model.optimizer", "muon")) == 1
+
+
+def test_a_sharded_checkpoint_of_another_model_is_refused(toys: Path, tmp_path: Path) -> None:
+    module, strategy = EagleModule(str(toys / "target")), ShardedStrategy()
+    module.configure_model()
+    strategy._lightning_module = module
+    path = tmp_path / "step.ckpt"
+    state = {"state_dict": module.state_dict(), "fsd_sharded_optimizer": True}
+    del state["state_dict"]["head.fc.weight"]
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match="other settings: 1 tensors .* 'head.fc.weight'"):
+        strategy.load_checkpoint(path)
+    torch.save({"state_dict": module.state_dict()}, path)
+    with pytest.raises(CheckpointError, match="another strategy"):
+        strategy.load_checkpoint(path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        strategy.load_checkpoint(path)
+    assert module.strict_loading
 
 
 def test_names_of_strategies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,20 @@ def test_a_share_of_the_chains_has_the_weight_of_all(toys: Path) -> None:
     torch.testing.assert_close(part.estimates[ran], whole.estimates[ran], atol=1e-5, rtol=1e-4)
 
 
+def test_weights_of_chains_are_exact_in_half_precision(toys: Path) -> None:
+    module, data = make(toys, unroll_steps=3, chain_share=0.6, draft_vocab_size=None, head={})
+    module.configure_model()
+    module.train()
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    whole = module.draft(batch, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = module.draft(batch, 3)  # the same chains: they are drawn by batch number
+    assert whole is not None and half is not None and half.estimates.dtype == torch.bfloat16
+    assert not torch.equal(whole.weights, whole.weights.bfloat16().float()), "the test needs weights such as 5/3"
+    assert half.weights.dtype == torch.float32 and torch.equal(half.weights, whole.weights)
+
+
 def test_schedule() -> None:
     factors = [cosine_factor(step, 4, step / 20, 0.1) for step in range(21)]
     assert factors[0] == pytest.approx(0.2)
@@ -255,7 +269,7 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    monkeypatch.setattr("fsd_train.module.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("fsd_train.base_module.time.monotonic", lambda: float(next(clock)))
     _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak

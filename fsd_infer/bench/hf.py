@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
+from fsd_infer.token_ids import eos_ids, left_pad, pad_id
 
 
 class _Rounds(BaseStreamer):
@@ -44,17 +45,12 @@ class GenerateMethod(Method):
         self, name: str, model: Any, speculation: dict[str, Any] | None = None, facts: dict[str, Any] | None = None
     ) -> None:
         self.name, self.model, self.speculation, self.facts = name, model, speculation or {}, facts or {}
-        eos = model.generation_config.eos_token_id
-        self.eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        pad = model.generation_config.pad_token_id
-        self.pad = int(pad) if pad is not None else min(self.eos, default=0)
+        self.eos, self.pad = eos_ids(model.generation_config), pad_id(model.generation_config)
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         if self.speculation and len(prompts) > 1:
             raise FsdError(f"{self.name}: transformers speculates on one prompt at a time: --batch-size 1.")
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[self.pad] * (longest - len(p)) + p for p in prompts], device=self.model.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
+        ids, mask = left_pad(prompts, self.pad, self.model.device)
         rounds = _Rounds()
         torch.manual_seed(seed)
         start = time.perf_counter()
@@ -63,7 +59,7 @@ class GenerateMethod(Method):
         ).tolist()
         seconds = time.perf_counter() - start
         first = (rounds.first or start + seconds) - start
-        return TimedRun(seconds, first, [self._answer(row[longest:], rounds, len(prompts)) for row in output])
+        return TimedRun(seconds, first, [self._answer(row[ids.shape[1] :], rounds, len(prompts)) for row in output])
 
     def _answer(self, tokens: list[int], rounds: _Rounds, batch: int) -> Answer:
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)

@@ -11,6 +11,7 @@ from typing import Any
 from fsd_infer.bench.base import Answer, TimedRun
 from fsd_infer.bench.record import Turn
 from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json, write_text
 
 
 class PartialFile:
@@ -59,7 +60,7 @@ class PartialFile:
 
     def _restart(self, settings: dict[str, Any], lines: list[str]) -> None:
         """Write the file anew with whole lines only, atomically."""
-        write_atomically(self.path, "\n".join([json.dumps({"settings": settings}), *lines]) + "\n")
+        write_text(self.path, "\n".join([json.dumps({"settings": settings}), *lines]) + "\n")
 
     def add(self, turn: Turn) -> None:
         """Append a finished turn; it is on disk when this returns."""
@@ -69,17 +70,10 @@ class PartialFile:
             os.fsync(file.fileno())
         self.turns.append(turn)
 
-    def finish(self, text: str) -> None:
+    def finish(self, record: dict[str, Any]) -> None:
         """Write the record and remove the partial file."""
-        write_atomically(self.final, text)
+        write_json(self.final, record, indent=1)
         self.path.unlink()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
 
 
 def _parse(line: str) -> dict[str, Any] | None:

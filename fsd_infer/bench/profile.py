@@ -20,7 +20,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ from transformers.generation.streamers import BaseStreamer
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
-from fsd_infer.bench.partial import write_atomically
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import Packed, can_pack
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
+from fsd_infer.files import write_json
+from fsd_infer.probe import Probe
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
-from fsd_infer.tree import visible_slots
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT = 128  # tokens that the measured forwards attend to
@@ -146,11 +146,7 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return False
-        return True
+        return restart_peak()
 
 
 class _Caches(BaseStreamer):
@@ -181,6 +177,15 @@ def peak_bytes() -> int:
         return found
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def restart_peak() -> bool:
+    """Make :func:`peak_bytes` count from now on; False where the system keeps the peak of the whole run."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _status(key: str) -> int | None:
@@ -222,7 +227,13 @@ def forward_seconds(target: Target, nodes: Sequence[int] = NODES, rounds: int = 
     """
     limit = (target.max_positions or 4 * max(nodes) + CONTEXT) - 1
     counts = [n for n in nodes if 2 * n < limit]
-    forward = _forward(target, min(CONTEXT, limit - max(counts)), max(counts))
+    probe = Probe(target, min(CONTEXT, limit - max(counts)), max(counts))
+
+    def forward(nodes: int) -> None:
+        probe(nodes)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+
     for n in counts:  # first calls allocate
         forward(n)
     seconds: dict[int, list[float]] = {n: [] for n in counts}
@@ -232,27 +243,6 @@ def forward_seconds(target: Target, nodes: Sequence[int] = NODES, rounds: int = 
             forward(n)
             seconds[n].append(time.perf_counter() - start)
     return {n: statistics.median(values) for n, values in seconds.items()}
-
-
-def _forward(target: Target, context: int, largest: int) -> Callable[[int], None]:
-    """A function that runs the target over so many nodes behind a context of arbitrary tokens, and waits for it."""
-    device = target.device
-    cache = target.new_cache(1, context + largest)
-    slots = torch.arange(context + largest, device=device)[None]
-    tokens, length, text = slots % target.vocab_size, torch.tensor([context], device=device), slots[:, :context]
-    cache.aim(text, 0, context)
-    target.forward(tokens[:, :context], text, text[:, None] <= text[..., None], text, cache, keep=1)
-
-    def forward(nodes: int) -> None:
-        own = slots[:, context : context + nodes]
-        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-        visible, seen = visible_slots(length, chain), slots[:, : context + nodes]
-        cache.aim(own, context, context + nodes)
-        target.forward(tokens[:, :nodes], own, visible, seen, cache)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return forward
 
 
 def default_method(record: dict[str, Any]) -> str:
@@ -285,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"profile: {error}", file=sys.stderr)
         return 2
     record["profile"] = found
-    write_atomically(args.record, json.dumps(record, indent=1) + "\n")
+    write_json(args.record, record, indent=1)
     above = found["memory"]["above_weights_and_caches"]
     print(
         f"profile of {found['method']}: peak {100 * above:.0f} % above weights and caches "

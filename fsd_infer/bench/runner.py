@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,7 +140,7 @@ def run(
     record["environment"] |= environment(command)
     record = jsonable(record)
     if partial is not None:
-        partial.finish(json.dumps(record, indent=1) + "\n")
+        partial.finish(record)
     return record
 
 

@@ -1,0 +1,52 @@
+"""A target's forward over new tokens behind a context, as decoding runs it, for measurements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsd_infer.target import Target
+from fsd_infer.tree import visible_slots
+
+
+class Probe:
+    """Runs a target over a chain of so many tokens behind a context, as often as wanted, each time in the same slots.
+
+    Tokens are arbitrary: the ids counted through.
+
+    Args:
+        target: as it decodes.
+        context: tokens before the chain, C.
+        largest: length of the longest chain that will be asked for.
+
+    Attributes:
+        features: [1, C, F] of the context.
+    """
+
+    def __init__(self, target: Target, context: int, largest: int) -> None:
+        self.target, self.context = target, context
+        self._slots = torch.arange(context + largest, device=target.device)[None]
+        self._tokens = self._slots % target.vocab_size
+        self._length = torch.tensor([context], device=target.device)
+        self._cache = target.new_cache(1, context + largest)
+        text = self._slots[:, :context]
+        self._cache.aim(text, 0, context)
+        causal = text[:, None] <= text[..., None]
+        _, self.features = target.forward(self._tokens[:, :context], text, causal, text, self._cache, keep=1)
+
+    def tokens(self, nodes: int) -> Tensor:
+        """[1, nodes], the chain."""
+        return self._tokens[:, self.context : self.context + nodes]
+
+    def visible(self, nodes: int) -> Tensor:
+        """[1, nodes, C + nodes] bool: each token sees the context and the chain up to itself."""
+        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self._length.device).tril()
+        return visible_slots(self._length, chain)
+
+    def __call__(self, nodes: int, visible: Tensor | None = None) -> Tensor:
+        """Logits [1, nodes, V]. ``visible`` where it was made before; otherwise it is made here, as in a round."""
+        end = self.context + nodes
+        own, seen = self._slots[:, self.context : end], self._slots[:, :end]
+        self._cache.aim(own, self.context, end)
+        visible = self.visible(nodes) if visible is None else visible
+        return self.target.forward(self.tokens(nodes), own, visible, seen, self._cache)[0]
