@@ -6,8 +6,8 @@ Measured in turns, so that all see the same machine:
 * the target's linear layers alone, packed, one after the other as a forward calls them, over n tokens;
 * the whole forward over n tokens behind a context.
 
-The limit of n tokens is the larger of (bytes of the weights / reading speed) and (operations / product speed): no way to
-run these layers on this machine takes less. Run it on an idle machine.
+The limit of n tokens is the larger of (bytes of the weights / reading speed) and (operations / product speed): no way
+to run these layers on this machine takes less. Run it on an idle machine.
 
     python -m benchmarks.forward_limits --json benchmarks/results/forward-limits.json
 """
