@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -103,6 +104,21 @@ def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     return "speed\n" + fitted_tables(headers, rows) + "\n" + note
 
 
+def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
+    """Which tree the heads drafted, as --tree takes it; a line for each that some methods share."""
+    drafters = {name: facts.get("drafter") or {} for name, facts in methods.items()}
+    heads = {name: drafter.get("main", drafter) for name, drafter in drafters.items()}
+    named: dict[str, list[str]] = {}
+    for name, head in heads.items():
+        if head.get("name") == "eagle":
+            stop = [f"{head['stop_below']:.1f}"] if head.get("stop_below") else []
+            tree = ",".join([str(head["depth"]), str(head["width"]), str(head["nodes"]), *stop])
+            named.setdefault(tree, []).append(shown[name])
+    alone = len(named) == 1
+    lines = [f"tree {tree}" + ("" if alone else f": {', '.join(names)}") for tree, names in named.items()]
+    return "".join("\n" + textwrap.fill(line, WIDTH) for line in lines)
+
+
 def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     methods = record["methods"]
     scored = any(facts["log_likelihood_per_token"] is not None for facts in methods.values())
@@ -117,6 +133,7 @@ def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
         rows.append(row + ([number(facts["log_likelihood_per_token"], 3)] if scored else []))
     note = f"means per answer; ended: by a stop token; same: tokens are those of {shown[record['baseline']]}"
     note += "\nlog-lik: of the tokens under the target, nats per token" if scored else ""
+    note += _trees_note(methods, shown)
     return "answers\n" + fitted_tables(headers, rows) + "\n" + note
 
 

@@ -290,6 +290,8 @@ def test_tables_are_aligned_and_complete(record: dict[str, Any]) -> None:
     assert [line.split()[0] for line in lines[2:7]] == METHODS
     assert len({len(line) for line in lines[1:7]}) == 1, "numbers end in one column"
     assert f"{record['methods']['exact']['tau']:.2f}" in text and "log-lik" in text
+    shape = record["methods"]["exact"]["drafter"]
+    assert f"\ntree {shape['depth']},{shape['width']},{shape['nodes']}\n" in text, "all methods with a head share it"
     assert [line.split()[0] for line in by_category.splitlines()[3:6]] == ["cats", "ends", "mean"]
     assert [line.split()[0] for line in phases.splitlines()[3:6]] == METHODS[2:]
 
