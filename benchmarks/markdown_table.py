@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fsd_infer.report import head_trees
+
 
 def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
@@ -33,11 +35,12 @@ def markdown(record: dict[str, Any], name: str) -> str:
         row += ["–" if share is None else f"{100 * share:.0f} %", number(facts["divergence_spent"], 2)]
         row += [number(facts["log_likelihood_per_token"], 3)]
         lines.append("| " + " | ".join(row) + " |")
+    trees = "".join(f"tree {tree}, " for tree in head_trees(methods))
     answers = next(iter(methods.values()))["answers"]
     lines += [
         "",
         f"[`{name}`]({name}): {answers} prompts of `{settings['prompts']}`, {settings['max_new_tokens']} new tokens, "
-        f"temperature {settings['temperature']:g}, {settings['dtype']}, batch {settings['batch_size']}, seed "
+        f"temperature {settings['temperature']:g}, {settings['dtype']}, {trees}batch {settings['batch_size']}, seed "
         f"{settings['seed']}; {environment.get('cpu', environment.get('cpu_model', '?'))}, "
         f"{environment.get('threads')} threads; commit {str(environment.get('commit'))[:10]}.",
         "",

@@ -104,18 +104,26 @@ def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     return "speed\n" + fitted_tables(headers, rows) + "\n" + note
 
 
-def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
-    """Which tree the heads drafted, as --tree takes it; a line for each that some methods share."""
+def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
+    """Trees that heads drafted in a record, as --tree takes them, and the methods of each."""
     drafters = {name: facts.get("drafter") or {} for name, facts in methods.items()}
-    heads = {name: drafter.get("main", drafter) for name, drafter in drafters.items()}
     named: dict[str, list[str]] = {}
-    for name, head in heads.items():
+    for name, drafter in drafters.items():
+        head = drafter.get("main", drafter)
         if head.get("name") == "eagle":
             stop = [f"{head['stop_below']:.1f}"] if head.get("stop_below") else []
             tree = ",".join([str(head["depth"]), str(head["width"]), str(head["nodes"]), *stop])
-            named.setdefault(tree, []).append(shown[name])
+            named.setdefault(tree, []).append(name)
+    return named
+
+
+def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
+    """A line for each tree that some methods share."""
+    named = head_trees(methods)
     alone = len(named) == 1
-    lines = [f"tree {tree}" + ("" if alone else f": {', '.join(names)}") for tree, names in named.items()]
+    lines = [
+        f"tree {tree}" + ("" if alone else f": {', '.join(shown[name] for name in of)}") for tree, of in named.items()
+    ]
     return "".join("\n" + textwrap.fill(line, WIDTH) for line in lines)
 
 

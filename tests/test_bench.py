@@ -290,8 +290,12 @@ def test_tables_are_aligned_and_complete(record: dict[str, Any]) -> None:
     assert [line.split()[0] for line in lines[2:7]] == METHODS
     assert len({len(line) for line in lines[1:7]}) == 1, "numbers end in one column"
     assert f"{record['methods']['exact']['tau']:.2f}" in text and "log-lik" in text
-    shape = record["methods"]["exact"]["drafter"]
-    assert f"\ntree {shape['depth']},{shape['width']},{shape['nodes']}\n" in text, "all methods with a head share it"
+    head = {"name": "eagle", "nodes": 8, "depth": 4, "width": 3, "stop_below": 0.5}
+    drafters = {"exact": head, "fuzzy:js:0.3": {"name": "eagle+lookup", "main": head, "nodes": 8}}
+    drawn = {name: {**facts, "drafter": drafters.get(name)} for name, facts in record["methods"].items()}
+    assert "\ntree 4,3,8,0.5\n" in bench_table({**record, "methods": drawn}), "one line for both"
+    drawn["exact"]["drafter"] = {**head, "stop_below": 0.0}
+    assert "\ntree 4,3,8: exact\ntree 4,3,8,0.5: fuzzy:js:0.3\n" in bench_table({**record, "methods": drawn})
     assert [line.split()[0] for line in by_category.splitlines()[3:6]] == ["cats", "ends", "mean"]
     assert [line.split()[0] for line in phases.splitlines()[3:6]] == METHODS[2:]
 
