@@ -42,8 +42,8 @@ def goals(record: Record) -> list[Goal]:
     rows.append(_ratio(record, exact, "hf-generate", 3.5 if shipped_drafter(record["settings"]["target"]) else 3.0))
     rows.append(_ratio(record, exact, server, 1.3, "best of vLLM's modes"))
     fuzzy = best_fuzzy(record, exact)
-    rows.append(_ratio(record, fuzzy, "hf-generate", 5.0, fall=_fall(record, fuzzy, exact)))
-    rows.append(_ratio(record, fuzzy, server, 1.8, "best of vLLM's modes"))
+    rows.append(_ratio(record, fuzzy, "hf-generate", 5.0, fall=_fall(record, fuzzy, exact), role="a fuzzy rule"))
+    rows.append(_ratio(record, fuzzy, server, 1.8, "best of vLLM's modes", role="a fuzzy rule"))
     overhead = record["methods"][exact].get("round_overhead_fraction") if exact else None
     rows.append(_at_most(f"round time outside forwards and drafter (`{exact}`)", overhead, 0.05))
     profile = record.get("profile") or {}
@@ -110,10 +110,20 @@ def _fall(record: Record, name: str | None, exact: str | None) -> float | None:
 
 
 def _ratio(
-    record: Record, method: str | None, baseline: str | None, wanted: float, said: str = "", fall: float | None = None
+    record: Record,
+    method: str | None,
+    baseline: str | None,
+    wanted: float,
+    said: str = "",
+    fall: float | None = None,
+    role: str = "this package",
 ) -> Goal:
-    """Speed on the same prompts: median of the pairs with its interval, prefill counted, and without it."""
-    what = f"`{method}` / `{baseline}`" + (f" ({said})" if said else "")
+    """Speed on the same prompts: median of the pairs with its interval, prefill counted, and without it.
+
+    ``role`` is what is named where no method of the record plays it.
+    """
+    first, second = f"`{method}`" if method else role, f"`{baseline}`" if baseline else "a server"
+    what = f"{first} / {second}" + (f" ({said})" if said else "")
     what += "" if fall is None else f", log-likelihood falls by {max(100 * fall, 0.0):.1f} %"
     found = record["ratios"].get(baseline, {}).get(method) if method is not None and baseline is not None else None
     if found is None or found["tokens_per_second"]["median"] is None:
