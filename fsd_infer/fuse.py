@@ -41,7 +41,7 @@ def speed_up(module: nn.Module, release: bool = False) -> None:
         layers = releasable(module) if release else ()
         fuse_layers(module, layers)
         pack_linears(module, layers)
-        if release:
+        if any(parameter.is_meta for parameter in module.parameters()):
             own_memory(module)
 
 
