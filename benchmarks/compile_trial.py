@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from transformers import StaticCache
 
+from benchmarks.workplace import shown_command
 from fsd_infer.bench.environment import environment
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
@@ -147,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--json", type=Path, help="where the record goes")
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FsdError as error:
         print(f"compile_trial: {error}", file=sys.stderr)
         return 2
-    record["environment"] = environment()
+    record["environment"] = environment(shown_command("benchmarks.compile_trial", words))
     for row in record["rows"]:
         print(f"{row['variant']:24} {row['nodes']:3} nodes  {row['cpu_ms']:7.2f} ms CPU  {row['wall_ms']:7.2f} ms wall")
     if options.json:

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.workplace import shown_command
 from fsd_infer.bench.environment import environment
-from fsd_infer.cpu import Packed, is_replaced
+from fsd_infer.cpu import Packed, packed_in
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.fuse import speed_up
@@ -39,9 +40,8 @@ SIDE = 2048  # of the square matrices that are multiplied
 
 
 def packed_layers(target: Target) -> list[Packed]:
-    """The target's packed products, each once, in the order of its modules. Raises FsdError if there are none."""
-    parts = [vars(part)["forward"] for part in target.model.modules() if is_replaced(part)]
-    found = list(dict.fromkeys(packed for part in parts for packed in part.packed))
+    """The target's packed products. Raises FsdError if there are none."""
+    found = packed_in(target.model)
     if not found:
         raise FsdError("nothing is packed: this needs a CPU with bf16 products in oneDNN.")
     return found
@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=30, help="(%(default)s)")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--json", type=Path, help="where the record goes")
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(words)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
@@ -127,7 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, {"environment": environment(), **record}, indent=1)
+        write_json(
+            options.json,
+            {"environment": environment(shown_command("benchmarks.forward_limits", words)), **record},
+            indent=1,
+        )
     return 0
 
 

@@ -297,7 +297,8 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     while passes < PASSES or time.perf_counter() - start < SECONDS:
         passes += 1
         for key, task in tasks.items():
-            probe(1)  # as in a round: the target's weights have driven the drafter's out of the processor's caches
+            if key[0] != "verify":
+                probe(1)  # as in a round: the target's weights have driven the drafter's out of the processor's caches
             best[key] = min(best[key], _seconds(task, target.device))
     level = {w: max(best["draft", w, 5] - best["draft", w, 2], 0.0) / 3 for w in widths}
     fixed = best["extend", 0, 0] + max(min(best["draft", w, 2] - 2 * level[w] for w in widths), 0.0)

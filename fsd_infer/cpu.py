@@ -38,10 +38,10 @@ def is_replaced(module: nn.Module) -> bool:
 
 def restore(module: nn.Module) -> int:
     """Give every module in ``module`` its own forward and weights back; returns how many had another forward."""
+    for packed in packed_in(module):
+        packed.unpack()
     replaced = [part for part in module.modules() if is_replaced(part)]
     for part in replaced:
-        for packed in vars(part)["forward"].packed:
-            packed.unpack()
         delattr(part, "forward")
     return len(replaced)
 
@@ -100,6 +100,12 @@ class Share(Replacement):
         return product[..., self.columns]
 
 
+def packed_in(module: nn.Module) -> list[Packed]:
+    """The packed products that ``module`` computes by, each once, in the order of its parts."""
+    replacements = [vars(part)["forward"] for part in module.modules() if is_replaced(part)]
+    return list(dict.fromkeys(packed for replacement in replacements for packed in replacement.packed))
+
+
 def releasable(module: nn.Module) -> set[nn.Module]:
     """The linear layers in ``module`` whose weight nobody but their forward reads, as far as can be known.
 
@@ -146,8 +152,7 @@ def pack_linears(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
     plain layer's within bf16 rounding. Does nothing where oneDNN has no bf16.
     """
     count = 0
-    packed = (each for part in module.modules() if is_replaced(part) for each in vars(part)["forward"].packed)
-    covered = {layer for each in packed for layer in each.linears}
+    covered = {layer for packed in packed_in(module) for layer in packed.linears}
     for layer in module.modules():
         if is_packable([layer]) and not is_replaced(layer) and layer not in covered:
             made = Packed(layer)  # type: ignore[arg-type]

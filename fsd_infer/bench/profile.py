@@ -32,7 +32,7 @@ from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import Packed, can_pack
+from fsd_infer.cpu import Packed, can_pack, packed_in
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import write_json
@@ -105,12 +105,9 @@ class Meter:
         one.
         """
         decoder = method.decoder
-        weights = tensor_bytes(
-            tensor
-            for module in [decoder.target.model, *method.drafter.modules()]
-            for tensor in [*module.parameters(), *module.buffers()]
-        )
-        packed = sum(_bytes(o.weight) for o in gc.get_objects() if type(o) is Packed)
+        modules = [decoder.target.model, *method.drafter.modules()]
+        weights = tensor_bytes(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()])
+        packed = sum(_bytes(product.weight) for module in modules for product in packed_in(module))
         gc.collect()
         loaded, loading = self._resident(), self._peak()
         told_apart = self._restart_peak()
