@@ -31,7 +31,6 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from transformers import StaticCache
 
-from benchmarks.workplace import shown_command
 from fsd_infer.bench.environment import environment
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
@@ -157,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FsdError as error:
         print(f"compile_trial: {error}", file=sys.stderr)
         return 2
-    record["environment"] = environment(shown_command("benchmarks.compile_trial", words))
+    record["environment"] = environment(["python", "-m", "benchmarks.compile_trial", *words])
     for row in record["rows"]:
         print(f"{row['variant']:24} {row['nodes']:3} nodes  {row['cpu_ms']:7.2f} ms CPU  {row['wall_ms']:7.2f} ms wall")
     if options.json:

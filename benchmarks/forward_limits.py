@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.workplace import shown_command
 from fsd_infer.bench.environment import environment
 from fsd_infer.cpu import Packed, packed_in
 from fsd_infer.errors import FsdError
@@ -128,11 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            options.json,
-            {"environment": environment(shown_command("benchmarks.forward_limits", words)), **record},
-            indent=1,
-        )
+        facts = environment(["python", "-m", "benchmarks.forward_limits", *words])
+        write_json(options.json, {"environment": facts, **record}, indent=1)
     return 0
 
 
