@@ -47,6 +47,13 @@ class _SlotLayer(CacheLayerMixin):
             self.values.scatter_(2, pool.slots[:, None, :, None].expand_as(value_states), value_states)
         return self.keys[:, :, : pool.used], self.values[:, :, : pool.used]
 
+    def room(self, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All slots' keys and values [B, heads, slots, width], to be written to directly (on a CPU)."""
+        if not self.is_initialized:
+            like = torch.empty(self.pool.batch, heads, 0, width, dtype=dtype)
+            self.lazy_initialization(like, like)
+        return self.keys, self.values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.pool.used, 0
 

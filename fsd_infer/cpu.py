@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fsd_infer.kernels import MOST_ROWS, kernels, panels_of
+
 
 def can_pack() -> bool:
     """Does this build and machine run bf16 matrix products through oneDNN?"""
@@ -56,9 +58,13 @@ class Packed(Replacement):
         self.linears, self.packed = linears, (self,)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self.bias = torch.cat(biases) if biases else None
+        self.panels = panels_of(weight, self.weight)  # None: the kernels cannot read it
+        self.kernels = kernels()
         self.latest: tuple[Tensor, Tensor] | None = None  # of :class:`Share`
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.panels and self.kernels and x.numel() <= MOST_ROWS * x.shape[-1] and x.dtype == torch.bfloat16:
+            return self.kernels.linear(x.contiguous(), self.panels, self.bias, self.weight.shape[0])
         # .default: the overload itself, which Python reaches faster than the operator that chooses among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 

@@ -8,7 +8,9 @@ known; a module of any other kind keeps its own, so every family works and the u
 * gated MLP: gate and up projection are one matrix product;
 * attention: queries, keys and values come from one matrix product, rotary angles are applied to queries and keys at
   once, and keys and values are not copied for every query head that shares them: the heads of a group are laid side by
-  side as further queries, whose mask is made once per forward.
+  side as further queries, whose mask is made once per forward;
+* decoder layer: its parts called directly, or, in bf16 over few tokens, one call of our own kernels
+  (:mod:`fsd_infer.kernel_layer`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import Packed, Replacement, is_packable, is_replaced, own_memory, pack_linears, releasable, through
+from fsd_infer.kernel_layer import KernelLayer, SharedByLayers
 
 # Families whose modules compute what the replacements compute, by the prefix of transformers' class names.
 _NORMS = ("Granite", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -52,7 +55,7 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
     ``release``, which are let go. Results agree with the plain modules' within rounding.
     :func:`fsd_infer.cpu.restore` undoes it.
     """
-    once = _OncePerForward()
+    once, shared = _OncePerForward(), SharedByLayers()
     count = 0
     part: Any
     for part in module.modules():
@@ -72,7 +75,8 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
             count += 1
     for part in module.modules():
         if _is_known(part, _LAYERS, "DecoderLayer") and is_replaced(part.self_attn) and not is_replaced(part):
-            FusedLayer(part).put_on(part)
+            fused = FusedLayer(part)
+            (KernelLayer.over(fused, shared) or fused).put_on(part)
             count += 1
     return count
 

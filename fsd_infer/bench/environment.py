@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+from fsd_infer.kernels import kernels
+
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
     """What a record stores about machine and software.
@@ -32,6 +34,7 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "cpu_kernels": kernels() is not None,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "commit": commit(),

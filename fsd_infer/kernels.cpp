@@ -1,0 +1,364 @@
+// Kernels for decoding in bf16 on CPUs with AVX512-BF16, over the few tokens of a draft or a verifying forward.
+//
+// Plain C interface for ctypes; compiled on the user's machine by native.py. bf16 values are passed as uint16_t.
+// A weight W [N, K] lies as oneDNN packs it, in panels of 64 output columns: [N / 64][K / 2][64][2].
+// Everything is computed in fp32 and rounded where it is stored: after norms, products, residuals and gates.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+using bf16 = uint16_t;
+constexpr int64_t PANEL = 64;  // output columns side by side in a packed weight
+constexpr int LANES = 16;      // fp32 numbers in a vector
+constexpr int V = PANEL / LANES;
+constexpr int MOST = 6;        // rows of a product whose sums, with a step's weights, fit 32 registers
+
+inline __m512 load(const bf16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+
+inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+inline void store(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+
+// e^x: 2^n by the exponent's bits times a polynomial of 2^f, |f| <= 1/2; relative error below 2e-7; 0 below -87.
+inline __m512 exponential(__m512 x) {
+  const __m512 scaled = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.f), x), _mm512_set1_ps(1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(scaled, whole);
+  __m512 y = _mm512_set1_ps(1.54035304e-4f);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.33335581e-3f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.61812911e-3f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.55041087e-2f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40226507e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93147181e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.f));
+  const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_LT_OQ);
+  return _mm512_mask_mov_ps(_mm512_scalef_ps(y, whole), tiny, _mm512_setzero_ps());
+}
+
+// sums [M, 64] = x Wt for M rows and one panel, in registers. Meanwhile, `lines` of the four cache lines that a step
+// reads are fetched of what comes next: later groups of rows find their panel in the cache and would leave the memory
+// idle. Not inlined: within a larger function, compilers keep the sums in memory.
+template <int M>
+__attribute__((noinline)) void tile(const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int lines,
+                                    float* sums) {
+  __m512 sum[M][V];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) sum[m][v] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < depth / 2; ++k) {
+    __m512bh w[V];
+    for (int v = 0; v < V; ++v) w[v] = (__m512bh)_mm512_loadu_si512(panel + k * 2 * PANEL + v * 2 * LANES);
+    if (lines > 0) _mm_prefetch((const char*)(next + k * 2 * PANEL), _MM_HINT_T1);
+    if (lines > 1) _mm_prefetch((const char*)(next + k * 2 * PANEL + 2 * LANES), _MM_HINT_T1);
+    for (int m = 0; m < M; ++m) {
+      int32_t pair;
+      std::memcpy(&pair, x + m * depth + 2 * k, sizeof pair);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      for (int v = 0; v < V; ++v) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], both, w[v]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums + m * PANEL + v * LANES, sum[m][v]);
+}
+
+// One panel for any number of rows, in groups whose sums fit the registers; calls done(row, column, 16 sums).
+template <class Done>
+inline void panel_product(const bf16* x, int rows, int64_t depth, const bf16* panel, Done done) {
+  const int groups = (rows + MOST - 1) / MOST;
+  const bf16* next = panel + depth * PANEL;
+  for (int group = 0, row = 0; group < groups; ++group) {
+    const int count = (rows - row + groups - group - 1) / (groups - group);
+    const int lines = groups == 1 ? 0 : V * (group + 1) / groups - V * group / groups;
+    const bf16* from = x + row * depth;
+    float sums[MOST * PANEL];
+    switch (count) {
+      case 1: tile<1>(from, depth, panel, next, lines, sums); break;
+      case 2: tile<2>(from, depth, panel, next, lines, sums); break;
+      case 3: tile<3>(from, depth, panel, next, lines, sums); break;
+      case 4: tile<4>(from, depth, panel, next, lines, sums); break;
+      case 5: tile<5>(from, depth, panel, next, lines, sums); break;
+      default: tile<6>(from, depth, panel, next, lines, sums);
+    }
+    for (int m = 0; m < count; ++m)
+      for (int v = 0; v < V; ++v) done(row + m, v * LANES, _mm512_loadu_ps(sums + m * PANEL + v * LANES));
+    next += lines * 2 * LANES;
+    row += count;
+  }
+}
+
+struct Share {  // of a thread: units [begin, end)
+  int64_t begin, end;
+  explicit Share(int64_t units) {
+    const int64_t count = omp_get_num_threads(), own = omp_get_thread_num();
+    begin = units * own / count, end = units * (own + 1) / count;
+  }
+};
+
+// This thread's columns of x [rows, depth] Wt + bias; calls done(row, column, 16 sums).
+template <class Done>
+inline void product(const bf16* x, int rows, int64_t depth, const bf16* weight, const bf16* bias, int64_t columns,
+                    Done done) {
+  const Share share(columns / PANEL);
+  for (int64_t p = share.begin; p < share.end; ++p)
+    panel_product(x, rows, depth, weight + p * PANEL * depth, [&](int row, int at, __m512 sum) {
+      const int64_t column = p * PANEL + at;
+      if (bias) sum = _mm512_add_ps(sum, load(bias + column));
+      done(row, column, sum);
+    });
+}
+
+// y = x / sqrt(mean(x²) + epsilon) · weight over `size` numbers, a multiple of 16.
+inline void rms_norm(const bf16* x, const bf16* weight, float epsilon, int64_t size, bf16* y) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += LANES) squares = _mm512_fmadd_ps(load(x + i), load(x + i), squares);
+  const float mean = _mm512_reduce_add_ps(squares) / (float)size;
+  const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(mean + epsilon));
+  for (int64_t i = 0; i < size; i += LANES)
+    store(y + i, _mm512_mul_ps(_mm512_mul_ps(load(x + i), scale), load(weight + i)));
+}
+
+// One head turned by its position's angles: x · cos + (-second half, first half of x) · sin, in place or to y.
+inline void rotate(const bf16* x, const bf16* cosine, const bf16* sine, int64_t width, bf16* y) {
+  const int64_t half = width / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const __m512 low = load(x + i), high = load(x + half + i);
+    const __m512 turned = _mm512_fnmadd_ps(high, load(sine + i), _mm512_mul_ps(low, load(cosine + i)));
+    const __m512 other = _mm512_fmadd_ps(low, load(sine + half + i), _mm512_mul_ps(high, load(cosine + half + i)));
+    store(y + i, turned);
+    store(y + half + i, other);
+  }
+}
+
+// Q queries that share keys and values. seen[q]: bytes, nonzero where the query may attend. scores: room for
+// Q · padded floats, padded = slots rounded up to 16; block: room for 16 · width / 2 pairs.
+template <int Q>
+__attribute__((noinline)) void attend(const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride, int64_t slots,
+            int64_t width, float scale, const uint8_t* const* seen, float* scores, int32_t* block, bf16* const* out) {
+  const int64_t padded = (slots + LANES - 1) / LANES * LANES, pairs = width / 2;
+  const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 highest[Q];
+  for (int q = 0; q < Q; ++q) highest[q] = never;
+  for (int64_t at = 0; at < slots; at += LANES) {
+    const int64_t count = std::min<int64_t>(LANES, slots - at);
+    for (int64_t key = 0; key < count; ++key) {  // 16 keys side by side, as a packed weight
+      const int32_t* from = (const int32_t*)(keys + (at + key) * stride);
+      for (int64_t k = 0; k < pairs; ++k) block[k * LANES + key] = from[k];
+    }
+    __m512 sum[Q];
+    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; ++k) {
+      const __m512bh key = (__m512bh)_mm512_loadu_si512(block + k * LANES);
+      for (int q = 0; q < Q; ++q) {
+        int32_t pair;
+        std::memcpy(&pair, queries[q] + 2 * k, sizeof pair);
+        sum[q] = _mm512_dpbf16_ps(sum[q], (__m512bh)_mm512_set1_epi32(pair), key);
+      }
+    }
+    const __mmask16 inside = (__mmask16)((1u << count) - 1);
+    for (int q = 0; q < Q; ++q) {
+      const __m128i bytes = _mm_maskz_loadu_epi8(inside, seen[q] + at);
+      const __mmask16 visible = _mm_test_epi8_mask(bytes, bytes);
+      const __m512 score = _mm512_mask_mul_ps(never, visible, sum[q], _mm512_set1_ps(scale));
+      highest[q] = _mm512_max_ps(highest[q], score);
+      _mm512_storeu_ps(scores + q * padded + at, score);
+    }
+  }
+  float total[Q];
+  for (int q = 0; q < Q; ++q) {
+    const __m512 top = _mm512_set1_ps(std::max(_mm512_reduce_max_ps(highest[q]), -1e30f));  // none visible: not NaN
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t at = 0; at < padded; at += LANES) {
+      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + q * padded + at), top));
+      sum = _mm512_add_ps(sum, weight);
+      _mm512_storeu_ps(scores + q * padded + at, weight);
+    }
+    total[q] = std::max(_mm512_reduce_add_ps(sum), 1e-30f);
+  }
+  for (int64_t i = 0; i < width; i += LANES) {
+    __m512 sum[Q];
+    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const __m512 value = load(values + slot * stride + i);
+      for (int q = 0; q < Q; ++q)
+        sum[q] = _mm512_fmadd_ps(_mm512_set1_ps(scores[q * padded + slot]), value, sum[q]);
+    }
+    for (int q = 0; q < Q; ++q) store(out[q] + i, _mm512_div_ps(sum[q], _mm512_set1_ps(total[q])));
+  }
+}
+
+constexpr int QUERIES = 12;  // that attend together at most
+
+}  // namespace
+
+extern "C" {
+
+// y [rows, columns] = x [rows, depth] Wt + bias; bias may be null.
+void fsd_linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t rows, int64_t columns,
+                int64_t depth, int threads) {
+#pragma omp parallel num_threads(threads)
+  product(x, (int)rows, depth, weight, bias, columns,
+          [&](int row, int64_t column, __m512 sum) { store(y + row * columns + column, sum); });
+}
+
+// A decoder layer of the Llama kind. Weights are packed, norms and biases are vectors; those marked * may be null.
+struct fsd_layer {
+  const bf16 *input_norm /* * */, *qkv, *qkv_bias /* * */, *query_norm /* * */, *key_norm /* * */, *output,
+      *output_bias /* * */, *mlp_norm, *gate_up, *gate_up_bias /* * */, *down, *down_bias /* * */;
+  int64_t hidden, inner, query_heads, key_heads, width;
+  float epsilon, scale;
+};
+
+// What the layers of one forward share. Keys and values of a layer: [batch, key heads, slots, width] by strides.
+struct fsd_forward {
+  int64_t batch, count;           // rows of x: batch · count
+  const bf16 *cosine, *sine;      // [batch, count, width]
+  const uint8_t* visible;         // [batch, count, used]
+  const int64_t* slots;           // [batch, count], where new keys and values go
+  int64_t used;                   // slots attended to
+  int64_t batch_stride, head_stride, slot_stride;
+  bf16* scratch;                  // fsd_scratch(...) bytes
+  int64_t threads;
+};
+
+namespace {
+
+// Where fsd_layer_forward keeps what lies between its steps. Sizes in bf16 numbers.
+struct Scratch {
+  int64_t normed, projected, attended, middle, gated, own;
+
+  Scratch(const fsd_layer* layer, const fsd_forward* f) {
+    const int64_t rows = f->batch * f->count;
+    normed = middle = rows * layer->hidden;
+    projected = rows * (layer->query_heads + 2 * layer->key_heads) * layer->width;
+    attended = rows * layer->query_heads * layer->width;
+    gated = rows * layer->inner;
+    const int64_t scores = 2 * QUERIES * (f->used + LANES), block = LANES * layer->width, gates = 2 * rows * PANEL;
+    own = std::max(scores + block, gates);  // of each thread
+  }
+
+  int64_t total(int64_t threads) const { return normed + projected + attended + middle + gated + threads * own; }
+};
+
+}  // namespace
+
+// Bytes that fsd_layer_forward needs as scratch.
+int64_t fsd_scratch(const fsd_layer* layer, const fsd_forward* f) {
+  return (int64_t)sizeof(bf16) * Scratch(layer, f).total(f->threads);
+}
+
+// out = x + attention(norm(x)), then out + mlp(norm(out)); x, out [batch · count, hidden], not the same memory.
+void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16* x, bf16* out, bf16* keys,
+                       bf16* values) {
+  const int rows = (int)(f->batch * f->count);
+  const int64_t hidden = layer->hidden, inner = layer->inner, width = layer->width;
+  const int64_t query_heads = layer->query_heads, key_heads = layer->key_heads, group = query_heads / key_heads;
+  const int64_t across = query_heads * width, heads = query_heads + 2 * key_heads;
+  const Scratch scratch(layer, f);
+  bf16* const normed = f->scratch;
+  bf16* const projected = normed + scratch.normed;      // [rows, heads · width]: queries, keys, values
+  bf16* const attended = projected + scratch.projected;
+  bf16* const middle = attended + scratch.attended;     // x + attention
+  bf16* const gated = middle + scratch.middle;          // act(gate) · up
+  bf16* const private_memory = gated + scratch.gated;
+
+#pragma omp parallel num_threads((int)f->threads)
+  {
+    const Share own_rows(rows);
+    float* const scores = (float*)(private_memory + omp_get_thread_num() * scratch.own);
+    int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + LANES));
+    float* const gates = scores;
+
+    if (layer->input_norm) {
+      for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
+        rms_norm(x + row * hidden, layer->input_norm, layer->epsilon, hidden, normed + row * hidden);
+#pragma omp barrier
+    }
+    product(layer->input_norm ? normed : x, rows, hidden, layer->qkv, layer->qkv_bias, heads * width,
+            [&](int row, int64_t column, __m512 sum) { store(projected + row * heads * width + column, sum); });
+#pragma omp barrier
+    const Share own_heads(rows * heads);  // queries are turned in place; keys and values go to their slots
+    for (int64_t unit = own_heads.begin; unit < own_heads.end; ++unit) {
+      const int64_t row = unit / heads, head = unit % heads, side = head - query_heads;
+      bf16* const from = projected + unit * width;
+      const auto slot = [&](bf16* storage, int64_t which) {
+        return storage + row / f->count * f->batch_stride + which * f->head_stride + f->slots[row] * f->slot_stride;
+      };
+      if (side >= key_heads) {
+        std::memcpy(slot(values, side - key_heads), from, width * sizeof(bf16));
+        continue;
+      }
+      const bf16* const norm = side < 0 ? layer->query_norm : layer->key_norm;
+      if (norm) rms_norm(from, norm, layer->epsilon, width, from);
+      rotate(from, f->cosine + row * width, f->sine + row * width, width, side < 0 ? from : slot(keys, side));
+    }
+#pragma omp barrier
+    // the queries of a group of heads, in parts of at most QUERIES, share keys and values
+    const int64_t queries = group * f->count, parts = (queries + QUERIES - 1) / QUERIES;
+    const Share own_parts(f->batch * key_heads * parts);
+    for (int64_t unit = own_parts.begin; unit < own_parts.end; ++unit) {
+      const int64_t part = unit % parts, head = unit / parts % key_heads, b = unit / parts / key_heads;
+      const int64_t first = queries * part / parts, last = queries * (part + 1) / parts;
+      const bf16* from[QUERIES];
+      bf16* to[QUERIES];
+      const uint8_t* seen[QUERIES];
+      int64_t slots = 1;  // none of them sees further
+      for (int64_t q = first; q < last; ++q) {
+        const int64_t row = b * f->count + q / group, column = (head * group + q % group) * width;
+        from[q - first] = projected + row * heads * width + column;
+        to[q - first] = attended + row * across + column;
+        seen[q - first] = f->visible + row * f->used;
+        const void* const latest = memrchr(seen[q - first], 1, f->used);
+        if (latest) slots = std::max(slots, 1 + ((const uint8_t*)latest - seen[q - first]));
+      }
+      const bf16* const k = keys + b * f->batch_stride + head * f->head_stride;
+      const bf16* const v = values + b * f->batch_stride + head * f->head_stride;
+#define TOGETHER(Q) \
+  case Q: attend<Q>(from, k, v, f->slot_stride, slots, width, layer->scale, seen, scores, block, to); break;
+      switch (last - first) {
+        TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6)
+        TOGETHER(7) TOGETHER(8) TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12)
+      }
+#undef TOGETHER
+    }
+#pragma omp barrier
+    product(attended, rows, across, layer->output, layer->output_bias, hidden,
+            [&](int row, int64_t column, __m512 sum) {
+              const int64_t at = row * hidden + column;
+              store(middle + at, _mm512_add_ps(load(x + at), sum));
+            });
+#pragma omp barrier
+    for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
+      rms_norm(middle + row * hidden, layer->mlp_norm, layer->epsilon, hidden, normed + row * hidden);
+#pragma omp barrier
+    const Share own_panels(inner / PANEL);  // each of gates with the one of ups that it multiplies
+    for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
+      const int64_t start = p * PANEL;
+      const bf16* const bias = layer->gate_up_bias;
+      panel_product(normed, rows, hidden, layer->gate_up + start * hidden, [&](int row, int at, __m512 sum) {
+        if (bias) sum = _mm512_add_ps(sum, load(bias + start + at));
+        const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
+        _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
+      });
+      panel_product(normed, rows, hidden, layer->gate_up + (inner + start) * hidden, [&](int row, int at, __m512 sum) {
+        if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
+        store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
+      });
+    }
+#pragma omp barrier
+    product(gated, rows, inner, layer->down, layer->down_bias, hidden, [&](int row, int64_t column, __m512 sum) {
+      const int64_t at = row * hidden + column;
+      store(out + at, _mm512_add_ps(load(middle + at), sum));
+    });
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,157 @@
+"""Our own CPU kernels for the few tokens of a round: products over oneDNN's packed weights, and whole decoder layers.
+
+A round runs the target over one to some twenty tokens. There oneDNN's products take twice the time that reading the
+weights takes, and a third of a forward goes into starting small operations. ``kernels.cpp`` holds a product for few
+rows and a decoder layer of the Llama kind in one call, which leave little beside the reading. It is compiled once, in
+seconds, by the machine's own C++ compiler, and kept in the user's cache. Where there is none, or no AVX512-BF16, or
+where FSD_KERNELS=0 is set, everything runs through torch as before: the same results within bf16 rounding.
+
+A row's result does not depend on how many rows are computed with it, so a tree's logits are those of decoding token
+by token, but for the order in which softmax sums are taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsd_infer.builtin import cache_dir
+
+MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
+PANEL = 64  # output columns side by side in oneDNN's packed weight
+_FLAGS = [
+    *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+]
+_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
+
+logger = logging.getLogger(__name__)
+
+
+class Layer(Structure):
+    """``fsd_layer`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output")),
+        *((name, c_void_p) for name in ("output_bias", "mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "width")),
+        *((name, c_float) for name in ("epsilon", "scale")),
+    ]
+
+
+class Forward(Structure):
+    """``fsd_forward`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("batch", "count")),
+        *((name, c_void_p) for name in ("cosine", "sine", "visible", "slots")),
+        *((name, c_int64) for name in ("used", "batch_stride", "head_stride", "slot_stride")),
+        ("scratch", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
+class Kernels:
+    """The compiled library. Tensors are bf16, contiguous, and on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._linear, self._layer, self._scratch = library.fsd_linear, library.fsd_layer_forward, library.fsd_scratch
+        self._linear.argtypes = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
+        self._layer.argtypes = (POINTER(Layer), POINTER(Forward), *[c_void_p] * 4)
+        self._linear.restype = self._layer.restype = None
+        self._scratch.argtypes, self._scratch.restype = [POINTER(Layer), POINTER(Forward)], c_int64
+
+    def linear(self, x: Tensor, weight: int, bias: Tensor | None, columns: int) -> Tensor:
+        """x [..., in] -> [..., columns]; ``weight``: address of the panels."""
+        y = x.new_empty((*x.shape[:-1], columns))
+        depth = x.shape[-1]
+        rows, added = x.numel() // depth, None if bias is None else bias.data_ptr()
+        self._linear(x.data_ptr(), weight, added, y.data_ptr(), rows, columns, depth, torch.get_num_threads())
+        return y
+
+    def scratch(self, layer: Layer, forward: Forward) -> Tensor:
+        """Memory that ``layer`` needs in ``forward``."""
+        return torch.empty(self._scratch(layer, forward), dtype=torch.uint8)
+
+    def layer(self, layer: Layer, forward: Forward, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """x [B, M, H] -> [B, M, H]; writes the new keys and values to their slots."""
+        out = torch.empty_like(x)
+        self._layer(layer, forward, x.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
+        return out
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The kernels, compiled where they have not been; None where they cannot be had (the log says why)."""
+    if os.environ.get("FSD_KERNELS") == "0" or not _NEEDED <= _cpu_flags():
+        return None
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        logger.warning("no C++ compiler: decoding runs without our CPU kernels, slower. Install g++ to have them.")
+        return None
+    try:
+        return Kernels(_compiled(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("our CPU kernels could not be compiled, decoding runs slower without them: %s", _reason(error))
+        return None
+
+
+def panels_of(weight: Tensor, packed: Tensor) -> int | None:
+    """Address of the packed copy of a weight [out, in] if the kernels can read it, else None.
+
+    oneDNN chooses the layout, by machine and version. So bytes of the first and last panel are compared.
+    """
+    columns, depth = weight.shape
+    if columns % PANEL or depth % 32 or kernels() is None:
+        return None
+    size = columns * depth * weight.element_size()
+    if not hasattr(torch.ops.mkldnn, "data_ptr") or torch.ops.mkldnn._nbytes(packed) != size:
+        return None
+    address = int(torch.ops.mkldnn.data_ptr(packed))
+    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16).view(-1, depth * PANEL)
+    for panel in (0, -1):
+        rows = weight.view(torch.int16).unflatten(0, (-1, PANEL))[panel]
+        if not torch.equal(raw[panel], rows.view(PANEL, depth // 2, 2).transpose(0, 1).reshape(-1)):
+            return None
+    return address
+
+
+def _compiled(compiler: str) -> Path:
+    """The shared library, from the cache if the same source was compiled before by the same compiler."""
+    source = Path(__file__).with_name("kernels.cpp").read_bytes()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    digest = hashlib.sha256(b"\0".join([source, version, " ".join(_FLAGS).encode()])).hexdigest()
+    path = cache_dir() / "kernels" / f"{digest[:24]}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed at the end: several may compile at once
+            made = Path(folder) / path.name
+            command = [compiler, *_FLAGS, "-x", "c++", "-", "-o", str(made)]
+            subprocess.run(command, input=source, capture_output=True, check=True, timeout=300)
+            os.replace(made, path)
+    return path
+
+
+def _reason(error: Exception) -> str:
+    output = getattr(error, "stderr", None)
+    return output.decode(errors="replace").strip().splitlines()[0] if output else str(error)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()  # not Linux
+    return set(next((line for line in lines if line.startswith("flags")), "").split())

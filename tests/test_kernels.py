@@ -1,0 +1,193 @@
+"""Our CPU kernels compute what torch computes, row by row, and decoding does without them where it must."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import kernels as module
+from fsd_infer.cpu import Packed, can_pack, is_replaced, restore
+from fsd_infer.fuse import speed_up
+from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.kernel_layer import KernelLayer
+from fsd_infer.kernels import MOST_ROWS, kernels
+from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
+from tests.test_fuse import logits_through_cache
+
+CAN = can_pack() and module._NEEDED <= module._cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
+needs_kernels = pytest.mark.skipif(not CAN, reason="needs AVX512-BF16 and a C++ compiler")
+FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 64 columns wide
+KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``kernels()`` asked for anew, and once more when the test is over."""
+    monkeypatch.delenv("FSD_KERNELS", raising=False)
+    kernels.cache_clear()
+    yield monkeypatch
+    kernels.cache_clear()
+
+
+def fitting_model(family: str, **options: Any) -> Any:
+    model = tiny_model(family, scale=2.0, **{**FITTING, **options}).to(torch.bfloat16)
+    for name, value in model.state_dict().items():
+        if "norm" in name or "bias" in name:  # ones and zeros by default, which would hide a mistake
+            value.copy_(torch.rand_like(value) + 0.5)
+    return model
+
+
+def kernel_layers(model: Any) -> int:
+    return sum(is_replaced(part) and isinstance(part.forward, KernelLayer) for part in model.modules())
+
+
+@needs_kernels
+@pytest.mark.skipif(os.environ.get("FSD_KERNELS") == "0", reason="turned off")
+def test_they_are_there_where_they_can_be() -> None:
+    assert kernels() is not None
+    assert Packed(torch.nn.Linear(96, 128, dtype=torch.bfloat16)).panels, "oneDNN's layout is the one they read"
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 13, 16, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(rows: int, bias: bool) -> None:
+    layer = torch.nn.Linear(96, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(1, rows, 96).bfloat16()
+    made = Packed(layer)
+    assert made.panels
+    expected = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(made(x).double(), expected, atol=1e-4, rtol=2**-8)  # rounded once
+    assert torch.equal(made(x)[:, -1], made(x[:, -1:])[:, 0]), "a row does not depend on the others"
+    transposed = x[0].T.contiguous().T
+    assert torch.equal(made(transposed), made(x)[0]), "whatever the strides"
+
+
+@needs_kernels
+def test_more_rows_than_they_take_and_other_types_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Packed(torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False))
+    monkeypatch.setattr(made, "kernels", None)
+    x = torch.randn(MOST_ROWS + 1, 64).bfloat16()
+    whole = made(x)
+    monkeypatch.undo()
+    assert torch.equal(made(x), whole)
+    assert not Packed(torch.nn.Linear(64, 80, dtype=torch.bfloat16).requires_grad_(False)).panels, "no whole panels"
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
+def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int, int]) -> None:
+    model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    target = Target(model)
+    plain = logits_through_cache(target)
+    speed_up(model)
+    assert kernel_layers(model) == model.config.num_hidden_layers
+    fast = logits_through_cache(target)
+    restore(model)
+    exact = logits_through_cache(Target(model.float()))
+    assert float((fast - exact).norm()) < 1.1 * float((plain - exact).norm()) < 0.05 * float(exact.norm())
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", KNOWN)
+def test_ragged_batches(family: str) -> None:
+    model = fitting_model(family)
+    prompts = tiny_prompts((5, 13, 30))
+    speed_up(model)
+    target = Target(model)
+    alone = FuzzyDecoder(target, NoDrafter(VOCAB))
+    expected = [alone.generate([p], max_new_tokens=12, do_sample=False).sequences[0] for p in prompts]
+    decoder = FuzzyDecoder(target, OracleDrafter(target))
+    out = decoder.generate(prompts, max_new_tokens=12, do_sample=False)
+    assert out.sequences == expected, "trees and batches in bf16, token for token as one by one"
+    assert out.stats.tau > 1.2
+
+
+@needs_kernels
+def test_a_heads_own_layer() -> None:
+    target = Target(fitting_model("llama"))
+    head = EagleHead(EagleConfig.for_target(target, final_norm=True, feature_scale=True))
+    head.initialise_from(target)
+    drafter = EagleDrafter(head, target, TreeShape(3, 3, 8))
+    slow = FuzzyDecoder(target, drafter).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
+    for part in (target.model, *drafter.modules()):
+        speed_up(part)
+    assert kernel_layers(drafter.head) == 1
+    fast = FuzzyDecoder(target, drafter).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
+    assert len(fast.sequences[0]) == len(slow.sequences[0]) == 16
+
+
+@needs_kernels
+def test_not_a_number_shows() -> None:
+    model = fitting_model("llama")
+    speed_up(model)
+    target = Target(model)
+    assert not logits_through_cache(target).isnan().any()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:] = float("nan")
+    assert logits_through_cache(target).isnan().all()
+
+
+@needs_kernels
+def test_a_hook_on_the_attention_is_called() -> None:
+    model = fitting_model("llama")
+    speed_up(model)
+    called: list[Tensor] = []
+    handle = model.model.layers[0].self_attn.register_forward_hook(lambda *args: called.append(args[2][0]))
+    with_hook = logits_through_cache(Target(model))
+    assert len(called) == 2
+    handle.remove()
+    fast = logits_through_cache(Target(model))
+    assert len(called) == 2 and float((with_hook - fast).norm()) < 0.03 * float(fast.norm())
+
+
+def test_they_can_be_turned_off(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("FSD_KERNELS", "0")
+    assert kernels() is None
+    model = fitting_model("llama")
+    speed_up(model)
+    assert not kernel_layers(model)
+
+
+def test_a_processor_that_lacks_instructions(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(module, "_cpu_flags", lambda: {"avx2", "fma"})
+    assert kernels() is None
+
+
+@pytest.mark.parametrize("compiler, said", [(None, "Install g++"), ("false", "slower"), ("/no/such/c++", "slower")])
+def test_without_a_compiler_decoding_runs_and_says_so(
+    compiler: str | None, said: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.setattr(module, "_cpu_flags", lambda: module._NEEDED)
+    fresh.setattr(shutil, "which", lambda name: None)
+    if compiler:
+        fresh.setenv("CXX", compiler)
+    with caplog.at_level(logging.WARNING, "fsd_infer.kernels"):
+        assert kernels() is None
+    assert said in caplog.text
+    model = fitting_model("llama")
+    speed_up(model)
+    target = Target(model)
+    assert FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
+
+
+def test_source_that_does_not_compile(
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    fresh.setattr(module, "_cpu_flags", lambda: module._NEEDED)
+    fresh.setattr(module, "_FLAGS", ["-std=c++17", "-shared", "--no-such-option"])
+    fresh.setenv("FSD_CACHE", str(tmp_path))
+    assert kernels() is None
+    assert "no-such-option" in caplog.text
+    assert not list((tmp_path / "kernels").iterdir()), "nothing half made is left"
