@@ -46,7 +46,7 @@ from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
 
 AUTO = "auto"
-VERSION = 3  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 4  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 STOPS = tuple(tenth / 10 for tenth in range(10))

@@ -209,6 +209,49 @@ void fsd_linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, in
           [&](int row, int64_t column, __m512 sum) { store(y + row * columns + column, sum); });
 }
 
+// The largest number of each row of x [rows, columns], NaN if there is one, and where it first stands.
+void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const bf16* const from = x + row * columns;
+      const __m512i step = _mm512_set1_epi32(LANES);
+      __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+      __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best = index;
+      __mmask16 broken = 0;
+      int64_t at = 0;
+      for (; at + LANES <= columns; at += LANES, index = _mm512_add_epi32(index, step)) {
+        const __m512 value = load(from + at);
+        const __mmask16 higher = _mm512_cmp_ps_mask(value, top, _CMP_GT_OQ);
+        broken |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        top = _mm512_mask_mov_ps(top, higher, value);
+        best = _mm512_mask_mov_epi32(best, higher, index);
+      }
+      float values[LANES];
+      int32_t places[LANES];
+      _mm512_storeu_ps(values, top);
+      _mm512_storeu_si512(places, best);
+      float most = values[0];
+      int64_t place = places[0];
+      bool bad = broken != 0;
+      const auto consider = [&](float value, int64_t candidate) {
+        if (value > most || (value == most && candidate < place)) most = value, place = candidate;
+      };
+      for (int lane = 1; lane < LANES; ++lane) consider(values[lane], places[lane]);
+      for (; at < columns; ++at) {
+        const uint32_t bits = (uint32_t)from[at] << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        bad |= value != value;
+        consider(value, at);
+      }
+      highest[row] = bad ? std::numeric_limits<float>::quiet_NaN() : most;
+      where[row] = std::min(place, columns - 1);
+    }
+  }
+}
+
 // A decoder layer of the Llama kind. Weights are packed, norms and biases are vectors; those marked * may be null.
 struct fsd_layer {
   const bf16 *input_norm /* * */, *qkv, *qkv_bias /* * */, *query_norm /* * */, *key_norm /* * */, *output,

@@ -68,6 +68,8 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._linear, self._layer, self._scratch = library.fsd_linear, library.fsd_layer_forward, library.fsd_scratch
+        self._top = library.fsd_top
+        self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
         self._linear.argtypes = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
         self._layer.argtypes = (POINTER(Layer), POINTER(Forward), *[c_void_p] * 4)
         self._linear.restype = self._layer.restype = None
@@ -80,6 +82,15 @@ class Kernels:
         rows, added = x.numel() // depth, None if bias is None else bias.data_ptr()
         self._linear(x.data_ptr(), weight, added, y.data_ptr(), rows, columns, depth, torch.get_num_threads())
         return y
+
+    def top(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., V] -> (the largest number [...] in fp32, NaN where there is one; its first index [...])."""
+        highest = torch.empty(x.shape[:-1])
+        where = torch.empty(x.shape[:-1], dtype=torch.long)
+        columns = x.shape[-1]
+        rows, threads = x.numel() // columns, torch.get_num_threads()
+        self._top(x.data_ptr(), rows, columns, highest.data_ptr(), where.data_ptr(), threads)
+        return highest, where
 
     def scratch(self, layer: Layer, forward: Forward) -> Tensor:
         """Memory that ``layer`` needs in ``forward``."""

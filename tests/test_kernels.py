@@ -127,6 +127,23 @@ def test_a_heads_own_layer() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("columns", [5, 16, 97, 4096])
+def test_the_largest_of_each_row(columns: int) -> None:
+    compiled = kernels()
+    assert compiled is not None
+    x = torch.randn(2, 7, columns).mul(2).round().bfloat16()  # many equals
+    x[0, 1] = -torch.inf
+    x[0, 2, 1:] = -torch.inf
+    x[1, 3, -1] = torch.nan
+    x[1, 4, 0] = torch.inf
+    highest, best = compiled.top(x)
+    torch.testing.assert_close(highest, x.float().amax(-1), equal_nan=True)
+    for b, n in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
+        if (b, n) != (1, 3):
+            assert best[b, n] == (x[b, n] == x[b, n].max()).nonzero()[0, 0]
+
+
+@needs_kernels
 def test_not_a_number_shows() -> None:
     model = fitting_model("llama")
     speed_up(model)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsd_infer.divergence import expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_infer.kernels import kernels
 from fsd_infer.rules.base import Verification
 
 
@@ -29,6 +30,12 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
 
 
+def _top(scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The largest number of each row [..., V], NaN if there is one, and, where one pass finds both, its index."""
+    compiled = kernels() if scores.device.type == "cpu" and scores.dtype == torch.bfloat16 else None
+    return (scores.amax(-1), None) if compiled is None else compiled.top(scores.contiguous())
+
+
 class Evidence:
     """A round's evidence, checked, with what several contexts share."""
 
@@ -39,7 +46,7 @@ class Evidence:
         self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
-        self.highest = self._check_finite()
+        self.highest, self.best = self._check_finite()
         if self.sampled and bool((self.is_child.sum(-1) > 1).any()):
             raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
 
@@ -66,8 +73,11 @@ class Evidence:
         rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         return self.round.scores[rows, tree.parents, tree.tokens]
 
-    def _check_finite(self) -> Tensor:
-        """Refuse what is no distribution; returns the largest processed score at each node, [B, N]."""
+    def _check_finite(self) -> tuple[Tensor, Tensor | None]:
+        """Refuse what is no distribution.
+
+        Returns the largest processed score at each node, [B, N], and its token [B, N] where it came for free.
+        """
 
         def refuse(bad: Tensor, who: str, mend: str) -> None:
             if bool(bad.any()):
@@ -76,15 +86,15 @@ class Evidence:
 
         round, tree = self.round, self.tree
         advice = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
-        highest = round.logits.amax(-1)  # amax keeps NaN
+        highest, best = _top(round.logits)
         refuse(~highest.isfinite(), "the target's logits", advice)
         if round.scores is not round.logits:
-            highest = round.scores.amax(-1)
+            highest, best = _top(round.scores)
             refuse(~highest.isfinite(), "the target's processed logits", "Check the request's logits processors.")
         if tree.q_logits.shape[1]:
             broken = ~tree.q_logits.amax(-1).isfinite()
             refuse(broken.gather(1, tree.q_index.clamp_min(0)) & (tree.q_index >= 0), "the drafter's logits", advice)
-        return highest
+        return highest, best
 
 
 class Contexts:
@@ -123,6 +133,12 @@ class Contexts:
     def logits(self) -> Tensor:
         """[R, V] the target's raw logits."""
         return self._at(self.evidence.round.logits).float()
+
+    @cached_property
+    def best(self) -> Tensor:
+        """[R] token of the largest processed score, the first of equals."""
+        best = self.evidence.best
+        return self.scores.argmax(-1) if best is None else self._at(best)
 
     @cached_property
     def scores(self) -> Tensor:

@@ -41,7 +41,7 @@ class OpenLaw:
 
 def target_law(at: Contexts, column: int = 0) -> Tensor:
     """y ~ p, or its argmax: [R] tokens."""
-    return at.scores.argmax(-1) if at.greedy else draw(at.p, at.uniform(column))
+    return at.best if at.greedy else draw(at.p, at.uniform(column))
 
 
 def _exact_test(at: Contexts) -> Tensor:
