@@ -26,6 +26,8 @@ from fsd_infer.bench.environment import environment
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.record import jsonable
 from fsd_infer.bench.runner import encode_rows, read_rows, take_turns
+from fsd_infer.calibrate import AUTO
+from fsd_infer.commands import parse_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.report import number, table
@@ -44,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=15, help="each so-many-th row (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--tree", default=AUTO, help="of heads: auto or DEPTH,WIDTH,NODES (%(default)s)")
     parser.add_argument("--dtype", default="bf16", help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "batch-throughput.json")
@@ -90,12 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         print(f"batch_throughput: --sizes takes numbers, e.g. 1,2,4,8; got {args.sizes!r}.", file=sys.stderr)
         return 2
-    settings = Settings(
-        args.prompts, args.methods.split(","), target=args.target, dtype=args.dtype, limit=args.limit, every=args.every,
-        max_new_tokens=args.max_new_tokens, repeat=args.repeat, threads=args.threads,
-        baselines=["plain"] if "plain" in args.methods.split(",") else [],
-    )  # fmt: skip
     try:
+        settings = Settings(
+            args.prompts, args.methods.split(","), target=args.target, tree=parse_tree(args.tree), dtype=args.dtype,
+            limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens, repeat=args.repeat,
+            threads=args.threads, baselines=["plain"] if "plain" in args.methods.split(",") else [],
+        )  # fmt: skip
         record = measure(settings, sizes, progress=True)
     except FsdError as error:
         print(f"batch_throughput: {error}", file=sys.stderr)

@@ -13,6 +13,10 @@ is below ``stop_below``. So each context has a depth of its own, and a shape tak
     Σ over contexts of tokens / Σ over contexts of (C(nodes) + fixed + its depth · D(width))
 
 tokens per second. The shape with the most is taken.
+
+B rows share a forward, which then has B times as many nodes, and a depth of drafting. So larger batches want smaller
+trees, and above some size none at all: a shape is chosen for each of :data:`BATCHES`, with C(B · n) and with drafting
+measured at batch 1 and at batch 8 and taken to be linear in between and beyond.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -46,7 +50,7 @@ from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
 
 AUTO = "auto"
-VERSION = 4  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 5  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 STOPS = tuple(tenth / 10 for tenth in range(10))
@@ -58,12 +62,15 @@ class Sizes:
 
     nodes: tuple[int, ...]
     widths: tuple[int, ...]
+    more: tuple[int, ...]  # forwards of so many nodes are measured too, for batches
 
 
 SIZES = {
-    "cpu": Sizes((1, 4, 8, 12, 16, 24, 32), (2, 4, 6, 8)),
-    "cuda": Sizes((1, 8, 16, 32, 48, 64, 96), (4, 6, 8, 10)),
+    "cpu": Sizes((1, 4, 8, 12, 16, 24, 32), (2, 4, 6, 8), (48, 64, 96, 128)),
+    "cuda": Sizes((1, 8, 16, 32, 48, 64, 96), (4, 6, 8, 10), (128, 192, 256, 512)),
 }
+BATCHES = (1, 2, 4, 8, 16, 32)
+WIDE = 8  # rows of the batch at which drafting is measured besides
 CONTEXT = 128  # tokens that measured forwards attend to
 SECONDS = 1.5  # of repeated measurements, after one pass over all of them
 PASSES = 3  # at least
@@ -83,11 +90,23 @@ class Costs:
         forward: target forward by number of nodes, the rule included.
         level: one depth of drafting by width.
         fixed: what drafting costs per round besides, reading the accepted tokens above all.
+        wide_level, wide_fixed: the same for a batch of :data:`WIDE` rows.
     """
 
     forward: Mapping[int, float]
     level: Mapping[int, float]
     fixed: float
+    wide_level: Mapping[int, float] = field(default_factory=dict)
+    wide_fixed: float = 0.0
+
+    def for_batch(self, batch: int) -> Costs:
+        """Of a batch's round, by the nodes and the width of each row."""
+        if batch == 1:
+            return self
+        share = (batch - 1) / (WIDE - 1)
+        forward = {n: _between(self.forward, batch * n) for n in range(1, max(self.forward) // batch + 1)}
+        level = {w: alone + share * (self.wide_level[w] - alone) for w, alone in self.level.items()}
+        return Costs(forward, level, self.fixed + share * (self.wide_fixed - self.fixed))
 
     def round(self, nodes: int, width: int, depth: int) -> float:
         """Seconds of a round that drafts so deep."""
@@ -164,10 +183,11 @@ def best_shape(
         stops: values of ``stop_below`` to choose from.
     """
     best: tuple[float, TreeShape] | None = None
+    most = min(max(costs.forward), max(len(context.scores) for context in contexts))
     for width in costs.level:
         grown = [context.growth(width) for context in contexts]
         for depth in DEPTHS:
-            largest = min(max(costs.forward), 1 + TreeShape(depth, width, 2).candidates)
+            largest = min(most, 1 + TreeShape(depth, width, 2).candidates)
             for nodes in range(depth + 1, largest + 1):
                 for stop in stops if depth > 1 else (0.0,):
                     shape = TreeShape(depth, width, nodes, stop)
@@ -176,6 +196,26 @@ def best_shape(
                         best = found, shape
     assert best is not None, "two nodes were not measured"
     return best[1]
+
+
+def best_by_batch(
+    costs: Costs, contexts: Sequence[Candidates], correction: float = 1.0, stops: Sequence[float] = STOPS
+) -> dict[int, TreeShape | None]:
+    """The best shape for each of :data:`BATCHES`, None where decoding without drafts is faster.
+
+    Batch 1 always drafts. In larger ones drafting goes on until no row gains by it, so it is not stopped early.
+    """
+    shapes: dict[int, TreeShape | None] = {1: best_shape(costs, contexts, correction, stops)}
+    for batch in BATCHES[1:]:
+        shapes[batch] = None
+        shared = costs.for_batch(batch)
+        if max(shared.forward, default=0) < 2 or shapes[batch // 2] is None:  # what did not pay will not pay
+            continue
+        shape = best_shape(shared, contexts, correction, (0.0,))
+        grown = [context.growth(shape.width) for context in contexts]
+        if rate(shared, grown, shape, correction) > 1 / shared.forward[1]:
+            shapes[batch] = shape
+    return shapes
 
 
 def head_of(drafter: Drafter) -> EagleDrafter | None:
@@ -202,13 +242,17 @@ def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, 
             f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
         )
     file = _file(head, target)
-    shape = None if refresh else _read(file)
-    if shape is None:
+    shapes = None if refresh else _read(file)
+    if shapes is None:
         costs, contexts, correction = measure(head, target, prompts)
         # elsewhere the check would cost more than it saves: the device would be waited for
-        shape = best_shape(costs, contexts, correction, STOPS if target.device.type == "cpu" else (0.0,))
-        _write(file, {"shape": asdict(shape), "costs": asdict(costs), "correction": correction})
+        shapes = best_by_batch(costs, contexts, correction, STOPS if target.device.type == "cpu" else (0.0,))
+        known = {batch: shape and asdict(shape) for batch, shape in shapes.items()}
+        _write(file, {"shapes": known, "costs": asdict(costs), "correction": correction})
+    shape = shapes[1]
+    assert shape is not None, "a single row always drafts"
     head.shape = head.reshaped(shape).shape
+    head.by_batch = {batch: shape for batch, shape in shapes.items() if batch > 1}
     if isinstance(drafter, GraftedDrafter):
         drafter.nodes = shape.nodes
     return head.shape
@@ -279,17 +323,20 @@ class _RecorderSession(DraftSession):
 def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     """Minima of interleaved repetitions, so that what else the machine does counts little."""
     limit = (target.max_positions or 2 * CONTEXT) - 1
-    counts = [n for n in sizes.nodes if 2 * n < limit]
+    counts = [n for n in (*sizes.nodes, *sizes.more) if 2 * n < limit]
     probe = Probe(target, min(CONTEXT, limit - max(counts)), max(counts))
     features = probe.features
     tasks: dict[tuple[str, int, int], Callable[[], Any]] = {
         ("verify", n, 0): partial(_verify, probe, n) for n in counts
     }
     widths = sorted({min(width, drafter.vocabulary) for width in sizes.widths})
-    for width in widths:
-        for depth in (2, 5):
-            tasks["draft", width, depth] = _draft(drafter.reshaped(TreeShape(depth, width, 2)), features)
-    tasks["extend", 0, 0] = _extend(drafter, features)
+    for batch in (1, WIDE):
+        rows = features.expand(batch, -1, -1)
+        for width in widths:
+            for depth in (2, 5):
+                shaped = drafter.reshaped(TreeShape(depth, width, 2))
+                tasks[f"draft {batch}", width, depth] = _draft(shaped, rows)
+        tasks[f"extend {batch}", 0, 0] = _extend(drafter, rows)
     for task in tasks.values():  # first calls allocate
         task()
     best = dict.fromkeys(tasks, math.inf)
@@ -300,13 +347,17 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
             if key[0] != "verify":
                 probe(1)  # as in a round: the target's weights have driven the drafter's out of the processor's caches
             best[key] = min(best[key], _seconds(task, target.device))
-    level = {w: max(best["draft", w, 5] - best["draft", w, 2], 0.0) / 3 for w in widths}
-    fixed = best["extend", 0, 0] + max(min(best["draft", w, 2] - 2 * level[w] for w in widths), 0.0)
+
+    def drafting(batch: int) -> tuple[dict[int, float], float]:
+        draft = {(w, depth): best[f"draft {batch}", w, depth] for w in widths for depth in (2, 5)}
+        level = {w: max(draft[w, 5] - draft[w, 2], 0.0) / 3 for w in widths}
+        return level, best[f"extend {batch}", 0, 0] + max(min(draft[w, 2] - 2 * level[w] for w in widths), 0.0)
+
     # a larger forward is not really faster: noise must not make it look so
     forward: dict[int, float] = {}
     for n in counts:
         forward[n] = max(best["verify", n, 0], *forward.values(), 0.0)
-    return Costs(forward, level, fixed)
+    return Costs(forward, *drafting(1), *drafting(WIDE))
 
 
 def _verify(probe: Probe, nodes: int) -> None:
@@ -317,24 +368,25 @@ def _verify(probe: Probe, nodes: int) -> None:
 
 
 def _session(drafter: EagleDrafter, features: Tensor) -> EagleSession:
-    """A session that has read a context with these features [1, C, F]."""
-    count = features.shape[1]
-    tokens = torch.arange(count, device=features.device)[None] % drafter.target.vocab_size
-    session = EagleSession(drafter, DraftRequest(1, count + 8))
-    session.extend(tokens, features, torch.tensor([count], device=features.device))
+    """A session that has read a context with these features [B, C, F]."""
+    batch, count, _ = features.shape
+    tokens = (torch.arange(count, device=features.device) % drafter.target.vocab_size).expand(batch, -1)
+    session = EagleSession(drafter, DraftRequest(batch, count + 8))
+    session.extend(tokens, features, torch.full((batch,), count, device=features.device))
     return session
 
 
 def _draft(drafter: EagleDrafter, features: Tensor) -> Callable[[], Any]:
     session = _session(drafter, features)
-    roots = torch.zeros(1, dtype=torch.long, device=features.device)
+    roots = torch.zeros(features.shape[0], dtype=torch.long, device=features.device)
     return lambda: session.draft(roots)
 
 
 def _extend(drafter: EagleDrafter, features: Tensor, tokens: int = 3) -> Callable[[], Any]:
     session = _session(drafter, features)
-    lengths, counts = session.lengths, torch.tensor([tokens], device=features.device)
-    new = torch.zeros(1, tokens, dtype=torch.long, device=features.device)
+    lengths, batch = session.lengths, features.shape[0]
+    counts = torch.full((batch,), tokens, device=features.device)
+    new = torch.zeros(batch, tokens, dtype=torch.long, device=features.device)
 
     def extend() -> None:
         session.extend(new, features[:, :tokens], counts)
@@ -386,11 +438,13 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
     return cache_dir() / "trees" / f"{digest[:24]}.json"
 
 
-def _read(file: Path) -> TreeShape | None:
-    """The shape in a file, or None where there is none or the file is damaged."""
+def _read(file: Path) -> dict[int, TreeShape | None] | None:
+    """The shapes in a file by batch, or None where there is none or the file is damaged."""
     try:
-        return TreeShape(**json.loads(file.read_text(encoding="utf-8"))["shape"])
-    except (OSError, ValueError, KeyError, TypeError):
+        known = json.loads(file.read_text(encoding="utf-8"))["shapes"]
+        shapes = {int(batch): None if shape is None else TreeShape(**shape) for batch, shape in known.items()}
+        return shapes if shapes[1] else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -171,7 +171,7 @@ def warmup(args: argparse.Namespace) -> int:
     """`fsd-infer warmup`."""
     import time
 
-    from fsd_infer.calibrate import AUTO
+    from fsd_infer.calibrate import AUTO, head_of
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.models import parse_dtype
 
@@ -183,6 +183,10 @@ def warmup(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     shape = decoder.tune(refresh=args.refresh)
     print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
+    head = head_of(decoder.drafter)
+    for batch, other in ({} if head is None else head.by_batch).items():
+        tree = "none, plain decoding is faster" if other is None else f"{other.depth},{other.width},{other.nodes}"
+        print(f"in batches of {batch} or more: {tree}")
     print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
     return 0
 

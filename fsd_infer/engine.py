@@ -107,6 +107,7 @@ class _Batch:
         for row, prompt in enumerate(request.prompts):
             if not prompt:
                 raise FsdError(f"prompt {row} is empty: give at least one token.")
+        drafter = drafter.for_batch(len(request.prompts))
         self.target, self.drafter, self.rule, self.request = target, drafter, rule, request
         longest = max(len(prompt) for prompt in request.prompts)
         self.max_new_tokens = _room(target, longest, request.max_new_tokens)

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape, calibrate
-from fsd_infer.calibrate import Candidates, Costs, best_shape, calibration_prompts, measure, rate, tune
+from fsd_infer.calibrate import (
+    Candidates,
+    Costs,
+    best_by_batch,
+    best_shape,
+    calibration_prompts,
+    measure,
+    rate,
+    tune,
+)
 from fsd_infer.checkpoint import save_head
 from fsd_infer.cli import main
 from fsd_infer.commands import parse_tree
@@ -102,6 +111,50 @@ def test_costs_between_measured_points() -> None:
     assert prices.round(8, 4, 1) == pytest.approx(2.1 + 0.5 + 0.3)
 
 
+def test_costs_of_a_batch() -> None:
+    prices = Costs({1: 1.0, 8: 2.0, 32: 5.0}, {2: 0.1}, 0.3, wide_level={2: 0.8}, wide_fixed=1.0)
+    assert prices.for_batch(1) is prices
+    four = prices.for_batch(4)
+    assert max(four.forward) == 8, "32 nodes were measured"
+    assert four.round(2, 2, 1) == pytest.approx(2.0 + (0.3 + 3 / 7 * 0.7) + (0.1 + 3 / 7 * 0.7))
+    assert prices.for_batch(8).round(4, 2, 2) == pytest.approx(5.0 + 1.0 + 2 * 0.8)
+
+
+def test_larger_batches_draft_less_and_then_not_at_all() -> None:
+    trees = [binary(0.7, 0.2, depth=8)]
+    curve = {n: max(1.0, n / 8) for n in (1, 4, 8, 16, 32, 64, 128)}  # eight nodes are as cheap as one
+    prices = Costs(curve, {1: 0.01, 2: 0.01}, 0.0, wide_level={1: 0.02, 2: 0.02}, wide_fixed=0.0)
+    shapes = best_by_batch(prices, trees)
+    nodes = [0 if shape is None else shape.nodes for shape in shapes.values()]
+    assert tuple(shapes) == calibrate.BATCHES and nodes == sorted(nodes, reverse=True)
+    assert nodes[0] >= 8 > nodes[2] >= 2 and nodes[-1] == nodes[-2] == 0
+    for batch, shape in shapes.items():
+        if shape is not None and batch > 1:
+            assert shape.stop_below == 0, "drafting ends when the last row of a batch has no use for it"
+    slow = Costs({n: float(n) for n in curve}, {1: 1.0}, 1.0, wide_level={1: 8.0}, wide_fixed=8.0)
+    assert best_by_batch(slow, trees, correction=0.01)[1] is not None, "a single row drafts, as it was told to"
+
+
+def test_a_drafter_knows_its_batches(drafter: EagleDrafter) -> None:
+    drafter.by_batch = {2: TreeShape(2, 2, 4), 4: None}
+    assert drafter.for_batch(1) is drafter
+    smaller, none = drafter.for_batch(3), drafter.for_batch(7)
+    assert isinstance(smaller, EagleDrafter) and smaller.shape == TreeShape(2, 2, 4) and smaller.head is drafter.head
+    assert isinstance(none, NoDrafter)
+    assert drafter.reshaped(TreeShape(1, 1, 2)).for_batch(7).max_nodes == 2, "a tree that is asked for is what is used"
+    grafted = GraftedDrafter(drafter, LookupDrafter(VOCAB))
+    assert grafted.for_batch(1) is grafted and isinstance(grafted.for_batch(4), NoDrafter)
+    assert grafted.for_batch(2).max_nodes == 4
+
+    target, prompts = drafter.target, tiny_prompts((5, 13, 9, 21))
+    expected = reference(target.model, prompts)
+    for made in (drafter, grafted):
+        for count, nodes in ((1, made.max_nodes), (2, 4), (4, 1)):
+            out = FuzzyDecoder(target, made).generate(prompts[:count], max_new_tokens=24, do_sample=False)
+            assert out.sequences == expected[:count]
+            assert out.stats.drafter["nodes"] == nodes
+
+
 @pytest.fixture
 def drafter() -> EagleDrafter:
     target = Target(tiny_model("llama"))
@@ -124,12 +177,14 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
     assert shape.nodes <= max(calibrate.SIZES["cpu"].nodes) and shape.width in calibrate.SIZES["cpu"].widths
     expected = reference(target.model, tiny_prompts())
     assert FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=24).sequences == expected
+    assert drafter.by_batch
     (file,) = (quick / "trees").iterdir()
 
     again = drafter.reshaped(TreeShape(1, 1, 2))
     with monkeypatch.context() as patch:
         patch.setattr(calibrate, "measure", None)
         assert tune(again, target, prompts) == shape == again.shape
+        assert again.by_batch == drafter.by_batch and tuple(again.by_batch) == calibrate.BATCHES[1:]
         with pytest.raises(TypeError):
             tune(again, target, prompts, refresh=True)
     file.write_text("{damaged")
@@ -139,7 +194,9 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
 
 def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleDrafter) -> None:
     prices, contexts, correction = measure(drafter, drafter.target, tiny_prompts((5,)), new_tokens=6)
-    assert set(prices.forward) == set(calibrate.SIZES["cpu"].nodes) and set(prices.level) == {2, 4, 6, 8}
+    sizes = calibrate.SIZES["cpu"]
+    assert {*sizes.nodes} < set(prices.forward) <= {*sizes.nodes, *sizes.more}
+    assert set(prices.level) == set(prices.wide_level) == {2, 4, 6, 8} and prices.wide_fixed > 0
     curve = list(prices.forward.values())
     assert 0 < curve[0] and curve == sorted(curve) and prices.fixed > 0
     assert all(context.scores[0] == 0 and max(context.scores[1:]) < 0 for context in contexts)

@@ -78,6 +78,10 @@ class Drafter(ABC):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         """Open a session for a batch whose texts begin with first_tokens [B]; the rest arrives by ``extend``."""
 
+    def for_batch(self, batch: int) -> Drafter:
+        """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there."""
+        return self
+
     def modules(self) -> list[nn.Module]:
         """Modules of the drafter's own, for whoever wants to pack, compile or move them."""
         return []

@@ -11,7 +11,7 @@ of the context, so no rule's law changes.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.checkpoint import load_head
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.errors import FsdError
 from fsd_infer.head import EagleHead
 from fsd_infer.target import Target
@@ -69,6 +69,9 @@ class EagleDrafter(Drafter):
         head: the trained head.
         target: whose features it reads.
         shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`).
+
+    Attributes:
+        by_batch: trees for batches of at least so many rows where they differ from ``shape``; None: do not draft.
     """
 
     name = "eagle"
@@ -81,6 +84,7 @@ class EagleDrafter(Drafter):
         shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
         self.vocabulary = head.config.draft_vocab_size or target.vocab_size
         self.shape = replace(shape, width=min(shape.width, self.vocabulary))
+        self.by_batch: dict[int, TreeShape | None] = {}
         self.draft_ids = head.draft_ids
         self.lm_head = None if self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
 
@@ -93,7 +97,15 @@ class EagleDrafter(Drafter):
         """The same head with another tree; nothing is copied."""
         made = copy(self)
         made.shape = replace(shape, width=min(shape.width, self.vocabulary))
+        made.by_batch = {}
         return made
+
+    def for_batch(self, batch: int) -> Drafter:
+        fitting = [size for size in self.by_batch if size <= batch]
+        if not fitting:
+            return self
+        shape = self.by_batch[max(fitting)]
+        return NoDrafter(self.target.vocab_size) if shape is None else self.reshaped(shape)
 
     @property
     def max_nodes(self) -> int:
@@ -115,7 +127,15 @@ class EagleDrafter(Drafter):
 
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
-        return {**super().describe(), "width": self.shape.width, **stop, "draft_vocab_size": self.vocabulary}
+        sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
+        batches = {"by_batch": sizes} if sizes else {}
+        return {
+            **super().describe(),
+            "width": self.shape.width,
+            **stop,
+            "draft_vocab_size": self.vocabulary,
+            **batches,
+        }
 
     def modules(self) -> list[nn.Module]:
         return [self.head] if self.lm_head is None else [self.head, self.lm_head]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow
 
@@ -71,6 +71,12 @@ class GraftedDrafter(Drafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         return GraftedSession(self, self.main.start(first_tokens, request), self.side.start(first_tokens, request))
+
+    def for_batch(self, batch: int) -> Drafter:
+        main = self.main.for_batch(batch)
+        if main is self.main or isinstance(main, NoDrafter):  # where one tree does not pay, two do not either
+            return self if main is self.main else main
+        return GraftedDrafter(main, self.side, main.max_nodes)
 
     def modules(self) -> list[nn.Module]:
         return [*self.main.modules(), *self.side.modules()]

@@ -79,21 +79,22 @@ class Evidence:
         Returns the largest processed score at each node, [B, N], and its token [B, N] where it came for free.
         """
 
-        def refuse(bad: Tensor, who: str, mend: str) -> None:
-            if bool(bad.any()):
-                row = int(bad.nonzero()[0, 0])
+        def refuse(finite: Tensor, who: str, mend: str) -> None:
+            if not bool(finite.all()):
+                row = int((~finite).nonzero()[0, 0])
                 raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {mend}")
 
         round, tree = self.round, self.tree
         advice = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
         highest, best = _top(round.logits)
-        refuse(~highest.isfinite(), "the target's logits", advice)
+        refuse(highest.isfinite(), "the target's logits", advice)
         if round.scores is not round.logits:
             highest, best = _top(round.scores)
-            refuse(~highest.isfinite(), "the target's processed logits", "Check the request's logits processors.")
+            refuse(highest.isfinite(), "the target's processed logits", "Check the request's logits processors.")
         if tree.q_logits.shape[1]:
-            broken = ~tree.q_logits.amax(-1).isfinite()
-            refuse(broken.gather(1, tree.q_index.clamp_min(0)) & (tree.q_index >= 0), "the drafter's logits", advice)
+            finite = tree.q_logits.amax(-1).isfinite()  # amax keeps NaN
+            if not bool(finite.all()):  # rows that no node points to may hold anything
+                refuse(finite.gather(1, tree.q_index.clamp_min(0)) | (tree.q_index < 0), "the drafter's logits", advice)
         return highest, best
 
 
