@@ -6,6 +6,8 @@ An unpacked bf16 weight is reordered in every call; packed once, a linear layer 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -144,10 +146,16 @@ def is_packable(linears: Sequence[nn.Module]) -> bool:
 
 
 def own_memory(module: nn.Module) -> None:
-    """Copy what is left of ``module``'s weights: one that lies in a mapped file keeps the whole file in memory."""
+    """Copy what is left of ``module``'s weights: one that lies in a mapped file keeps the whole file in memory.
+
+    Then hand back what allocations between them have left free.
+    """
     for parameter in module.parameters():
         if not parameter.is_meta:
             parameter.data = parameter.data.clone()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def pack_linears(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
