@@ -43,6 +43,8 @@ class KernelLayer(Replacement):
         norms = [parts.first_norm, parts.second_norm, attention.query_norm, attention.key_norm]
         norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
         weights = [getattr(norm, "weight", None) for norm in norms]
+        # copies: what the module holds may be moved, and its address with it
+        weights = [None if weight is None else weight.detach().clone() for weight in weights]
         epsilons = {getattr(norm, "epsilon", getattr(norm, "variance_epsilon", None)) for norm in norms if norm}
         if (
             compiled is None
