@@ -172,17 +172,20 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
       _mm512_storeu_ps(scores + q * padded + at, score);
     }
   }
-  float total[Q];
   for (int q = 0; q < Q; ++q) {
     const __m512 top = _mm512_set1_ps(std::max(_mm512_reduce_max_ps(highest[q]), -1e30f));  // none visible: not NaN
-    __m512 sum = _mm512_setzero_ps();
     for (int64_t at = 0; at < padded; at += LANES) {
-      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + q * padded + at), top));
-      sum = _mm512_add_ps(sum, weight);
-      _mm512_storeu_ps(scores + q * padded + at, weight);
+      float* const own = scores + q * padded + at;
+      _mm512_storeu_ps(own, exponential(_mm512_sub_ps(_mm512_loadu_ps(own), top)));
     }
-    total[q] = std::max(_mm512_reduce_add_ps(sum), 1e-30f);
   }
+  // One slot after the other: slots that are not visible add an exact 0, so the same texts give the same bits wherever
+  // they lie among a tree's other nodes.
+  __m512 total[Q];
+  for (int q = 0; q < Q; ++q) total[q] = _mm512_setzero_ps();
+  for (int64_t slot = 0; slot < slots; ++slot)
+    for (int q = 0; q < Q; ++q) total[q] = _mm512_add_ps(total[q], _mm512_set1_ps(scores[q * padded + slot]));
+  for (int q = 0; q < Q; ++q) total[q] = _mm512_max_ps(_mm512_set1_ps(1e-30f), total[q]);  // keeps NaN
   for (int64_t i = 0; i < width; i += LANES) {
     __m512 sum[Q];
     for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
@@ -191,7 +194,7 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
       for (int q = 0; q < Q; ++q)
         sum[q] = _mm512_fmadd_ps(_mm512_set1_ps(scores[q * padded + slot]), value, sum[q]);
     }
-    for (int q = 0; q < Q; ++q) store(out[q] + i, _mm512_div_ps(sum[q], _mm512_set1_ps(total[q])));
+    for (int q = 0; q < Q; ++q) store(out[q] + i, _mm512_div_ps(sum[q], total[q]));
   }
 }
 

@@ -6,8 +6,8 @@ rows and a decoder layer of the Llama kind in one call, which leave little besid
 seconds, by the machine's own C++ compiler, and kept in the user's cache. Where there is none, or no AVX512-BF16, or
 where FSD_KERNELS=0 is set, everything runs through torch as before: the same results within bf16 rounding.
 
-A row's result does not depend on how many rows are computed with it, so a tree's logits are those of decoding token
-by token, but for the order in which softmax sums are taken.
+A row's result does not depend on how many rows are computed with it, nor on what lies in slots that it does not see:
+a tree's logits are those of decoding token by token, bit by bit.
 """
 
 from __future__ import annotations

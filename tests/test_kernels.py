@@ -117,6 +117,19 @@ def test_ragged_batches(family: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("builtin_target_dir")
+def test_exact_in_bf16_emits_what_the_plain_loop_emits() -> None:
+    decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=TreeShape(5, 6, 16))
+    assert kernel_layers(decoder.target.model) == decoder.target.config.num_hidden_layers
+    plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
+    prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
+    for asked in (prompts[:1], prompts):
+        out = decoder.generate(asked, max_new_tokens=48, do_sample=False)
+        assert out.sequences == plain.generate(asked, max_new_tokens=48, do_sample=False).sequences
+        assert out.stats.tau > 1.5
+
+
+@needs_kernels
 def test_a_heads_own_layer() -> None:
     target = Target(fitting_model("llama"))
     head = EagleHead(EagleConfig.for_target(target, final_norm=True, feature_scale=True))
