@@ -77,8 +77,8 @@ class SlotCache(Cache):
     """
 
     def __init__(self, config: Any, batch: int, slots: int) -> None:
-        self.batch = batch
-        self.capacity = slots
+        self.config, self.batch, self.capacity = config, batch, slots
+        self.parent: tuple[SlotCache, int] | None = None
         self.num_layers = int(config.num_hidden_layers)
         self.start: int | None = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
@@ -89,12 +89,21 @@ class SlotCache(Cache):
 
     def _storage(self, kind: str, layer: int, states: Tensor) -> Tensor:
         """This layer's [B, heads, slots, head_dim] slice of the pool its shape belongs to."""
+        if self.parent is not None:
+            whole, row = self.parent
+            return whole._storage(kind, layer, states)[row : row + 1]
         _, heads, _, width = states.shape
         key = (kind, heads, width, states.dtype)
         if key not in self._pools:
             shape = (self.num_layers, self.batch, heads, self.capacity, width)
             self._pools[key] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         return self._pools[key][layer]
+
+    def row(self, index: int) -> SlotCache:
+        """One row of the batch as a cache of its own, in the same memory."""
+        made = SlotCache(self.config, 1, self.capacity)
+        made.parent = self, index
+        return made
 
     def aim(self, slots: Tensor, start: int | None, used: int) -> None:
         """Say where the next forward writes.

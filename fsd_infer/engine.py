@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from fsd_infer.cache import SlotCache
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.processing import TreeProcessors
@@ -23,6 +25,8 @@ from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, visible_slots
 
 PREFILL_CHUNK = 512
+# Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
+READ_IN_TURN = {"cpu"}
 
 
 @dataclass
@@ -141,8 +145,11 @@ class _Batch:
         longest = max(len(prompt) for prompt in prompts)
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device)
         ends = (self.lengths - 1)[:, None]
-        features = torch.cat([self._read(tokens, start) for start in range(0, longest, PREFILL_CHUNK)], 1)
-        logits = self._last_logits(features, ends)
+        if len(prompts) > 1 and self.device.type in READ_IN_TURN:
+            features, logits = self._read_in_turn(tokens)
+        else:
+            features = self._read(tokens, self.cache)
+            logits = self._last_logits(features, ends)
         tree = DraftTree.root_only(tokens.gather(1, ends)[:, 0], logits.shape[-1])
         verdict = self._apply_rule(tree, logits)
         self._emit(verdict, logits)
@@ -215,15 +222,27 @@ class _Batch:
 
     # parts -----------------------------------------------------------------------------------------------------------
 
-    def _read(self, tokens: Tensor, start: int) -> Tensor:
-        """Causal forward over one chunk of the prompts [B, M], which begins at slot ``start``; its features."""
-        chunk = tokens[:, start : start + PREFILL_CHUNK]
-        slots = (start + torch.arange(chunk.shape[1], device=self.device)).expand_as(chunk)
-        everything = torch.arange(start + chunk.shape[1], device=self.device).expand(len(self.rows), -1)
-        self.cache.aim(slots, start, everything.shape[1])
-        visible = everything[:, None] <= slots[..., None]
-        self._chunk_logits, features = self.target.forward(chunk, slots, visible, everything, self.cache, keep=1)
-        return features
+    def _read(self, tokens: Tensor, cache: SlotCache) -> Tensor:
+        """Causal forwards over the prompts [B, M], chunk by chunk, into the cache's first slots; their features."""
+        features = []
+        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
+            chunk = tokens[:, start : start + PREFILL_CHUNK]
+            slots = (start + torch.arange(chunk.shape[1], device=self.device)).expand_as(chunk)
+            everything = torch.arange(start + chunk.shape[1], device=self.device).expand(chunk.shape[0], -1)
+            cache.aim(slots, start, everything.shape[1])
+            visible = everything[:, None] <= slots[..., None]
+            self._chunk_logits, read = self.target.forward(chunk, slots, visible, everything, cache, keep=1)
+            features.append(read)
+        return torch.cat(features, 1)
+
+    def _read_in_turn(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(features [B, M, F], logits [B, 1, V] at each prompt's last token), one prompt after the other."""
+        features, logits = [], []
+        for row, length in enumerate(self.lengths.tolist()):
+            read = self._read(tokens[row : row + 1, :length], self.cache.row(row))
+            features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
+            logits.append(self._chunk_logits)
+        return torch.cat(features), torch.cat(logits)
 
     def _last_logits(self, features: Tensor, ends: Tensor) -> Tensor:
         """[B, 1, V] logits at each prompt's last token."""

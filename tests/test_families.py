@@ -64,8 +64,11 @@ def test_unsupported_layer_types_are_refused() -> None:
         FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
 
 
-def test_chunked_prefill_equals_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("mistral")
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
+    monkeypatch.setattr("fsd_infer.engine.READ_IN_TURN", {"cpu"} if in_turn else set())
     target = Target(model)
     prompts = tiny_prompts((40, 23, 7))
     expected = reference(model, prompts)
