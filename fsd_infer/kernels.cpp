@@ -1,6 +1,6 @@
 // Kernels for decoding in bf16 on CPUs with AVX512-BF16, over the few tokens of a draft or a verifying forward.
 //
-// Plain C interface for ctypes; compiled on the user's machine by native.py. bf16 values are passed as uint16_t.
+// Plain C interface for ctypes; compiled on the user's machine by kernels.py. bf16 values are passed as uint16_t.
 // A weight W [N, K] lies as oneDNN packs it, in panels of 64 output columns: [N / 64][K / 2][64][2].
 // Everything is computed in fp32 and rounded where it is stored: after norms, products, residuals and gates.
 
