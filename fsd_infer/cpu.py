@@ -10,12 +10,15 @@ import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsd_infer.kernels import MOST_ROWS, kernels, panels_of
+
+_Made = TypeVar("_Made")
 
 
 def can_pack() -> bool:
@@ -106,6 +109,23 @@ class Share(Replacement):
         product = known[1] if known is not None and known[0] is x else self.whole(x)
         self.whole.latest = None if self.last else (x, product)
         return product[..., self.columns]
+
+
+class OncePerForward:
+    """What all layers of a forward share, recognised by the tensors it is made from and made when first asked for."""
+
+    def __init__(self) -> None:
+        # two entries: families with two types of layers have two masks and two sets of angles per forward
+        self.made: list[tuple[tuple[Tensor, ...], tuple[object, ...], Any]] = []
+
+    def get(self, tensors: tuple[Tensor, ...], values: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """What ``make`` made of these very tensors and equal values, now or for an earlier layer."""
+        for known, equal, result in self.made:
+            if equal == values and all(one is other for one, other in zip(known, tensors)):
+                return result
+        result = make()
+        self.made = [*self.made[-1:], (tensors, values, result)]
+        return result
 
 
 def packed_in(module: nn.Module) -> list[Packed]:

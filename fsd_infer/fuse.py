@@ -16,6 +16,7 @@ known; a module of any other kind keeps its own, so every family works and the u
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import Packed, Replacement, is_packable, is_replaced, own_memory, pack_linears, releasable, through
-from fsd_infer.kernel_layer import KernelLayer, SharedByLayers
+from fsd_infer.cpu import (
+    OncePerForward,
+    Packed,
+    Replacement,
+    is_packable,
+    is_replaced,
+    own_memory,
+    pack_linears,
+    releasable,
+    through,
+)
+from fsd_infer.kernel_layer import KernelLayer
 
 # Families whose modules compute what the replacements compute, by the prefix of transformers' class names.
 _NORMS = ("Granite", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -55,7 +66,7 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
     ``release``, which are let go. Results agree with the plain modules' within rounding.
     :func:`fsd_infer.cpu.restore` undoes it.
     """
-    once, shared = _OncePerForward(), SharedByLayers()
+    once, kernel_once = OncePerForward(), OncePerForward()
     count = 0
     part: Any
     for part in module.modules():
@@ -75,8 +86,7 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
             count += 1
     for part in module.modules():
         if _is_known(part, _LAYERS, "DecoderLayer") and is_replaced(part.self_attn) and not is_replaced(part):
-            fused = FusedLayer(part)
-            (KernelLayer.over(fused, shared) or fused).put_on(part)
+            FusedLayer(part, kernel_once).put_on(part)
             count += 1
     return count
 
@@ -122,7 +132,7 @@ class FusedAttention(Replacement):
         once: shared by the layers of one model.
     """
 
-    def __init__(self, attention: Any, once: _OncePerForward) -> None:
+    def __init__(self, attention: Any, once: OncePerForward) -> None:
         self.module, self.once = attention, once
         self.width = int(attention.head_dim)
         self.key_heads = attention.k_proj.out_features // self.width
@@ -158,7 +168,9 @@ class FusedAttention(Replacement):
             return own(self.module, hidden_states, **arguments, **others)
         batch, count, _ = hidden_states.shape
         heads = self.project(hidden_states).view(batch, count, -1, self.width)
-        cosine, sine, added = self.once.prepared(position_embeddings, attention_mask, self.group, heads.dtype)
+        source, kind = (position_embeddings[0], attention_mask), (self.group, heads.dtype)
+        made = partial(_shared_by_layers, position_embeddings, attention_mask, *kind)
+        cosine, sine, added = self.once.get(source, kind, made)
         queries, keys, values = heads.split_with_sizes((self.query_heads, self.key_heads, self.key_heads), 2)
         if self.query_norm is None or self.key_norm is None:
             both = _rotate(heads.narrow(2, 0, self.query_heads + self.key_heads), cosine, sine)
@@ -182,12 +194,18 @@ class FusedAttention(Replacement):
 
 
 class FusedLayer(Replacement):
-    """x + attention(norm(x)), then x + mlp(norm(x)), calling the parts directly while decoding."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), calling the parts directly while decoding.
 
-    def __init__(self, layer: Any) -> None:
+    Attributes:
+        kernel: the whole layer in one call, for forwards that it takes; None where it cannot be had.
+    """
+
+    def __init__(self, layer: Any, once: OncePerForward) -> None:
         self.module, self.attention_module = layer, layer.self_attn
         parts = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
         self.first_norm, self.attention, self.second_norm, self.mlp = (vars(p).get("forward", p) for p in parts)
+        norms = (self.first_norm, self.second_norm)
+        self.kernel = KernelLayer.over(self.attention, self.mlp, norms, once)
 
     def __call__(
         self,
@@ -204,6 +222,8 @@ class FusedLayer(Replacement):
             return type(self.module).forward(
                 self.module, x, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **others
             )
+        if self.kernel is not None and self.kernel.takes(x, attention_mask, position_embeddings):
+            return self.kernel(x, attention_mask, past_key_values, position_embeddings)
         attended, _ = self.attention(
             self.first_norm(x),
             position_embeddings=position_embeddings,
@@ -223,34 +243,22 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
 
 
-class _OncePerForward:
-    """What all layers of a forward share, recognised by the tensors it is made from and made when first asked for."""
+def _shared_by_layers(
+    embeddings: tuple[Tensor, Tensor], visible: Tensor, group: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Angles and mask as the layers of a forward use them.
 
-    def __init__(self) -> None:
-        # two entries: families with two types of layers have two masks and two sets of angles per forward
-        self.made: list[tuple[Tensor, Tensor, int, torch.dtype, tuple[Tensor, Tensor, Tensor]]] = []
+    Args:
+        embeddings: cosine and sine, [B, M, D] each.
+        visible: [B, 1, M, S] bool.
+        group: query heads per key head.
+        dtype: of the scores' summand.
 
-    def prepared(
-        self, embeddings: tuple[Tensor, Tensor], visible: Tensor, group: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Angles and mask as the layers use them.
-
-        Args:
-            embeddings: cosine and sine, [B, M, D] each.
-            visible: [B, 1, M, S] bool.
-            group: query heads per key head.
-            dtype: of the scores' summand.
-
-        Returns:
-            (cosine [B, M, 1, D], sine [B, M, 1, D] with its first half negated, summand [B, 1, group · M, S]).
-        """
-        cosine, sine = embeddings
-        for of_cosine, of_visible, of_group, of_dtype, result in self.made:
-            if of_cosine is cosine and of_visible is visible and of_group == group and of_dtype == dtype:
-                return result
-        low, high = sine.chunk(2, dim=-1)
-        added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        added = added.masked_fill_(~visible, torch.finfo(dtype).min).repeat(1, 1, group, 1)
-        result = cosine[:, :, None], torch.cat([-low, high], dim=-1)[:, :, None], added
-        self.made = [*self.made[-1:], (cosine, visible, group, dtype, result)]
-        return result
+    Returns:
+        (cosine [B, M, 1, D], sine [B, M, 1, D] with its first half negated, summand [B, 1, group · M, S]).
+    """
+    cosine, sine = embeddings
+    low, high = sine.chunk(2, dim=-1)
+    added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    added = added.masked_fill_(~visible, torch.finfo(dtype).min).repeat(1, 1, group, 1)
+    return cosine[:, :, None], torch.cat([-low, high], dim=-1)[:, :, None], added

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import Packed, Replacement
+from fsd_infer.cpu import OncePerForward, Packed
 from fsd_infer.kernels import MOST_ROWS, PANEL, Forward, Kernels, Layer, kernels
 
-if TYPE_CHECKING:
-    from fsd_infer.fuse import FusedLayer
 
-
-class KernelLayer(Replacement):
-    """x + attention(norm(x)), then x + mlp(norm(x)), by the kernels where they can; else by ``fused``.
+class KernelLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)), by the kernels.
 
     Args:
-        fused: the layer's other replacement. Its packed weights are the ones that are used.
         layer: what the kernels need to know of it.
         held: tensors whose addresses ``layer`` holds.
-        shared: by the layers of one model.
+        index: of the layer in the cache.
+        once: shared by the layers of one model.
         compiled: the kernels.
     """
 
-    def __init__(
-        self, fused: FusedLayer, layer: Layer, held: list[Tensor], shared: SharedByLayers, compiled: Kernels
-    ) -> None:
-        self.fused, self.layer, self.held, self.shared, self.kernels = fused, layer, held, shared, compiled
-        self.index = int(fused.attention_module.layer_idx)
+    def __init__(self, layer: Layer, held: list[Tensor], index: int, once: OncePerForward, compiled: Kernels) -> None:
+        self.layer, self.held, self.index, self.once, self.kernels = layer, held, index, once, compiled
 
     @classmethod
-    def over(cls, fused: FusedLayer, shared: SharedByLayers) -> KernelLayer | None:
-        """The layer by the kernels, or None where they are not to be had or do not know such a layer."""
+    def over(cls, attention: Any, mlp: Any, norms: tuple[Any, Any], once: OncePerForward) -> KernelLayer | None:
+        """The layer of these parts, or None where the kernels are not to be had or do not know such a layer.
+
+        Args:
+            attention: a :class:`fsd_infer.fuse.FusedAttention`.
+            mlp: a :class:`fsd_infer.fuse.FusedMLP`, else None is returned. Packed weights of both are used.
+            norms: before attention and before the MLP.
+            once: shared by the layers of one model.
+        """
         compiled = kernels()
-        parts: Any = fused
-        attention, mlp = parts.attention, parts.mlp
         products: list[Any] = [getattr(attention, "project", None), getattr(attention, "output", None)]
         products += [getattr(mlp, "project", None), getattr(mlp, "down", None)]
-        norms = [parts.first_norm, parts.second_norm, attention.query_norm, attention.key_norm]
-        norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
-        weights = [getattr(norm, "weight", None) for norm in norms]
+        four = (*norms, attention.query_norm, attention.key_norm)
+        known = [None if isinstance(norm, nn.Identity) else norm for norm in four]
+        weights = [getattr(norm, "weight", None) for norm in known]
         # copies: what the module holds may be moved, and its address with it
         weights = [None if weight is None else weight.detach().clone() for weight in weights]
-        epsilons = {getattr(norm, "epsilon", getattr(norm, "variance_epsilon", None)) for norm in norms if norm}
+        epsilons = {getattr(norm, "epsilon", getattr(norm, "variance_epsilon", None)) for norm in known if norm}
         if (
             compiled is None
             or not all(isinstance(product, Packed) and product.panels for product in products)
-            or any(norm is not None and weight is None for norm, weight in zip(norms, weights, strict=True))
+            or any(norm is not None and weight is None for norm, weight in zip(known, weights, strict=True))
             or any(weight is not None and weight.dtype != torch.bfloat16 for weight in weights)
-            or norms[1] is None
+            or known[1] is None
             or len(epsilons) != 1
             or type(mlp.act).__name__ not in ("SiLU", "SiLUActivation")
         ):
@@ -82,72 +82,37 @@ class KernelLayer(Replacement):
             epsilon=epsilons.pop(),
             scale=attention.module.scaling,
         )
-        return cls(fused, layer, [weight for weight in weights if weight is not None], shared, compiled)
+        held = [weight for weight in weights if weight is not None]
+        return cls(layer, held, int(attention.module.layer_idx), once, compiled)
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **others: Any,
-    ) -> Tensor:
-        x = hidden_states
-        if (
-            x.numel() > MOST_ROWS * x.shape[-1]
-            or not isinstance(past_key_values, SlotCache)
-            or attention_mask is None
-            or attention_mask.dtype != torch.bool
-            or position_embeddings is None
-            or x.dtype != torch.bfloat16
-            or others
-            or self.fused.attention_module._forward_hooks
-        ):
-            return self.fused(
-                x, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **others
-            )
-        layer = self.layer
-        stored: Any = past_key_values.layers[self.index]
-        keys, values = stored.room(layer.key_heads, layer.width, x.dtype)
-        forward = self.shared.forward(position_embeddings, attention_mask, past_key_values, keys, layer, self.kernels)
-        return self.kernels.layer(layer, forward, x.contiguous(), keys, values)
+    def takes(self, x: Tensor, visible: Tensor | None, embeddings: tuple[Tensor, Tensor] | None) -> bool:
+        """Is this a forward for the kernels: bf16, a mask of what is visible, angles, and not too many rows?"""
+        return (
+            x.numel() <= MOST_ROWS * x.shape[-1]
+            and x.dtype == torch.bfloat16
+            and visible is not None
+            and visible.dtype == torch.bool
+            and embeddings is not None
+        )
 
+    def __call__(self, x: Tensor, visible: Any, cache: SlotCache, embeddings: Any) -> Tensor:
+        """x [B, M, H], visible [B, 1, M, S] bool, (cosine, sine) [B or 1, M, D] -> [B, M, H].
 
-class SharedByLayers:
-    """What all layers of a forward share, recognised by the tensors it is made from and made when first asked for."""
-
-    def __init__(self) -> None:
-        # two entries: families with two types of layers have two masks and two sets of angles per forward
-        self.made: list[tuple[tuple[Tensor, Tensor, Tensor], Forward, list[Tensor]]] = []
-
-    def forward(
-        self,
-        embeddings: tuple[Tensor, Tensor],
-        visible: Tensor,
-        cache: SlotCache,
-        keys: Tensor,
-        layer: Layer,
-        compiled: Kernels,
-    ) -> Forward:
-        """The forward as the kernels take it.
-
-        Args:
-            embeddings: cosine and sine, [B or 1, M, D] each.
-            visible: [B, 1, M, S] bool.
-            cache: aimed at the slots that are written.
-            keys: one layer's storage; all are alike.
-            layer: one of the layers; all are alike.
-            compiled: the kernels.
+        The cache is aimed at the slots that are written.
         """
-        source = (embeddings[0], visible, cache.slots)
-        for known, forward, _ in self.made:
-            if all(one is other for one, other in zip(known, source)):
-                return forward
+        stored: Any = cache.layers[self.index]
+        keys, values = stored.room(self.layer.key_heads, self.layer.width, x.dtype)
+        made = partial(self._forward, embeddings, visible, cache.slots, keys)
+        forward, _ = self.once.get((embeddings[0], visible, cache.slots), (), made)
+        return self.kernels.layer(self.layer, forward, x.contiguous(), keys, values)
+
+    def _forward(
+        self, embeddings: tuple[Tensor, Tensor], visible: Tensor, slots: Tensor, keys: Tensor
+    ) -> tuple[Forward, list[Tensor]]:
+        """What all layers of a forward share, as the kernels take it, and the tensors whose addresses it holds."""
         batch, _, count, used = visible.shape
         cosine, sine = (angles.to(torch.bfloat16).expand(batch, -1, -1).contiguous() for angles in embeddings)
-        held = [cosine, sine, visible.contiguous(), cache.slots.expand(batch, -1).contiguous()]
+        held = [cosine, sine, visible.contiguous(), slots.expand(batch, -1).contiguous()]
         forward = Forward(
             batch=batch,
             count=count,
@@ -161,10 +126,9 @@ class SharedByLayers:
             slot_stride=keys.stride(2),
             threads=torch.get_num_threads(),
         )
-        held.append(compiled.scratch(layer, forward))
+        held.append(self.kernels.scratch(self.layer, forward))
         forward.scratch = _address(held[-1])
-        self.made = [*self.made[-1:], (source, forward, held)]
-        return forward
+        return forward, held
 
 
 def _address(tensor: Tensor | None) -> int | None:
