@@ -141,8 +141,9 @@ inline void rotate(const bf16* x, const bf16* cosine, const bf16* sine, int64_t 
 // Q queries that share keys and values. seen[q]: bytes, nonzero where the query may attend. scores: room for
 // Q · padded floats, padded = slots rounded up to 16; block: room for 16 · width / 2 pairs.
 template <int Q>
-__attribute__((noinline)) void attend(const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride, int64_t slots,
-            int64_t width, float scale, const uint8_t* const* seen, float* scores, int32_t* block, bf16* const* out) {
+__attribute__((noinline)) void attend(const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride,
+                                      int64_t slots, int64_t width, float scale, const uint8_t* const* seen,
+                                      float* scores, int32_t* block, bf16* const* out) {
   const int64_t padded = (slots + LANES - 1) / LANES * LANES, pairs = width / 2;
   const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   __m512 highest[Q];

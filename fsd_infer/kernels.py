@@ -160,9 +160,14 @@ def _reason(error: Exception) -> str:
     return output.decode(errors="replace").strip().splitlines()[0] if output else str(error)
 
 
-def _cpu_flags() -> set[str]:
+def processor(field: str) -> str:
+    """A field of the processor's description, as the system tells it; "" outside of Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return set()  # not Linux
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+
+def _cpu_flags() -> set[str]:
+    return set(processor("flags").split())

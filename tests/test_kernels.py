@@ -140,6 +140,8 @@ def test_a_heads_own_layer() -> None:
     assert kernel_layers(drafter.head) == 1
     fast = FuzzyDecoder(target, drafter).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
     assert len(fast.sequences[0]) == len(slow.sequences[0]) == 16
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
+    assert fast.sequences == plain.sequences
 
 
 @needs_kernels

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from fsd_infer.kernels import kernels
+from fsd_infer.kernels import kernels, processor
 
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -51,13 +51,7 @@ def _version() -> str:
 
 def cpu_model() -> str:
     """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+    return processor("model name") or platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
