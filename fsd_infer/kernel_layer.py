@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import OncePerForward, Packed
-from fsd_infer.kernels import MOST_ROWS, PANEL, Forward, Kernels, Layer, kernels
+from fsd_infer.kernels import MOST_ROWS, Forward, Kernels, Layer, kernels
 
 
 class KernelLayer:
@@ -58,7 +58,7 @@ class KernelLayer:
             return None
         qkv, output, gate_up, down = products
         hidden, inner = down.weight.shape
-        if inner % PANEL or hidden % PANEL or attention.width % 32:
+        if inner % compiled.panel or hidden % compiled.panel or attention.width % 32:
             return None
         addresses = [_address(weight) for weight in weights]
         layer = Layer(

@@ -1,11 +1,14 @@
 // Kernels for decoding in bf16 on CPUs with AVX512-BF16, over the few tokens of a draft or a verifying forward.
 //
 // Plain C interface for ctypes; compiled on the user's machine by kernels.py. bf16 values are passed as uint16_t.
-// A weight W [N, K] lies as oneDNN packs it, in panels of 64 output columns: [N / 64][K / 2][64][2].
+// A weight W [N, K] lies as oneDNN packs it, in panels of output columns: [N / PANEL][K / 2][PANEL][2]. Where the CPU
+// has AMX, panels are of 32 columns and products run on its tiles; elsewhere of 64, and on vectors.
 // Everything is computed in fp32 and rounded where it is stored: after norms, products, residuals and gates.
 
 #include <immintrin.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,10 +19,15 @@
 namespace {
 
 using bf16 = uint16_t;
-constexpr int64_t PANEL = 64;  // output columns side by side in a packed weight
+#ifdef __AMX_BF16__
+constexpr int64_t PANEL = 32;  // output columns side by side in a packed weight
+constexpr int MOST = 32;       // rows of a product whose sums, with x and weights, fit eight tiles
+#else
+constexpr int64_t PANEL = 64;
+constexpr int MOST = 6;        // the same for 32 registers
+#endif
 constexpr int LANES = 16;      // fp32 numbers in a vector
 constexpr int V = PANEL / LANES;
-constexpr int MOST = 6;        // rows of a product whose sums, with a step's weights, fit 32 registers
 
 inline __m512 load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -45,7 +53,70 @@ inline __m512 exponential(__m512 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(y, whole), tiny, _mm512_setzero_ps());
 }
 
-// sums [M, 64] = x Wt for M rows and one panel, in registers. Meanwhile, `lines` of the four cache lines that a step
+// Products of at most MOST rows with one panel. While a panel is read, part `part` of `parts` of the next one is
+// fetched: later groups of rows find their panel in the cache and would leave the memory idle.
+#ifdef __AMX_BF16__
+
+// This thread's tiles: sums of rows 0-15 and 16-31 with either half of a panel, those rows of x, the halves.
+class Multiplier {
+  int rows = 0;  // that the tiles are shaped for
+
+  struct alignas(64) Shape {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+  };
+
+  void shape(int count) {
+    const uint8_t low = (uint8_t)std::min(count, LANES), high = (uint8_t)std::max(count - LANES, 1);
+    Shape tiles;
+    const uint8_t heights[8] = {low, low, high, high, low, high, LANES, LANES};
+    std::memcpy(tiles.rows, heights, sizeof heights);
+    _tile_loadconfig(&tiles);
+    rows = count;
+  }
+
+ public:
+  ~Multiplier() {
+    if (rows) _tile_release();
+  }
+
+  void operator()(int count, const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int part, int parts,
+                  float* sums) {
+    if (count != rows) shape(count);
+    constexpr int64_t STEP = 2 * LANES * PANEL;  // numbers of a panel that a step reads, of 2 * LANES columns of x
+    constexpr int LINES = STEP / 32;
+    const int first = LINES * part / parts, last = LINES * (part + 1) / parts;
+    const bf16* const below = x + LANES * depth;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < depth / (2 * LANES); ++k, panel += STEP, next += STEP) {
+      for (int line = first; line < last; ++line) _mm_prefetch((const char*)(next + line * 32), _MM_HINT_T1);
+      _tile_loadd(6, panel, PANEL * 4);
+      _tile_loadd(7, panel + 2 * LANES, PANEL * 4);
+      _tile_loadd(4, x + k * 2 * LANES, depth * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (count > LANES) {
+        _tile_loadd(5, below + k * 2 * LANES, depth * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, sums, PANEL * 4);
+    _tile_stored(1, sums + LANES, PANEL * 4);
+    if (count > LANES) {
+      _tile_stored(2, sums + LANES * PANEL, PANEL * 4);
+      _tile_stored(3, sums + LANES * PANEL + LANES, PANEL * 4);
+    }
+  }
+};
+
+#else
+
+// sums [M, PANEL] = x Wt for M rows and one panel, in registers. Meanwhile, `lines` of the four cache lines that a step
 // reads are fetched of what comes next: later groups of rows find their panel in the cache and would leave the memory
 // idle. Not inlined: within a larger function, compilers keep the sums in memory.
 template <int M>
@@ -70,27 +141,35 @@ __attribute__((noinline)) void tile(const bf16* x, int64_t depth, const bf16* pa
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums + m * PANEL + v * LANES, sum[m][v]);
 }
 
-// One panel for any number of rows, in groups whose sums fit the registers; calls done(row, column, 16 sums).
+class Multiplier {
+ public:
+  void operator()(int count, const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int part, int parts,
+                  float* sums) const {
+    const int first = V * part / parts, lines = parts == 1 ? 0 : V * (part + 1) / parts - first;
+    next += first * 2 * LANES;
+    switch (count) {
+      case 1: return tile<1>(x, depth, panel, next, lines, sums);
+      case 2: return tile<2>(x, depth, panel, next, lines, sums);
+      case 3: return tile<3>(x, depth, panel, next, lines, sums);
+      case 4: return tile<4>(x, depth, panel, next, lines, sums);
+      case 5: return tile<5>(x, depth, panel, next, lines, sums);
+      default: return tile<6>(x, depth, panel, next, lines, sums);
+    }
+  }
+};
+
+#endif
+
+// One panel for any number of rows, in groups of equal size or nearly so; calls done(row, column, 16 sums).
 template <class Done>
-inline void panel_product(const bf16* x, int rows, int64_t depth, const bf16* panel, Done done) {
+inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const bf16* panel, Done done) {
   const int groups = (rows + MOST - 1) / MOST;
-  const bf16* next = panel + depth * PANEL;
   for (int group = 0, row = 0; group < groups; ++group) {
     const int count = (rows - row + groups - group - 1) / (groups - group);
-    const int lines = groups == 1 ? 0 : V * (group + 1) / groups - V * group / groups;
-    const bf16* from = x + row * depth;
-    float sums[MOST * PANEL];
-    switch (count) {
-      case 1: tile<1>(from, depth, panel, next, lines, sums); break;
-      case 2: tile<2>(from, depth, panel, next, lines, sums); break;
-      case 3: tile<3>(from, depth, panel, next, lines, sums); break;
-      case 4: tile<4>(from, depth, panel, next, lines, sums); break;
-      case 5: tile<5>(from, depth, panel, next, lines, sums); break;
-      default: tile<6>(from, depth, panel, next, lines, sums);
-    }
+    alignas(64) float sums[MOST * PANEL];
+    multiply(count, x + row * depth, depth, panel, panel + depth * PANEL, group, groups, sums);
     for (int m = 0; m < count; ++m)
       for (int v = 0; v < V; ++v) done(row + m, v * LANES, _mm512_loadu_ps(sums + m * PANEL + v * LANES));
-    next += lines * 2 * LANES;
     row += count;
   }
 }
@@ -105,11 +184,11 @@ struct Share {  // of a thread: units [begin, end)
 
 // This thread's columns of x [rows, depth] Wt + bias; calls done(row, column, 16 sums).
 template <class Done>
-inline void product(const bf16* x, int rows, int64_t depth, const bf16* weight, const bf16* bias, int64_t columns,
-                    Done done) {
+inline void product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const bf16* weight, const bf16* bias,
+                    int64_t columns, Done done) {
   const Share share(columns / PANEL);
   for (int64_t p = share.begin; p < share.end; ++p)
-    panel_product(x, rows, depth, weight + p * PANEL * depth, [&](int row, int at, __m512 sum) {
+    panel_product(multiply, x, rows, depth, weight + p * PANEL * depth, [&](int row, int at, __m512 sum) {
       const int64_t column = p * PANEL + at;
       if (bias) sum = _mm512_add_ps(sum, load(bias + column));
       done(row, column, sum);
@@ -205,12 +284,28 @@ constexpr int QUERIES = 12;  // that attend together at most
 
 extern "C" {
 
+// Ask the system for what the products need; 0 where it is granted. Once per process, before anything else.
+int fsd_prepare() {
+#ifdef __AMX_BF16__
+  constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return (int)syscall(SYS_arch_prctl, REQUEST, TILES);
+#else
+  return 0;
+#endif
+}
+
+// PANEL: the layout of weights that the products read.
+int fsd_panel() { return (int)PANEL; }
+
 // y [rows, columns] = x [rows, depth] Wt + bias; bias may be null.
 void fsd_linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t rows, int64_t columns,
                 int64_t depth, int threads) {
 #pragma omp parallel num_threads(threads)
-  product(x, (int)rows, depth, weight, bias, columns,
-          [&](int row, int64_t column, __m512 sum) { store(y + row * columns + column, sum); });
+  {
+    Multiplier multiply;
+    product(multiply, x, (int)rows, depth, weight, bias, columns,
+            [&](int row, int64_t column, __m512 sum) { store(y + row * columns + column, sum); });
+  }
 }
 
 // The largest number of each row of x [rows, columns], NaN if there is one, and where it first stands.
@@ -319,6 +414,7 @@ void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16*
 
 #pragma omp parallel num_threads((int)f->threads)
   {
+    Multiplier multiply;
     const Share own_rows(rows);
     float* const scores = (float*)(private_memory + omp_get_thread_num() * scratch.own);
     int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + LANES));
@@ -329,7 +425,7 @@ void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16*
         rms_norm(x + row * hidden, layer->input_norm, layer->epsilon, hidden, normed + row * hidden);
 #pragma omp barrier
     }
-    product(layer->input_norm ? normed : x, rows, hidden, layer->qkv, layer->qkv_bias, heads * width,
+    product(multiply, layer->input_norm ? normed : x, rows, hidden, layer->qkv, layer->qkv_bias, heads * width,
             [&](int row, int64_t column, __m512 sum) { store(projected + row * heads * width + column, sum); });
 #pragma omp barrier
     const Share own_heads(rows * heads);  // queries are turned in place; keys and values go to their slots
@@ -377,7 +473,7 @@ void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16*
 #undef TOGETHER
     }
 #pragma omp barrier
-    product(attended, rows, across, layer->output, layer->output_bias, hidden,
+    product(multiply, attended, rows, across, layer->output, layer->output_bias, hidden,
             [&](int row, int64_t column, __m512 sum) {
               const int64_t at = row * hidden + column;
               store(middle + at, _mm512_add_ps(load(x + at), sum));
@@ -390,18 +486,18 @@ void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16*
     for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
       const int64_t start = p * PANEL;
       const bf16* const bias = layer->gate_up_bias;
-      panel_product(normed, rows, hidden, layer->gate_up + start * hidden, [&](int row, int at, __m512 sum) {
+      panel_product(multiply, normed, rows, hidden, layer->gate_up + start * hidden, [&](int row, int at, __m512 sum) {
         if (bias) sum = _mm512_add_ps(sum, load(bias + start + at));
         const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
         _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
       });
-      panel_product(normed, rows, hidden, layer->gate_up + (inner + start) * hidden, [&](int row, int at, __m512 sum) {
+      panel_product(multiply, normed, rows, hidden, layer->gate_up + (inner + start) * hidden, [&](int row, int at, __m512 sum) {
         if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
         store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
       });
     }
 #pragma omp barrier
-    product(gated, rows, inner, layer->down, layer->down_bias, hidden, [&](int row, int64_t column, __m512 sum) {
+    product(multiply, gated, rows, inner, layer->down, layer->down_bias, hidden, [&](int row, int64_t column, __m512 sum) {
       const int64_t at = row * hidden + column;
       store(out + at, _mm512_add_ps(load(middle + at), sum));
     });

@@ -29,12 +29,12 @@ from torch import Tensor
 from fsd_infer.builtin import cache_dir
 
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
-PANEL = 64  # output columns side by side in oneDNN's packed weight
 _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
 ]
 _NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
+_TILES = {"amx_tile", "amx_bf16"}
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,20 @@ class Forward(Structure):
 
 
 class Kernels:
-    """The compiled library. Tensors are bf16, contiguous, and on the CPU."""
+    """The compiled library. Tensors are bf16, contiguous, and on the CPU.
+
+    Attributes:
+        panel: output columns side by side in the packed weights that it reads.
+
+    Raises:
+        OSError: the library cannot be loaded, or the system denies it the use of AMX.
+    """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        if library.fsd_prepare():
+            raise OSError("the system does not grant the use of AMX")
+        self.panel: int = library.fsd_panel()
         self._linear, self._layer, self._scratch = library.fsd_linear, library.fsd_layer_forward, library.fsd_scratch
         self._top = library.fsd_top
         self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
@@ -125,16 +135,18 @@ def panels_of(weight: Tensor, packed: Tensor) -> int | None:
     oneDNN chooses the layout, by machine and version. So bytes of the first and last panel are compared.
     """
     columns, depth = weight.shape
-    if columns % PANEL or depth % 32 or kernels() is None:
+    compiled = kernels()
+    if compiled is None or columns % compiled.panel or depth % 32:
         return None
+    side = compiled.panel
     size = columns * depth * weight.element_size()
     if not hasattr(torch.ops.mkldnn, "data_ptr") or torch.ops.mkldnn._nbytes(packed) != size:
         return None
     address = int(torch.ops.mkldnn.data_ptr(packed))
-    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16).view(-1, depth * PANEL)
+    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16).view(-1, depth * side)
     for panel in (0, -1):
-        rows = weight.view(torch.int16).unflatten(0, (-1, PANEL))[panel]
-        if not torch.equal(raw[panel], rows.view(PANEL, depth // 2, 2).transpose(0, 1).reshape(-1)):
+        rows = weight.view(torch.int16).unflatten(0, (-1, side))[panel]
+        if not torch.equal(raw[panel], rows.view(side, depth // 2, 2).transpose(0, 1).reshape(-1)):
             return None
     return address
 
@@ -143,13 +155,14 @@ def _compiled(compiler: str) -> Path:
     """The shared library, from the cache if the same source was compiled before by the same compiler."""
     source = Path(__file__).with_name("kernels.cpp").read_bytes()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-    digest = hashlib.sha256(b"\0".join([source, version, " ".join(_FLAGS).encode()])).hexdigest()
+    flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if _TILES <= _cpu_flags())]
+    digest = hashlib.sha256(b"\0".join([source, version, " ".join(flags).encode()])).hexdigest()
     path = cache_dir() / "kernels" / f"{digest[:24]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed at the end: several may compile at once
             made = Path(folder) / path.name
-            command = [compiler, *_FLAGS, "-x", "c++", "-", "-o", str(made)]
+            command = [compiler, *flags, "-x", "c++", "-", "-o", str(made)]
             subprocess.run(command, input=source, capture_output=True, check=True, timeout=300)
             os.replace(made, path)
     return path
