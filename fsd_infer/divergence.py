@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsd_infer.errors import FsdError, VocabularyMismatchError
+from fsd_infer.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.registry import Registry
 
 LN2 = math.log(2.0)
@@ -168,6 +169,9 @@ class Divergence:
             )
         if p.shape != q.shape:
             raise FsdError(f"divergence {self.name!r}: shapes {tuple(p.shape)} and {tuple(q.shape)} differ.")
+        compiled = None if log_probs or chunk_size is not None else self._compiled(p, q, None)
+        if compiled is not None:
+            return compiled.divergence(self.name, p.contiguous(), q.contiguous(), None)
         if chunk_size is None:
             elements = 2**20 if p.device.type == "cpu" else 2**25
             chunk_size = max(1, elements // p.shape[-1])
@@ -190,9 +194,26 @@ class Divergence:
         """
         if draft_ids is None:
             return self(p_logits, q_logits)
+        compiled = self._compiled(p_logits, q_logits, draft_ids)
+        if compiled is not None:
+            return compiled.divergence(self.name, p_logits.contiguous(), q_logits.contiguous(), draft_ids.contiguous())
         if self.k is None:
             return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
         return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))
+
+    def _compiled(self, p: Tensor, q: Tensor, draft_ids: Tensor | None) -> Kernels | None:
+        """Our CPU kernels if they compute this: a rule asks every round, and in torch it is a dozen passes over V."""
+        fits = (
+            self.name in PLAIN_DIVERGENCES
+            and p.device.type == "cpu"
+            and p.dtype in (torch.bfloat16, torch.float32)
+            and q.dtype == torch.float32
+            and not (torch.is_grad_enabled() and (p.requires_grad or q.requires_grad))
+            and p.shape[:-1] == q.shape[:-1]
+            and q.shape[-1] == (p.shape[-1] if draft_ids is None else draft_ids.shape[0])
+            and not (draft_ids is not None and self.infinite_on_reduced_vocabulary)
+        )
+        return kernels() if fits else None
 
     @property
     def infinite_on_reduced_vocabulary(self) -> bool:

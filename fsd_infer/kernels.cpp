@@ -33,6 +33,20 @@ inline __m512 load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 
+inline __m512 load(const float* p) { return _mm512_loadu_ps(p); }
+
+// The numbers whose lane is in `inside`, elsewhere minus infinity.
+inline __m512 load(const bf16* p, __mmask16 inside) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, p)), 16);
+  return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), inside, _mm512_castsi512_ps(bits));
+}
+
+inline __m512 load(const float* p, __mmask16 inside) {
+  return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), inside, p);
+}
+
+inline __mmask16 lanes(int64_t left) { return left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xFFFF; }
+
 inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
 inline void store(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
@@ -224,7 +238,7 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
                                       int64_t slots, int64_t width, float scale, const uint8_t* const* seen,
                                       float* scores, int32_t* block, bf16* const* out) {
   const int64_t padded = (slots + LANES - 1) / LANES * LANES, pairs = width / 2;
-  const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const __m512 never = _mm512_set1_ps(-INFINITY);
   __m512 highest[Q];
   for (int q = 0; q < Q; ++q) highest[q] = never;
   for (int64_t at = 0; at < slots; at += LANES) {
@@ -280,6 +294,106 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
 
 constexpr int QUERIES = 12;  // that attend together at most
 
+// ln(1 + t) for t in [0, 1]: 2 artanh(t / (2 + t)) by its series; relative error below 1e-7.
+inline __m512 log_of_1_plus(__m512 t) {
+  const __m512 s = _mm512_div_ps(t, _mm512_add_ps(t, _mm512_set1_ps(2.f))), square = _mm512_mul_ps(s, s);
+  __m512 y = _mm512_set1_ps(1.f / 13.f);
+  for (const float divisor : {11.f, 9.f, 7.f, 5.f, 3.f, 1.f}) y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(1.f / divisor));
+  return _mm512_mul_ps(_mm512_add_ps(s, s), y);
+}
+
+// ln of the sum of e^x over `count` numbers; NaN where they are no logits of a distribution.
+template <class Number>
+float log_sum_exp(const Number* x, int64_t count) {
+  __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+  for (int64_t at = 0; at < count; at += LANES) top = _mm512_max_ps(load(x + at, lanes(count - at)), top);
+  const float highest = _mm512_reduce_max_ps(top);
+  for (int64_t at = 0; at < count; at += LANES) {
+    const __mmask16 inside = lanes(count - at);
+    sum = _mm512_mask_add_ps(sum, inside, sum, exponential(_mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest))));
+  }
+  return highest + std::log(_mm512_reduce_add_ps(sum));
+}
+
+enum Kind { KL, REVERSE_KL, JS, AG, TV };  // the plain forms of divergence.py
+constexpr float ZERO = -1e30f;             // log-probabilities at or below are those of probability 0
+constexpr float LN2 = 0.693147181f;
+
+// The terms of 16 tokens with log-probabilities a of p and b of q, both at least ZERO.
+template <Kind KIND>
+inline __m512 terms(__m512 a, __m512 b) {
+  const __m512 p = exponential(a), q = exponential(b), gap = _mm512_sub_ps(b, a), none = _mm512_setzero_ps();
+  const __mmask16 no_p = _mm512_cmp_ps_mask(a, _mm512_set1_ps(ZERO), _CMP_LE_OQ);
+  const __mmask16 no_q = _mm512_cmp_ps_mask(b, _mm512_set1_ps(ZERO), _CMP_LE_OQ);
+  const __m512 infinite = _mm512_set1_ps(INFINITY);
+  if (KIND == TV) return _mm512_mul_ps(_mm512_set1_ps(.5f), _mm512_abs_ps(_mm512_sub_ps(p, q)));
+  if (KIND == KL) return _mm512_mask_mov_ps(_mm512_mul_ps(q, gap), no_p & ~no_q, infinite);
+  if (KIND == REVERSE_KL) return _mm512_mask_mov_ps(_mm512_mul_ps(p, _mm512_sub_ps(none, gap)), no_q & ~no_p, infinite);
+  // softplus(±gap) = max(±gap, 0) + ln(1 + e^-|gap|)
+  const __m512 rest = log_of_1_plus(exponential(_mm512_sub_ps(none, _mm512_abs_ps(gap))));
+  const __m512 up = _mm512_add_ps(_mm512_max_ps(gap, none), rest);
+  const __m512 down = _mm512_add_ps(_mm512_max_ps(_mm512_sub_ps(none, gap), none), rest);
+  const __m512 ln2 = _mm512_set1_ps(LN2);
+  __m512 value;
+  if (KIND == JS) {
+    value = _mm512_mul_ps(p, _mm512_sub_ps(ln2, up));
+    value = _mm512_mul_ps(_mm512_set1_ps(.5f), _mm512_fmadd_ps(q, _mm512_sub_ps(ln2, down), value));
+  } else {
+    value = _mm512_sub_ps(_mm512_add_ps(up, down), _mm512_add_ps(ln2, ln2));
+    value = _mm512_mul_ps(_mm512_set1_ps(.25f), _mm512_mul_ps(_mm512_add_ps(p, q), value));
+    value = _mm512_mask_mov_ps(value, (__mmask16)(no_p ^ no_q), infinite);
+  }
+  return _mm512_mask_mov_ps(value, _mm512_cmp_ps_mask(gap, none, _CMP_EQ_OQ), none);  // exactly 0 where p = q
+}
+
+// D(p, q) of one row; ids: the tokens that q is about, null for all. Outside of them q is 0 and the term linear in p.
+template <Kind KIND, class Number>
+float divergence(const Number* p, int64_t columns, const float* q, int64_t drafted, const int64_t* ids) {
+  const __m512 of_p = _mm512_set1_ps(log_sum_exp(p, columns)), of_q = _mm512_set1_ps(log_sum_exp(q, drafted));
+  const __m512 floor = _mm512_set1_ps(ZERO);
+  __m512 sum = _mm512_setzero_ps(), mass = sum;
+  for (int64_t at = 0; at < drafted; at += LANES) {
+    const __mmask16 inside = lanes(drafted - at);
+    __m512 own;
+    if (ids) {
+      alignas(64) Number picked[LANES] = {};
+      for (int64_t i = 0; i < std::min<int64_t>(LANES, drafted - at); ++i) picked[i] = p[ids[at + i]];
+      own = load(picked, inside);
+    } else {
+      own = load(p + at, inside);
+    }
+    // in this order NaN stays
+    const __m512 a = _mm512_max_ps(floor, _mm512_sub_ps(own, of_p));
+    const __m512 b = _mm512_max_ps(floor, _mm512_sub_ps(load(q + at, inside), of_q));
+    sum = _mm512_add_ps(sum, terms<KIND>(a, b));
+    if (ids) mass = _mm512_add_ps(mass, exponential(a));
+  }
+  float total = _mm512_reduce_add_ps(sum);
+  if (ids && KIND != KL) total += std::max(0.f, 1.f - _mm512_reduce_add_ps(mass)) * (KIND == JS ? LN2 / 2 : .5f);
+  const float high = KIND == JS ? LN2 : KIND == TV ? 1.f : INFINITY;
+  return total != total ? total : std::min(std::max(total, 0.f), high);
+}
+
+template <Kind KIND, class Number>
+void divergences(const Number* p, int64_t rows, int64_t columns, const float* q, int64_t drafted, const int64_t* ids,
+                 float* out) {
+  const Share share(rows);
+  for (int64_t row = share.begin; row < share.end; ++row)
+    out[row] = divergence<KIND>(p + row * columns, columns, q + row * drafted, drafted, ids);
+}
+
+template <class Number>
+void divergences(int kind, const Number* p, int64_t rows, int64_t columns, const float* q, int64_t drafted,
+                 const int64_t* ids, float* out) {
+  switch (kind) {
+    case KL: return divergences<KL>(p, rows, columns, q, drafted, ids, out);
+    case REVERSE_KL: return divergences<REVERSE_KL>(p, rows, columns, q, drafted, ids, out);
+    case JS: return divergences<JS>(p, rows, columns, q, drafted, ids, out);
+    case AG: return divergences<AG>(p, rows, columns, q, drafted, ids, out);
+    default: return divergences<TV>(p, rows, columns, q, drafted, ids, out);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -316,7 +430,7 @@ void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64
     for (int64_t row = share.begin; row < share.end; ++row) {
       const bf16* const from = x + row * columns;
       const __m512i step = _mm512_set1_epi32(LANES);
-      __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+      __m512 top = _mm512_set1_ps(-INFINITY);
       __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best = index;
       __mmask16 broken = 0;
       int64_t at = 0;
@@ -348,6 +462,17 @@ void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64
       highest[row] = bad ? std::numeric_limits<float>::quiet_NaN() : most;
       where[row] = std::min(place, columns - 1);
     }
+  }
+}
+
+// Divergence `kind` of q [rows, drafted] from p [rows, columns], bf16 (narrow) or fp32, into out [rows], all logits.
+// ids [drafted]: the tokens that q is about, null if all; not with the kinds that are infinite there.
+void fsd_divergence(int kind, int narrow_p, const void* p, int64_t rows, int64_t columns, const float* q,
+                    int64_t drafted, const int64_t* ids, float* out, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    if (narrow_p) divergences(kind, (const bf16*)p, rows, columns, q, drafted, ids, out);
+    else divergences(kind, (const float*)p, rows, columns, q, drafted, ids, out);
   }
 }
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fsd_infer.builtin import cache_dir
 
+PLAIN_DIVERGENCES = ("kl", "reverse_kl", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
 _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
@@ -80,6 +81,19 @@ class Kernels:
         self._linear, self._layer, self._scratch = library.fsd_linear, library.fsd_layer_forward, library.fsd_scratch
         self._top = library.fsd_top
         self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
+        self._divergence = library.fsd_divergence
+        self._divergence.argtypes = (
+            c_int,
+            c_int,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_int64,
+            *[c_void_p] * 2,
+            c_int,
+        )
+        self._divergence.restype = None
         self._linear.argtypes = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
         self._layer.argtypes = (POINTER(Layer), POINTER(Forward), *[c_void_p] * 4)
         self._linear.restype = self._layer.restype = None
@@ -101,6 +115,25 @@ class Kernels:
         rows, threads = x.numel() // columns, torch.get_num_threads()
         self._top(x.data_ptr(), rows, columns, highest.data_ptr(), where.data_ptr(), threads)
         return highest, where
+
+    def divergence(self, name: str, p: Tensor, q: Tensor, ids: Tensor | None) -> Tensor:
+        """D(p, q) [...] in fp32, as :func:`fsd_infer.divergence.divergence` of that name has it.
+
+        Args:
+            name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` none that is infinite where q is 0.
+            p: [..., V] logits in bf16 or fp32.
+            q: [..., Vd] logits in fp32.
+            ids: [Vd] int64, the tokens that q is about; None: V = Vd.
+        """
+        out = torch.empty(p.shape[:-1])
+        kind, narrow, tokens = (
+            PLAIN_DIVERGENCES.index(name),
+            p.dtype == torch.bfloat16,
+            None if ids is None else ids.data_ptr(),
+        )
+        given = (p.data_ptr(), out.numel(), p.shape[-1], q.data_ptr(), q.shape[-1], tokens, out.data_ptr())
+        self._divergence(kind, narrow, *given, torch.get_num_threads())
+        return out
 
     def scratch(self, layer: Layer, forward: Forward) -> Tensor:
         """Memory that ``layer`` needs in ``forward``."""

@@ -15,15 +15,16 @@ from torch.nn import functional as F
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer import kernels as module
 from fsd_infer.cpu import Packed, can_pack, is_replaced, restore
+from fsd_infer.divergence import divergence
 from fsd_infer.fuse import speed_up
 from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.kernels import MOST_ROWS, kernels
+from fsd_infer.kernels import MOST_ROWS, PLAIN_DIVERGENCES, kernels
 from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
 from tests.test_fuse import logits_through_cache
 
 CAN = can_pack() and module._NEEDED <= module._cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
 needs_kernels = pytest.mark.skipif(not CAN, reason="needs AVX512-BF16 and a C++ compiler")
-FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 64 columns wide
+FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
 
 
@@ -159,6 +160,35 @@ def test_the_largest_of_each_row(columns: int) -> None:
     for b, n in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
         if (b, n) != (1, 3):
             assert best[b, n] == (x[b, n] == x[b, n].max()).nonzero()[0, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", PLAIN_DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns, drafted", [(4097, 1000), (100, 37), (100, None), (16, None)])
+def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int | None) -> None:
+    measure = divergence(name)
+    ids = None if drafted is None else torch.randperm(columns)[:drafted]
+    p = (3 * torch.randn(2, 4, columns)).to(dtype)
+    q = (p if ids is None else p[..., ids]).float() + torch.randn(2, 4, drafted or columns)
+    p[0, 1, ::3], q[0, 2, 1::2], p[0, 3, 0] = -torch.inf, torch.finfo(torch.float32).min, torch.nan
+    q[1, 0] = p[1, 0].float() if ids is None else p[1, 0, ids].float()
+    p[1, 1, 0], q[1, 2], q[1, 3, 0] = torch.inf, -torch.inf, torch.nan
+    computed = measure._compiled(p, q, ids) is not None
+    assert computed == (ids is None or not measure.infinite_on_reduced_vocabulary)
+    found = measure.with_reduced_drafter(p, q, ids)
+    expected = measure.with_reduced_drafter(p.double(), q.double(), ids)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True)
+    if ids is None:
+        assert found[1, 0] == 0, "equal distributions"
+    assert found.isnan().flatten().tolist() == [False] * 3 + [True, False] + [True] * 3
+
+
+@needs_kernels
+def test_divergences_with_gradients_go_through_torch() -> None:
+    p, q = torch.randn(3, 20), torch.randn(3, 20, requires_grad=True)
+    divergence("js")(p, q).sum().backward()
+    assert q.grad is not None and bool(q.grad.abs().sum() > 0)
 
 
 @needs_kernels

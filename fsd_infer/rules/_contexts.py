@@ -114,8 +114,10 @@ class Contexts:
         if count == self.rows.shape[0]:
             return self
         made = Contexts(self.evidence, self.rows[index], self.nodes[index])
-        if "logits" in vars(self) and index.device.type == "cpu" and int(index[-1]) == count - 1:
-            made.logits = self.logits[:count]  # the first ones: no copy
+        if index.device.type == "cpu" and int(index[-1]) == count - 1:  # the first ones: no copy
+            for name in ("raw_logits", "logits"):
+                if name in vars(self):
+                    setattr(made, name, getattr(self, name)[:count])
         return made
 
     def _at(self, values: Tensor) -> Tensor:
@@ -131,9 +133,14 @@ class Contexts:
         return self._at(self.evidence.tree.q_index)
 
     @cached_property
+    def raw_logits(self) -> Tensor:
+        """[R, V] the target's logits, in the type that the model puts out."""
+        return self._at(self.evidence.round.logits)
+
+    @cached_property
     def logits(self) -> Tensor:
         """[R, V] the target's raw logits."""
-        return self._at(self.evidence.round.logits).float()
+        return self.raw_logits.float()
 
     @cached_property
     def best(self) -> Tensor:
@@ -200,6 +207,10 @@ class Contexts:
     def at_tokens(self, values: Tensor, tokens: Tensor) -> Tensor:
         """[R, V], [R] -> [R]"""
         return values.gather(1, tokens[:, None]).squeeze(-1)
+
+    def scores_of(self, tokens: Tensor) -> Tensor:
+        """[R, S] the target's processed scores of the tokens [R, S], without a copy of all the others."""
+        return self.evidence.round.scores[self.rows[:, None], self.nodes[:, None], tokens].float()
 
     def uniform(self, column: int) -> Tensor:
         """[R] one column of the uniforms."""

@@ -75,7 +75,8 @@ def strict_closed_law(at: Contexts) -> Tensor:
 
 def _regret(at: Contexts, best: Tensor, tokens: Tensor) -> Tensor:
     """score(best) - score(token): [R], at least 0, inf for a token that the processed target forbids."""
-    return (at.at_tokens(at.scores, best) - at.at_tokens(at.scores, tokens)).clamp_min(0.0)
+    scores = at.scores_of(torch.stack([best, tokens], dim=1))
+    return (scores[:, 0] - scores[:, 1]).clamp_min(0.0)
 
 
 def children_law(at: Contexts, closed: Tensor) -> OpenLaw:
@@ -100,15 +101,15 @@ def children_law(at: Contexts, closed: Tensor) -> OpenLaw:
         return OpenLaw(tokens, allowed & ~_exact_test(at), cost, torch.ones_like(allowed))
     drafted = at.among_children(closed).any(-1)
     if at.greedy:
-        scores = at.scores.gather(1, at.draft_tokens).masked_fill(~at.children, -math.inf)
+        scores = at.scores_of(at.draft_tokens).masked_fill(~at.children, -math.inf)
         best = scores.amax(-1, keepdim=True)
         # equal scores: the smallest token, as an argmax over the vocabulary would have it
-        child = at.draft_tokens.masked_fill((scores < best) | ~at.children, at.scores.shape[-1]).amin(-1)
+        child = at.draft_tokens.masked_fill((scores < best) | ~at.children, at.evidence.round.scores.shape[-1]).amin(-1)
         possible = best.squeeze(-1) > -math.inf
         tokens = torch.where(drafted | ~possible, closed, child)
         return OpenLaw(tokens, ~drafted, _regret(at, closed, tokens), possible)
     # in logs: p(C) may underflow at a low temperature where its logarithm is a fine number
-    log_p = at.scores.gather(1, at.draft_tokens).masked_fill(~at.children, -math.inf)
+    log_p = at.scores_of(at.draft_tokens).masked_fill(~at.children, -math.inf)
     log_mass = log_p.logsumexp(-1) - at.scores.logsumexp(-1)
     possible = log_mass > -math.inf
     child = draw(torch.where(possible[:, None], log_p, 0.0).softmax(-1), at.uniform(1))

@@ -78,7 +78,7 @@ class DivergenceGate(GatedRule):
             draft_ids = at.evidence.tree.draft_ids
             if draft_ids is not None and measure.infinite_on_reduced_vocabulary:
                 _warn_never_opens(measure.name)
-            distance = measure.with_reduced_drafter(inner.logits, inner.q_logits, draft_ids)
+            distance = measure.with_reduced_drafter(inner.raw_logits, inner.q_logits, draft_ids)
         return opens.index_copy(0, index, distance <= self.threshold)
 
     def describe(self) -> dict[str, object]:
