@@ -84,9 +84,12 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
             for packed in made.packed:
                 packed.release(release)
             count += 1
+    before: KernelLayer | None = None
     for part in module.modules():
         if _is_known(part, _LAYERS, "DecoderLayer") and is_replaced(part.self_attn) and not is_replaced(part):
-            FusedLayer(part, kernel_once).put_on(part)
+            layer = FusedLayer(part, kernel_once, before)
+            layer.put_on(part)
+            before = layer.kernel
             count += 1
     return count
 
@@ -200,12 +203,12 @@ class FusedLayer(Replacement):
         kernel: the whole layer in one call, for forwards that it takes; None where it cannot be had.
     """
 
-    def __init__(self, layer: Any, once: OncePerForward) -> None:
+    def __init__(self, layer: Any, once: OncePerForward, before: KernelLayer | None = None) -> None:
         self.module, self.attention_module = layer, layer.self_attn
         parts = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
         self.first_norm, self.attention, self.second_norm, self.mlp = (vars(p).get("forward", p) for p in parts)
         norms = (self.first_norm, self.second_norm)
-        self.kernel = KernelLayer.over(self.attention, self.mlp, norms, once)
+        self.kernel = KernelLayer.over(self.attention, self.mlp, norms, once, before)
 
     def __call__(
         self,

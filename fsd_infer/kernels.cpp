@@ -498,7 +498,7 @@ struct fsd_forward {
 
 namespace {
 
-// Where fsd_layer_forward keeps what lies between its steps. Sizes in bf16 numbers.
+// Where a layer keeps what lies between its steps. Sizes in bf16 numbers.
 struct Scratch {
   int64_t normed, projected, attended, middle, gated, own;
 
@@ -515,16 +515,10 @@ struct Scratch {
   int64_t total(int64_t threads) const { return normed + projected + attended + middle + gated + threads * own; }
 };
 
-}  // namespace
-
-// Bytes that fsd_layer_forward needs as scratch.
-int64_t fsd_scratch(const fsd_layer* layer, const fsd_forward* f) {
-  return (int64_t)sizeof(bf16) * Scratch(layer, f).total(f->threads);
-}
-
-// out = x + attention(norm(x)), then out + mlp(norm(out)); x, out [batch · count, hidden], not the same memory.
-void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16* x, bf16* out, bf16* keys,
-                       bf16* values) {
+// out = x + attention(norm(x)), then out + mlp(norm(out)); x, out [batch · count, hidden], not the same memory. Called
+// by all threads of a team; what follows needs a barrier first.
+void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forward* f, const bf16* x, bf16* out,
+                   bf16* keys, bf16* values) {
   const int rows = (int)(f->batch * f->count);
   const int64_t hidden = layer->hidden, inner = layer->inner, width = layer->width;
   const int64_t query_heads = layer->query_heads, key_heads = layer->key_heads, group = query_heads / key_heads;
@@ -537,95 +531,112 @@ void fsd_layer_forward(const fsd_layer* layer, const fsd_forward* f, const bf16*
   bf16* const gated = middle + scratch.middle;          // act(gate) · up
   bf16* const private_memory = gated + scratch.gated;
 
+  const Share own_rows(rows);
+  float* const scores = (float*)(private_memory + omp_get_thread_num() * scratch.own);
+  int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + LANES));
+  float* const gates = scores;
+
+  if (layer->input_norm) {
+    for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
+      rms_norm(x + row * hidden, layer->input_norm, layer->epsilon, hidden, normed + row * hidden);
+#pragma omp barrier
+  }
+  product(multiply, layer->input_norm ? normed : x, rows, hidden, layer->qkv, layer->qkv_bias, heads * width,
+          [&](int row, int64_t column, __m512 sum) { store(projected + row * heads * width + column, sum); });
+#pragma omp barrier
+  const Share own_heads(rows * heads);  // queries are turned in place; keys and values go to their slots
+  for (int64_t unit = own_heads.begin; unit < own_heads.end; ++unit) {
+    const int64_t row = unit / heads, head = unit % heads, side = head - query_heads;
+    bf16* const from = projected + unit * width;
+    const auto slot = [&](bf16* storage, int64_t which) {
+      return storage + row / f->count * f->batch_stride + which * f->head_stride + f->slots[row] * f->slot_stride;
+    };
+    if (side >= key_heads) {
+      std::memcpy(slot(values, side - key_heads), from, width * sizeof(bf16));
+      continue;
+    }
+    const bf16* const norm = side < 0 ? layer->query_norm : layer->key_norm;
+    if (norm) rms_norm(from, norm, layer->epsilon, width, from);
+    rotate(from, f->cosine + row * width, f->sine + row * width, width, side < 0 ? from : slot(keys, side));
+  }
+#pragma omp barrier
+  // the queries of a group of heads, in parts of at most QUERIES, share keys and values
+  const int64_t queries = group * f->count, parts = (queries + QUERIES - 1) / QUERIES;
+  const Share own_parts(f->batch * key_heads * parts);
+  for (int64_t unit = own_parts.begin; unit < own_parts.end; ++unit) {
+    const int64_t part = unit % parts, head = unit / parts % key_heads, b = unit / parts / key_heads;
+    const int64_t first = queries * part / parts, last = queries * (part + 1) / parts;
+    const bf16* from[QUERIES];
+    bf16* to[QUERIES];
+    const uint8_t* seen[QUERIES];
+    int64_t slots = 1;  // none of them sees further
+    for (int64_t q = first; q < last; ++q) {
+      const int64_t row = b * f->count + q / group, column = (head * group + q % group) * width;
+      from[q - first] = projected + row * heads * width + column;
+      to[q - first] = attended + row * across + column;
+      seen[q - first] = f->visible + row * f->used;
+      const void* const latest = memrchr(seen[q - first], 1, f->used);
+      if (latest) slots = std::max(slots, 1 + ((const uint8_t*)latest - seen[q - first]));
+    }
+    const bf16* const k = keys + b * f->batch_stride + head * f->head_stride;
+    const bf16* const v = values + b * f->batch_stride + head * f->head_stride;
+#define TOGETHER(Q) \
+  case Q: attend<Q>(from, k, v, f->slot_stride, slots, width, layer->scale, seen, scores, block, to); break;
+    switch (last - first) {
+      TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6)
+      TOGETHER(7) TOGETHER(8) TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12)
+    }
+#undef TOGETHER
+  }
+#pragma omp barrier
+  product(multiply, attended, rows, across, layer->output, layer->output_bias, hidden,
+          [&](int row, int64_t column, __m512 sum) {
+            const int64_t at = row * hidden + column;
+            store(middle + at, _mm512_add_ps(load(x + at), sum));
+          });
+#pragma omp barrier
+  for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
+    rms_norm(middle + row * hidden, layer->mlp_norm, layer->epsilon, hidden, normed + row * hidden);
+#pragma omp barrier
+  const Share own_panels(inner / PANEL);  // each of gates with the one of ups that it multiplies
+  for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
+    const int64_t start = p * PANEL;
+    const bf16* const bias = layer->gate_up_bias;
+    panel_product(multiply, normed, rows, hidden, layer->gate_up + start * hidden, [&](int row, int at, __m512 sum) {
+      if (bias) sum = _mm512_add_ps(sum, load(bias + start + at));
+      const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
+      _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
+    });
+    panel_product(multiply, normed, rows, hidden, layer->gate_up + (inner + start) * hidden, [&](int row, int at, __m512 sum) {
+      if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
+      store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
+    });
+  }
+#pragma omp barrier
+  product(multiply, gated, rows, inner, layer->down, layer->down_bias, hidden, [&](int row, int64_t column, __m512 sum) {
+    const int64_t at = row * hidden + column;
+    store(out + at, _mm512_add_ps(load(middle + at), sum));
+  });
+}
+
+}  // namespace
+
+// Bytes that fsd_layers_forward needs as scratch.
+int64_t fsd_scratch(const fsd_layer* layer, const fsd_forward* f) {
+  return (int64_t)sizeof(bf16) * Scratch(layer, f).total(f->threads);
+}
+
+// `number` layers of equal sizes, one after the other: out [number, batch · count, hidden] is what each puts out.
+void fsd_layers_forward(const fsd_layer* layers, int64_t number, const fsd_forward* f, const bf16* x, bf16* out,
+                        bf16* const* keys, bf16* const* values) {
+  const int64_t size = f->batch * f->count * layers->hidden;
 #pragma omp parallel num_threads((int)f->threads)
   {
     Multiplier multiply;
-    const Share own_rows(rows);
-    float* const scores = (float*)(private_memory + omp_get_thread_num() * scratch.own);
-    int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + LANES));
-    float* const gates = scores;
-
-    if (layer->input_norm) {
-      for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
-        rms_norm(x + row * hidden, layer->input_norm, layer->epsilon, hidden, normed + row * hidden);
+    for (int64_t l = 0; l < number; ++l) {
+      layer_forward(multiply, layers + l, f, l ? out + (l - 1) * size : x, out + l * size, keys[l], values[l]);
 #pragma omp barrier
     }
-    product(multiply, layer->input_norm ? normed : x, rows, hidden, layer->qkv, layer->qkv_bias, heads * width,
-            [&](int row, int64_t column, __m512 sum) { store(projected + row * heads * width + column, sum); });
-#pragma omp barrier
-    const Share own_heads(rows * heads);  // queries are turned in place; keys and values go to their slots
-    for (int64_t unit = own_heads.begin; unit < own_heads.end; ++unit) {
-      const int64_t row = unit / heads, head = unit % heads, side = head - query_heads;
-      bf16* const from = projected + unit * width;
-      const auto slot = [&](bf16* storage, int64_t which) {
-        return storage + row / f->count * f->batch_stride + which * f->head_stride + f->slots[row] * f->slot_stride;
-      };
-      if (side >= key_heads) {
-        std::memcpy(slot(values, side - key_heads), from, width * sizeof(bf16));
-        continue;
-      }
-      const bf16* const norm = side < 0 ? layer->query_norm : layer->key_norm;
-      if (norm) rms_norm(from, norm, layer->epsilon, width, from);
-      rotate(from, f->cosine + row * width, f->sine + row * width, width, side < 0 ? from : slot(keys, side));
-    }
-#pragma omp barrier
-    // the queries of a group of heads, in parts of at most QUERIES, share keys and values
-    const int64_t queries = group * f->count, parts = (queries + QUERIES - 1) / QUERIES;
-    const Share own_parts(f->batch * key_heads * parts);
-    for (int64_t unit = own_parts.begin; unit < own_parts.end; ++unit) {
-      const int64_t part = unit % parts, head = unit / parts % key_heads, b = unit / parts / key_heads;
-      const int64_t first = queries * part / parts, last = queries * (part + 1) / parts;
-      const bf16* from[QUERIES];
-      bf16* to[QUERIES];
-      const uint8_t* seen[QUERIES];
-      int64_t slots = 1;  // none of them sees further
-      for (int64_t q = first; q < last; ++q) {
-        const int64_t row = b * f->count + q / group, column = (head * group + q % group) * width;
-        from[q - first] = projected + row * heads * width + column;
-        to[q - first] = attended + row * across + column;
-        seen[q - first] = f->visible + row * f->used;
-        const void* const latest = memrchr(seen[q - first], 1, f->used);
-        if (latest) slots = std::max(slots, 1 + ((const uint8_t*)latest - seen[q - first]));
-      }
-      const bf16* const k = keys + b * f->batch_stride + head * f->head_stride;
-      const bf16* const v = values + b * f->batch_stride + head * f->head_stride;
-#define TOGETHER(Q) \
-  case Q: attend<Q>(from, k, v, f->slot_stride, slots, width, layer->scale, seen, scores, block, to); break;
-      switch (last - first) {
-        TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6)
-        TOGETHER(7) TOGETHER(8) TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12)
-      }
-#undef TOGETHER
-    }
-#pragma omp barrier
-    product(multiply, attended, rows, across, layer->output, layer->output_bias, hidden,
-            [&](int row, int64_t column, __m512 sum) {
-              const int64_t at = row * hidden + column;
-              store(middle + at, _mm512_add_ps(load(x + at), sum));
-            });
-#pragma omp barrier
-    for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
-      rms_norm(middle + row * hidden, layer->mlp_norm, layer->epsilon, hidden, normed + row * hidden);
-#pragma omp barrier
-    const Share own_panels(inner / PANEL);  // each of gates with the one of ups that it multiplies
-    for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
-      const int64_t start = p * PANEL;
-      const bf16* const bias = layer->gate_up_bias;
-      panel_product(multiply, normed, rows, hidden, layer->gate_up + start * hidden, [&](int row, int at, __m512 sum) {
-        if (bias) sum = _mm512_add_ps(sum, load(bias + start + at));
-        const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
-        _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
-      });
-      panel_product(multiply, normed, rows, hidden, layer->gate_up + (inner + start) * hidden, [&](int row, int at, __m512 sum) {
-        if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
-        store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
-      });
-    }
-#pragma omp barrier
-    product(multiply, gated, rows, inner, layer->down, layer->down_bias, hidden, [&](int row, int64_t column, __m512 sum) {
-      const int64_t at = row * hidden + column;
-      store(out + at, _mm512_add_ps(load(middle + at), sum));
-    });
   }
 }
 

@@ -19,7 +19,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -78,7 +79,7 @@ class Kernels:
         if library.fsd_prepare():
             raise OSError("the system does not grant the use of AMX")
         self.panel: int = library.fsd_panel()
-        self._linear, self._layer, self._scratch = library.fsd_linear, library.fsd_layer_forward, library.fsd_scratch
+        self._linear, self._layers, self._scratch = library.fsd_linear, library.fsd_layers_forward, library.fsd_scratch
         self._top = library.fsd_top
         self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
         self._divergence = library.fsd_divergence
@@ -95,8 +96,8 @@ class Kernels:
         )
         self._divergence.restype = None
         self._linear.argtypes = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
-        self._layer.argtypes = (POINTER(Layer), POINTER(Forward), *[c_void_p] * 4)
-        self._linear.restype = self._layer.restype = None
+        self._layers.argtypes = (POINTER(Layer), c_int64, POINTER(Forward), *[c_void_p] * 2, *[POINTER(c_void_p)] * 2)
+        self._linear.restype = self._layers.restype = None
         self._scratch.argtypes, self._scratch.restype = [POINTER(Layer), POINTER(Forward)], c_int64
 
     def linear(self, x: Tensor, weight: int, bias: Tensor | None, columns: int) -> Tensor:
@@ -139,10 +140,17 @@ class Kernels:
         """Memory that ``layer`` needs in ``forward``."""
         return torch.empty(self._scratch(layer, forward), dtype=torch.uint8)
 
-    def layer(self, layer: Layer, forward: Forward, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """x [B, M, H] -> [B, M, H]; writes the new keys and values to their slots."""
-        out = torch.empty_like(x)
-        self._layer(layer, forward, x.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
+    def layers(
+        self, layers: Array[Layer], forward: Forward, x: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """One layer after the other, all of the same sizes: x [B, M, H] -> [L, B, M, H], what each puts out.
+
+        Writes each layer's new keys and values to their slots.
+        """
+        count = len(layers)
+        out = x.new_empty(count, *x.shape)
+        addresses = ((c_void_p * count)(*(stored.data_ptr() for stored in part)) for part in (keys, values))
+        self._layers(layers, count, forward, x.data_ptr(), out.data_ptr(), *addresses)
         return out
 
 

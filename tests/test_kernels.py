@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, kernel_layer
 from fsd_infer import kernels as module
 from fsd_infer.cpu import Packed, can_pack, is_replaced, restore
 from fsd_infer.divergence import divergence
 from fsd_infer.fuse import speed_up
 from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.kernels import MOST_ROWS, PLAIN_DIVERGENCES, kernels
+from fsd_infer.kernels import MOST_ROWS, PLAIN_DIVERGENCES, Kernels, kernels
 from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
 from tests.test_fuse import logits_through_cache
 
@@ -99,6 +99,61 @@ def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int
     restore(model)
     exact = logits_through_cache(Target(model.float()))
     assert float((fast - exact).norm()) < 1.1 * float((plain - exact).norm()) < 0.05 * float(exact.norm())
+
+
+def calls_of_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of the kernels runs from now on."""
+    made, own = list[int](), Kernels.layers
+
+    def counted(self: Kernels, layers: Any, *others: Any) -> Tensor:
+        made.append(len(layers))
+        return own(self, layers, *others)
+
+    monkeypatch.setattr(Kernels, "layers", counted)
+    return made
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", KNOWN)
+def test_the_first_layer_runs_the_others_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fitting_model(family, num_hidden_layers=4)
+    speed_up(model)
+    target = Target(model)
+    target.watch([1, 2])
+    calls = calls_of_layers(monkeypatch)
+    together = logits_through_cache(target)
+    # the toys of the last two have one layer with another mask than the other three
+    assert calls == ([4, 4] if family in ("llama", "mistral") else [4, 3, 1, 3])
+    calls.clear()
+    monkeypatch.setattr(kernel_layer, "AHEAD_ROWS", 0)
+    assert torch.equal(logits_through_cache(target), together)
+    assert calls == 8 * [1]
+
+
+@needs_kernels
+def test_a_layer_whose_input_was_changed_computes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fitting_model("llama", num_hidden_layers=4)
+    model.model.layers[1].register_forward_hook(lambda module, args, output: 0.5 * output)
+    plain = logits_through_cache(Target(model))
+    speed_up(model)
+    calls = calls_of_layers(monkeypatch)
+    fast = logits_through_cache(Target(model))
+    assert float((fast - plain).norm()) < 0.03 * float(plain.norm())
+    assert calls == [4, 2, 2, 2], "the hook is known from the second forward on"
+
+
+@needs_kernels
+def test_a_forward_that_ends_early_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fitting_model("llama", num_hidden_layers=4)
+    speed_up(model)
+    expected = logits_through_cache(Target(model))
+    handle = model.model.layers[1].register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits_through_cache(Target(model))
+    handle.remove()
+    calls = calls_of_layers(monkeypatch)
+    assert torch.equal(logits_through_cache(Target(model)), expected)
+    assert calls == [4, 4]
 
 
 @needs_kernels
