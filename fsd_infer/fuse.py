@@ -9,6 +9,7 @@ known; a module of any other kind keeps its own, so every family works and the u
 * attention: queries, keys and values come from one matrix product, rotary angles are applied to queries and keys at
   once, and keys and values are not copied for every query head that shares them: the heads of a group are laid side by
   side as further queries, whose mask is made once per forward;
+* rotary embedding: cosines and sines looked up by position instead of computed;
 * decoder layer: its parts called directly, or, in bf16 over few tokens, one call of our own kernels
   (:mod:`fsd_infer.kernel_layer`).
 """
@@ -41,6 +42,8 @@ from fsd_infer.kernel_layer import KernelLayer
 _NORMS = ("Granite", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
 _MLPS = ("Cohere", "Granite", "Llama", "Mistral", "Olmo2", "Qwen2", "Qwen3", "Qwen3Moe", "StableLm")
 _LAYERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_ROTARIES = ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # that depend on nothing but the position
 _ATTENTIONS = ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 
 
@@ -79,6 +82,8 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
             made = FusedMLP(part) if is_packable([part.gate_proj, part.up_proj]) else None  # else nothing to gain
         elif _is_known(part, _ATTENTIONS, "Attention") and part.config._attn_implementation == "sdpa":
             made = FusedAttention(part, once)
+        elif _is_known(part, _ROTARIES, "RotaryEmbedding") and part.rope_type in _FIXED_ANGLES:
+            made = FusedRotary(part)
         if made is not None:
             made.put_on(part)
             for packed in made.packed:
@@ -125,6 +130,24 @@ class FusedMLP(Replacement):
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.project(x).chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
+
+
+class FusedRotary(Replacement):
+    """Cosines and sines by position, from a table that the module itself fills and that grows with the text."""
+
+    def __init__(self, rotary: Any) -> None:
+        self.module = rotary
+        self.tables: tuple[Tensor, Tensor] | None = None  # [positions, D] each
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x of the data type that is wanted, position_ids [B, M] -> (cosine, sine) [B, M, D]."""
+        needed = int(position_ids.max()) + 1
+        if self.tables is None or self.tables[0].dtype != x.dtype or self.tables[0].shape[0] < needed:
+            positions = torch.arange(max(512, 2 * needed), device=position_ids.device)
+            cosine, sine = type(self.module).forward(self.module, x, positions[None])
+            self.tables = cosine[0], sine[0]
+        cosine, sine = self.tables
+        return F.embedding(position_ids, cosine), F.embedding(position_ids, sine)
 
 
 class FusedAttention(Replacement):

@@ -374,6 +374,42 @@ float divergence(const Number* p, int64_t columns, const float* q, int64_t draft
   return total != total ? total : std::min(std::max(total, 0.f), high);
 }
 
+inline float number(float x) { return x; }
+
+inline float number(bf16 x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The `most` likeliest of x [columns], logits, in falling order, the first of equals first: ln q and where they stand.
+template <class Number>
+void likeliest(const Number* x, int64_t columns, int64_t most, float* log_q, int64_t* where) {
+  int64_t held = 0;
+  const auto consider = [&](int64_t at) {
+    const float value = number(x[at]);
+    int64_t place = held < most ? held++ : most - 1;
+    for (; place > 0 && value > log_q[place - 1]; --place) {
+      log_q[place] = log_q[place - 1];
+      where[place] = where[place - 1];
+    }
+    log_q[place] = value;
+    where[place] = at;
+  };
+  for (int64_t at = 0; at < most; ++at) consider(at);
+  for (int64_t at = most; at < columns; at += LANES) {
+    const __m512 values = load(x + at, lanes(columns - at));
+    unsigned left = 0xFFFF;
+    while (left &= _mm512_cmp_ps_mask(values, _mm512_set1_ps(log_q[most - 1]), _CMP_GT_OQ)) {
+      consider(at + __builtin_ctz(left));
+      left &= left - 1;
+    }
+  }
+  const float total = log_sum_exp(x, columns);
+  for (int64_t i = 0; i < most; ++i) log_q[i] -= total;
+}
+
 template <Kind KIND, class Number>
 void divergences(const Number* p, int64_t rows, int64_t columns, const float* q, int64_t drafted, const int64_t* ids,
                  float* out) {
@@ -453,9 +489,7 @@ void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64
       };
       for (int lane = 1; lane < LANES; ++lane) consider(values[lane], places[lane]);
       for (; at < columns; ++at) {
-        const uint32_t bits = (uint32_t)from[at] << 16;
-        float value;
-        std::memcpy(&value, &bits, sizeof value);
+        const float value = number(from[at]);
         bad |= value != value;
         consider(value, at);
       }
@@ -473,6 +507,22 @@ void fsd_divergence(int kind, int narrow_p, const void* p, int64_t rows, int64_t
   {
     if (narrow_p) divergences(kind, (const bf16*)p, rows, columns, q, drafted, ids, out);
     else divergences(kind, (const float*)p, rows, columns, q, drafted, ids, out);
+  }
+}
+
+// The `most` (at most `columns`) likeliest of each row of x [rows, columns], logits in bf16 (narrow) or fp32: their
+// log-probabilities and places [rows, most].
+void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, int64_t most, float* log_q,
+                   int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      float* const values = log_q + row * most;
+      int64_t* const places = where + row * most;
+      if (narrow_x) likeliest((const bf16*)x + row * columns, columns, most, values, places);
+      else likeliest((const float*)x + row * columns, columns, most, values, places);
+    }
   }
 }
 

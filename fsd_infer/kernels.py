@@ -95,6 +95,9 @@ class Kernels:
             c_int,
         )
         self._divergence.restype = None
+        self._likeliest = library.fsd_likeliest
+        self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
+        self._likeliest.restype = None
         self._linear.argtypes = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
         self._layers.argtypes = (POINTER(Layer), c_int64, POINTER(Forward), *[c_void_p] * 2, *[POINTER(c_void_p)] * 2)
         self._linear.restype = self._layers.restype = None
@@ -116,6 +119,15 @@ class Kernels:
         rows, threads = x.numel() // columns, torch.get_num_threads()
         self._top(x.data_ptr(), rows, columns, highest.data_ptr(), where.data_ptr(), threads)
         return highest, where
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """logits [..., V] in bf16 or fp32 -> (ln q [..., count] in fp32, falling, tokens [..., count]); count <= V."""
+        log_q = torch.empty(*logits.shape[:-1], count)
+        where = torch.empty(log_q.shape, dtype=torch.long)
+        columns = logits.shape[-1]
+        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, torch.get_num_threads()
+        self._likeliest(narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads)
+        return log_q, where
 
     def divergence(self, name: str, p: Tensor, q: Tensor, ids: Tensor | None) -> Tensor:
         """D(p, q) [...] in fp32, as :func:`fsd_infer.divergence.divergence` of that name has it.
@@ -163,11 +175,14 @@ def kernels() -> Kernels | None:
     if compiler is None:
         logger.warning("no C++ compiler: decoding runs without our CPU kernels, slower. Install g++ to have them.")
         return None
-    try:
-        return Kernels(_compiled(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("our CPU kernels could not be compiled, decoding runs slower without them: %s", _reason(error))
-        return None
+    reason = ""
+    for tiles in (True, False) if _TILES <= _cpu_flags() else (False,):  # an old compiler or system may know no AMX
+        try:
+            return Kernels(_compiled(compiler, tiles))
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = _reason(error)
+    logger.warning("our CPU kernels could not be compiled, decoding runs slower without them: %s", reason)
+    return None
 
 
 def panels_of(weight: Tensor, packed: Tensor) -> int | None:
@@ -192,11 +207,14 @@ def panels_of(weight: Tensor, packed: Tensor) -> int | None:
     return address
 
 
-def _compiled(compiler: str) -> Path:
-    """The shared library, from the cache if the same source was compiled before by the same compiler."""
+def _compiled(compiler: str, tiles: bool) -> Path:
+    """The shared library, from the cache if the same source was compiled before by the same compiler.
+
+    ``tiles``: for processors with AMX.
+    """
     source = Path(__file__).with_name("kernels.cpp").read_bytes()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-    flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if _TILES <= _cpu_flags())]
+    flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if tiles)]
     digest = hashlib.sha256(b"\0".join([source, version, " ".join(flags).encode()])).hexdigest()
     path = cache_dir() / "kernels" / f"{digest[:24]}.so"
     if not path.exists():

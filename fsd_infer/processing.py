@@ -83,7 +83,7 @@ class TreeProcessors:
 
     def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor]) -> Tensor:
         """Processed scores of the drafter at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""
-        q_logits = tree.q_logits
+        q_logits = tree.q_logits.float()
         if tree.draft_ids is not None:
             full = q_logits.new_full((*q_logits.shape[:-1], vocab_size), float("-inf"))
             full[..., tree.draft_ids] = q_logits

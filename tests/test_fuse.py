@@ -69,7 +69,7 @@ def test_every_linear_layer_is_packed_once() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     fused = fuse_layers(model)
     layers = model.config.num_hidden_layers
-    assert fused == layers * 5 + 1  # layer, two norms, attention and MLP, and the final norm
+    assert fused == layers * 5 + 2  # layer, two norms, attention and MLP; the final norm and the angles
     assert pack_linears(model) == 1, "all but the LM head are packed within attentions and MLPs"
     assert fuse_layers(model) == pack_linears(model) == 0, "nothing is done twice"
 
@@ -151,7 +151,7 @@ def test_layers_of_other_kinds_keep_their_forward() -> None:
     model.config._attn_implementation = "eager"
     fuse_layers(model)
     names = {type(part).__name__ for part in model.modules() if is_replaced(part)}
-    assert names == {"LlamaRMSNorm"}, "attention by other means than sdpa is left alone"
+    assert names == {"LlamaRMSNorm", "LlamaRotaryEmbedding"}, "attention by other means than sdpa is left alone"
 
 
 def test_a_heads_drafts_are_the_same() -> None:
@@ -177,3 +177,22 @@ def test_from_pretrained_speeds_up_unless_told_not_to(tmp_path: Any) -> None:
         assert isinstance(decoder.drafter, NoDrafter) and decoder.target.vocab_size == VOCAB
         out = decoder.generate(tiny_prompts((7,)), max_new_tokens=10, do_sample=False)
         assert out.sequences == expected
+
+
+@pytest.mark.parametrize("scaling", ["default", "linear", "llama3", "dynamic"])
+def test_angles_from_a_table(scaling: str) -> None:
+    options: dict[str, Any] = {
+        "default": {},
+        "linear": dict(factor=4.0),
+        "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        "dynamic": dict(factor=2.0),
+    }
+    model = tiny_model("llama", rope_parameters=dict(rope_type=scaling, rope_theta=1e4, **options[scaling]))
+    rotary = model.model.rotary_emb
+    cases = [(torch.float32, [[0, 7, 3]]), (torch.bfloat16, [[2, 600], [5, 5]]), (torch.float32, [[1999]])]
+    asked = [(torch.zeros(1, dtype=dtype), torch.tensor(positions)) for dtype, positions in cases]
+    expected = [rotary(*given) for given in asked]
+    fuse_layers(model)
+    assert is_replaced(rotary) == (scaling != "dynamic"), "whose angles depend on the length of the text"
+    for given, angles in zip(asked, expected, strict=True):
+        assert all(map(torch.equal, rotary(*given), angles))

@@ -218,6 +218,28 @@ def test_the_largest_of_each_row(columns: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns, count", [(5, 5), (16, 1), (97, 6), (8192, 10)])
+def test_the_likeliest_of_each_row(columns: int, count: int, dtype: torch.dtype) -> None:
+    compiled = kernels()
+    assert compiled is not None
+    logits = (4 * torch.randn(2, 5, columns)).to(dtype)
+    logits[0, 1] = logits[0, 1].round()  # many equals
+    logits[0, 2, 1:] = -torch.inf
+    logits[0, 3] = (torch.arange(columns) / 256).to(dtype)  # each beats those before
+    logits[1, 0, columns // 2] = torch.nan
+    log_q, where = compiled.likeliest(logits, count)
+    expected = logits.float().log_softmax(-1)
+    assert log_q[1, 0].isnan().all()
+    expected[1, 0] = log_q[1, 0] = 0.0
+    torch.testing.assert_close(log_q, expected.sort(-1, descending=True).values[..., :count], atol=1e-5, rtol=1e-5)
+    for row, places, order in zip(logits.flatten(0, 1), where.flatten(0, 1), expected.flatten(0, 1)):
+        assert len(set(places.tolist())) == count and int(places.max()) < columns
+        if not row.isnan().any():
+            assert places.tolist() == order.sort(descending=True, stable=True).indices[:count].tolist()
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", PLAIN_DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns, drafted", [(4097, 1000), (100, 37), (100, None), (16, None)])
@@ -298,6 +320,17 @@ def test_without_a_compiler_decoding_runs_and_says_so(
     speed_up(model)
     target = Target(model)
     assert FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
+
+
+def test_a_compiler_that_knows_no_amx(fresh: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    if not CAN:
+        pytest.skip("needs AVX512-BF16 and a C++ compiler")
+    flags = module._cpu_flags() | {"no such"}
+    fresh.setattr(module, "_cpu_flags", lambda: flags)
+    fresh.setattr(module, "_TILES", {"no such"})  # -mno such
+    fresh.setenv("FSD_CACHE", str(tmp_path))
+    made = kernels()
+    assert made is not None and made.panel == 64
 
 
 def test_source_that_does_not_compile(
