@@ -70,7 +70,7 @@ def own_methods(target: str, drafter: str | None, assistant: str | None, thresho
 
     methods = ["hf-generate", "hf-lookup:8"]
     methods += [f"hf-assisted=hf-assisted:{assistant}"] if assistant else []
-    methods += ["plain", "exact@lookup"]
+    methods += ["plain", "exact@lookup", "exact@lookup+recycle"]
     if drafter or shipped_drafter(target):
         grafted = f"{drafter or 'shipped'}+lookup"
         methods += ["exact", f"exact+lookup=exact@{grafted}"]

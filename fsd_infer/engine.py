@@ -84,6 +84,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
         tree = batch.draft()
         logits, features = batch.verify(tree)
         verdict = batch.judge(tree, logits)
+        batch.teach(tree, logits, verdict)
         batch.keep(verdict)
         batch.grow(verdict, features)
     if request.on_end is not None:
@@ -153,6 +154,7 @@ class _Batch:
         tree = DraftTree.root_only(tokens.gather(1, ends)[:, 0], logits.shape[-1])
         verdict = self._apply_rule(tree, logits)
         self._emit(verdict, logits)
+        self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
         self._advance(following, features, self.lengths, roots=verdict.tokens[:, 0])
@@ -187,6 +189,11 @@ class _Batch:
         self._emit(verdict, logits)
         self.clock.lap("rule")
         return verdict
+
+    def teach(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> None:
+        """Show the drafter what the target thought of its tree."""
+        self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
+        self.clock.lap("draft")
 
     def keep(self, verdict: Verdict) -> None:
         """Move the accepted path's keys and values to where the text ends. The root is in place already."""

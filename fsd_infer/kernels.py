@@ -185,6 +185,18 @@ def kernels() -> Kernels | None:
     return None
 
 
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, by the kernels where they can be had.
+
+    logits [..., V] -> (their log-probabilities [..., count] in fp32, falling, and the tokens [..., count]).
+    """
+    compiled = kernels() if logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) else None
+    if compiled is not None:
+        return compiled.likeliest(logits.contiguous(), count)
+    values, tokens = logits.topk(count, dim=-1)
+    return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
+
+
 def panels_of(weight: Tensor, packed: Tensor) -> int | None:
     """Address of the packed copy of a weight [out, in] if the kernels can read it, else None.
 

@@ -5,6 +5,7 @@ from fsd_infer.drafters.eagle import EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter
 from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.drafters.recycle import RecycleDrafter
 
 __all__ = [
     "DRAFTERS",
@@ -16,5 +17,6 @@ __all__ = [
     "LMDrafter",
     "LookupDrafter",
     "NoDrafter",
+    "RecycleDrafter",
     "TreeShape",
 ]

@@ -54,6 +54,17 @@ class DraftSession(ABC):
     def draft(self, roots: Tensor) -> DraftTree:
         """A tree under each root [B] (the last token of each text)."""
 
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:  # noqa: B027
+        """What the target said of the last tree, before :meth:`extend` tells how the text grew. Ignored by default.
+
+        Args:
+            tree: the tree that was verified; after the prompt, its last token alone.
+            logits: [B, N, V] the target's at every node.
+            path: [B, D+1] nodes of the accepted path, root first, padded with its last node.
+            tokens: [B, D+1] the token that was emitted after each of them.
+            accepted: [B] number of drafts in the path; the first ``accepted`` + 1 entries of the others are real.
+        """
+
     @abstractmethod
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch."""

@@ -24,7 +24,7 @@ from fsd_infer.checkpoint import load_head
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.errors import FsdError
 from fsd_infer.head import EagleHead
-from fsd_infer.kernels import kernels
+from fsd_infer.kernels import likeliest
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, ancestors_of, visible_slots
 
@@ -176,7 +176,7 @@ class EagleSession(DraftSession):
         first = 1  # number of the first node of this depth
         for level in range(1, depth + 1):
             logits = self.drafter.q_logits(features)  # [B, E, Vd]
-            log_q, choice = _likeliest(logits, width)
+            log_q, choice = likeliest(logits, width)
             tokens = self.drafter.to_target_ids(choice).flatten(1)
             scores = (path_scores[..., None] + log_q).flatten(1)
             levels.append(_Level(tokens, scores, expanded, logits))
@@ -209,15 +209,6 @@ class EagleSession(DraftSession):
         self.cache.aim(slots, int(slots[0, 0]) if slots.shape[0] == 1 else None, visible.shape[-1])
         embeds = self.drafter.target.embed(tokens)
         return self.drafter.head(embeds, features, positions, visible[:, None], self.cache)
-
-
-def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """logits [..., Vd] -> (ln q [..., count] in fp32, falling, and their places in the vocabulary [..., count])."""
-    compiled = kernels() if logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) else None
-    if compiled is not None:
-        return compiled.likeliest(logits.contiguous(), count)
-    log_q, choice = logits.float().log_softmax(-1).topk(count, dim=-1)
-    return log_q, choice
 
 
 @dataclass

@@ -96,6 +96,10 @@ class GraftedSession(DraftSession):
         self.main.extend(tokens, features, counts)
         self.side.extend(tokens, features, counts)
 
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        for session in (self.main, self.side):
+            session.observe(tree, logits, path, tokens, accepted)
+
     def draft(self, roots: Tensor) -> DraftTree:
         main = self.main.draft(roots)
         if main.sampled:

@@ -10,11 +10,16 @@ from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter, load_lm
 from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.models import shipped_drafter
 from fsd_infer.target import Target
 
-GRAFT = "+lookup"
+# drafters without a model, which can also be grafted onto another's tree
+FREE: dict[str, type[LookupDrafter] | type[RecycleDrafter]] = {
+    LookupDrafter.name: LookupDrafter,
+    RecycleDrafter.name: RecycleDrafter,
+}
 
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | None = None) -> Drafter:
@@ -27,7 +32,9 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             None, "shipped"   the head shipped with a built-in target
             "none"            no drafts: plain decoding
             "lookup"          n-gram lookup in prompt and answer (:class:`LookupDrafter`)
-            "X+lookup"        the same grafted onto the tree of X, any other of these names (:class:`GraftedDrafter`)
+            "recycle"         what the target found likely before after the same tokens (:class:`RecycleDrafter`)
+            "X+lookup"        either grafted onto the tree of X, any other of these names (:class:`GraftedDrafter`);
+            "X+recycle"       "shipped+lookup+recycle" is both
             a directory       a head checkpoint, or a causal LM of the target's vocabulary or a peft adapter for one
             a hub id          a causal LM of the target's vocabulary
             ================  ===================================================================================
@@ -41,10 +48,11 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     if isinstance(drafter, Drafter):
         return drafter
     name = None if drafter is None else str(drafter)
-    if name is not None and name.endswith(GRAFT):
-        return _load_grafted(name[: -len(GRAFT)], target, tree)
-    if name == LookupDrafter.name:
-        return _load_lookup(target, tree)
+    main, plus, side = (name or "").rpartition("+")
+    if plus and side in FREE:
+        return _load_grafted(main, side, target, tree)
+    if name is not None and name in FREE:
+        return _load_free(name, target, tree)
     if drafter is None or name == "shipped":
         shipped = shipped_drafter(target.name)
         if shipped is None:
@@ -62,22 +70,22 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     except UnknownNameError:
         raise UnknownNameError(
             f"unknown drafter {str(drafter)!r}: it is no directory and no hub id (owner/model), and none of shipped, "
-            f"none, lookup and X{GRAFT} (X any other of these)."
+            f"none, {', '.join(FREE)}, X+lookup and X+recycle (X any other of these)."
         ) from None
     return LMDrafter(model, target, tree.depth if tree else 5)
 
 
-def _load_lookup(target: Target, tree: TreeShape | None) -> LookupDrafter:
-    return LookupDrafter(target.vocab_size) if tree is None else LookupDrafter(target.vocab_size, nodes=tree.nodes)
+def _load_free(name: str, target: Target, tree: TreeShape | None) -> Drafter:
+    return FREE[name](target.vocab_size) if tree is None else FREE[name](target.vocab_size, nodes=tree.nodes)
 
 
-def _load_grafted(main: str, target: Target, tree: TreeShape | None) -> Drafter:
+def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) -> Drafter:
     """ "X+lookup" for X = main. Grafted onto nothing, lookup is the tree."""
     if not main:
-        raise ModelLoadError(f'"{GRAFT}" names no drafter to graft onto: write "shipped{GRAFT}" or "lookup".')
+        raise ModelLoadError(f'"+{side}" names no drafter to graft onto: write "shipped+{side}" or "{side}".')
     onto = load_drafter(main, target, tree)
     if isinstance(onto, NoDrafter):
-        return _load_lookup(target, tree)
+        return _load_free(side, target, tree)
     shape = tree or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
     nodes = max(shape.nodes, onto.max_nodes)
-    return GraftedDrafter(onto, LookupDrafter(target.vocab_size, nodes=nodes), nodes)
+    return GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes)

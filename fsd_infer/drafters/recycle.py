@@ -1,0 +1,235 @@
+"""Drafting from what the target found likely before: token recycling (Luo et al. 2024, arXiv:2408.08696).
+
+Every verifying forward says, at each node of a tree, which tokens the target would go on with. All but one of them are
+thrown away. Kept by the tokens they followed, they are drafts for the next time that these tokens appear.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.errors import FsdError
+from fsd_infer.kernels import kernels, likeliest
+from fsd_infer.tree import DraftTree, TreeRow
+
+BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
+BUCKET_NATS = 0.4
+PRIOR_TRIALS = 4.0  # what a prior counts for
+REMEMBERED_TRIALS = 256.0  # evidence beyond this makes older evidence fade
+# Kinds of candidates, and what their probability is multiplied by as a prior: after the same two tokens, after the same
+# token where nothing is known of two, after the same token behind those of the first kind.
+PRIORS = (0.9, 0.5, 0.15)
+
+Candidate = tuple[int, int, int]  # token, kind, bucket
+
+
+class Recycled:
+    """What the target found likely after one and after two tokens, and how often that was right.
+
+    Args:
+        width: candidates kept per context.
+        most: contexts remembered; the ones not seen for longest are forgotten.
+    """
+
+    def __init__(self, width: int, most: int) -> None:
+        self.width, self.most = width, most
+        self.after: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # last tokens -> (token, bucket), likeliest first
+        middles = [math.exp(-BUCKET_NATS * (bucket + 0.5)) for bucket in range(BUCKETS)]
+        self.hits = [[PRIOR_TRIALS * prior * middle for middle in middles] for prior in PRIORS]
+        self.trials = [[PRIOR_TRIALS] * BUCKETS for _ in PRIORS]
+
+    def __len__(self) -> int:
+        return len(self.after)
+
+    def remember(self, context: Sequence[int], tokens: Sequence[int], log_p: Sequence[float]) -> None:
+        """The target's likeliest tokens after a text that ends with ``context`` (one or two tokens)."""
+        found = [
+            (token, min(int(-value / BUCKET_NATS), BUCKETS - 1))
+            for token, value in zip(tokens, log_p)
+            if value > -BUCKET_NATS * BUCKETS
+        ]
+        for length in range(1, len(context) + 1):
+            key = tuple(context[-length:])
+            self.after.pop(key, None)  # so that it becomes the latest
+            self.after[key] = found
+        while len(self.after) > self.most:
+            del self.after[next(iter(self.after))]
+
+    def candidates(self, context: Sequence[int]) -> list[Candidate]:
+        """Different next tokens after ``context``: ``width`` by two tokens, and as many by one."""
+        found: list[Candidate] = []
+        longer = self.after.get(tuple(context[-2:]), []) if len(context) > 1 else []
+        seen = set()
+        for token, bucket in longer:
+            seen.add(token)
+            found.append((token, 0, bucket))
+        kind = 2 if longer else 1
+        for token, bucket in self.after.get(tuple(context[-1:]), []):
+            if token not in seen:
+                found.append((token, kind, bucket))
+        return found
+
+    def chance(self, kind: int, bucket: int) -> float:
+        """That a candidate is the next token; strictly between 0 and 1."""
+        return self.hits[kind][bucket] / self.trials[kind][bucket]
+
+    def learn(self, context: Sequence[int], token: int) -> None:
+        """``token`` followed the text that ends with ``context``: judge what would have been proposed."""
+        for candidate, kind, bucket in self.candidates(context):
+            hits, trials = self.hits[kind], self.trials[kind]
+            fade = 1.0 if trials[bucket] < REMEMBERED_TRIALS else 1.0 - 1.0 / REMEMBERED_TRIALS
+            trials[bucket] = trials[bucket] * fade + 1.0
+            hits[bucket] = hits[bucket] * fade + (candidate == token)
+            # never certain either way: a score must fall from parent to child, and a bucket must be able to recover
+            hits[bucket] = min(max(hits[bucket], 0.01), trials[bucket] - 0.05)
+
+    def tree(self, context: Sequence[int], nodes: int, depth: int, least: float) -> TreeRow:
+        """The most promising continuations as a tree, best first.
+
+        Args:
+            context: the last one or two tokens of the text; the last is the root.
+            nodes: most nodes, the root included.
+            depth: deepest node.
+            least: chance of acceptance below which a node is not worth its verification.
+        """
+        tokens, parents, scores, depths = [context[-1]], [0], [0.0], [0]
+        floor = math.log(least)
+        queue: list[tuple[float, int, int, int]] = []  # -score, order of arrival, parent, token
+        arrivals = 0
+
+        def branch(node: int, context: Sequence[int]) -> None:
+            nonlocal arrivals
+            options = [(token, self.chance(kind, bucket)) for token, kind, bucket in self.candidates(context)]
+            total = max(1.0, sum(chance for _, chance in options))
+            for token, chance in options:
+                score = scores[node] + math.log(chance / total)
+                if score >= floor:
+                    arrivals += 1
+                    heapq.heappush(queue, (-score, arrivals, node, token))
+
+        branch(0, context)
+        while queue and len(tokens) < nodes:
+            negative, _, parent, token = heapq.heappop(queue)
+            node = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-negative)
+            depths.append(depths[parent] + 1)
+            if depths[node] < depth:
+                branch(node, [tokens[parent], token])
+        return TreeRow(tokens, parents, scores, [-1] * len(tokens))
+
+
+@DRAFTERS.register("recycle")
+class RecycleDrafter(Drafter):
+    """Token recycling: the target's own likeliest tokens, by the one or two tokens before them, as a tree.
+
+    As in the paper, what verifying forwards say at all nodes is kept, also where nothing was accepted, and serves later
+    requests too: the first request of a fresh drafter has little to draft from. Unlike there, two tokens count before
+    one does, and the tree is not a fixed template: its nodes are the ones with the best chances, which are learned from
+    how often candidates of that probability were right. A tree is a function of what came before it alone, so the exact
+    rule's law is the target's. No distribution q is known at its nodes: gates stay closed there, as in lookup.
+
+    Args:
+        vocab_size: V of the target.
+        depth: deepest draft (number of tokens ahead of the root).
+        nodes: most nodes verified per round, the root included.
+        width: candidates kept per context.
+        least: a node whose estimated chance of acceptance is lower is not drafted, in (0, 1).
+        most: contexts remembered (about 0.5 kB each).
+        keep: later requests draft from what earlier ones showed. Off, a request's tree depends on that request alone,
+            and fuzzy answers can be had again.
+
+    Raises:
+        FsdError: options out of range.
+    """
+
+    name = "recycle"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        depth: int = 6,
+        nodes: int = 16,
+        width: int = 8,
+        least: float = 0.02,
+        most: int = 100_000,
+        keep: bool = True,
+    ) -> None:
+        if depth < 1 or nodes < 2 or width < 1 or most < 1:
+            raise FsdError(
+                "recycle needs depth >= 1, nodes >= 2, width >= 1 and most >= 1; "
+                f"got {depth}, {nodes}, {width}, {most}."
+            )
+        if not 0.0 < least < 1.0:
+            raise FsdError(f"recycle needs 0 < least < 1; got {least}.")
+        self.vocab_size = vocab_size
+        self.depth, self.nodes, self.width, self.least, self.most, self.keep = depth, nodes, width, least, most, keep
+        self.recycled = Recycled(width, most)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.depth, self.nodes - 1)
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
+        return RecycleSession(self, request.batch)
+
+    def describe(self) -> dict[str, Any]:
+        options = {"width": self.width, "least": self.least, "most": self.most, "keep": self.keep}
+        return {**super().describe(), **options}
+
+
+class RecycleSession(DraftSession):
+    """The rows' last tokens, and what is remembered: of the drafter, or of each row."""
+
+    def __init__(self, drafter: RecycleDrafter, batch: int) -> None:
+        self.drafter = drafter
+        self.last: list[list[int]] = [[] for _ in range(batch)]  # the last two tokens of each text
+        self.recycled = [
+            drafter.recycled if drafter.keep else Recycled(drafter.width, drafter.most) for _ in range(batch)
+        ]
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        for last, row, count in zip(self.last, tokens.tolist(), counts.tolist(), strict=True):
+            last[:] = (last + row[max(0, count - 2) : count])[-2:]
+
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        nodes = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
+        if logits.device.type == "cpu" and kernels() is None:  # torch takes milliseconds for each dozen nodes
+            nodes = path
+            logits = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
+        log_p, choice = likeliest(logits, min(self.drafter.width, logits.shape[-1]))
+        lists = (nodes, choice, log_p, tree.tokens, tree.parents, path, tokens, accepted)
+        rows = zip(self.recycled, self.last, *(values.tolist() for values in lists), strict=True)
+        for recycled, last, seen, likely, values, drafted, parents, way, emitted, count in rows:
+            contexts = [[*last[-2:-1], drafted[0]]]
+            contexts += [[drafted[parent], token] for parent, token in zip(parents[1:], drafted[1:])]
+            for node, token in zip(way[: count + 1], emitted):  # judged before the answer is known
+                recycled.learn(contexts[node], token)
+            on_path = set(way[: count + 1])
+            for place in sorted(range(len(seen)), key=lambda place: seen[place] in on_path):  # what became text stays
+                recycled.remember(contexts[seen[place]], likely[place], values[place])
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        drafter = self.drafter
+        rows = [
+            recycled.tree([*last[-2:-1], root], drafter.nodes, drafter.depth, drafter.least)
+            for recycled, last, root in zip(self.recycled, self.last, roots.tolist(), strict=True)
+        ]
+        return DraftTree.from_rows(rows, torch.empty(len(rows), 0, drafter.vocab_size, device=roots.device))
+
+    def select(self, rows: Tensor) -> None:
+        kept = rows.tolist()
+        self.last = [self.last[row] for row in kept]
+        self.recycled = [self.recycled[row] for row in kept]

@@ -1,0 +1,181 @@
+"""Token recycling: what is remembered, its estimates, the trees, and that drafts from it change no answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.drafters.recycle import BUCKET_NATS, BUCKETS, PRIORS, Recycled
+from fsd_infer.rules import parse_rule
+from fsd_infer.tree import DraftTree
+from tests.families import VOCAB, reference, tiny_model, tiny_prompts
+from tests.rules_toy import Enumeration, Toy, V, simulate
+from tests.test_lookup import check_tree, circling_model, contexts_in, emitted, take
+from tests.test_rules_laws import ALARM, ROWS, p_value
+
+
+def logs(*chances: float) -> list[float]:
+    return [math.log(chance) for chance in chances]
+
+
+def test_two_tokens_count_before_one() -> None:
+    memory = Recycled(width=3, most=100)
+    assert memory.candidates([1, 2]) == []
+    memory.remember([1, 2], [5, 6, 7], logs(0.9, 0.08, 0.001))  # the last is too unlikely to be kept
+    memory.remember([3, 2], [6, 8], logs(0.5, 0.5))
+    assert [token for token, _, _ in memory.candidates([1, 2])] == [5, 6, 8]
+    assert [kind for _, kind, _ in memory.candidates([1, 2])] == [0, 0, 2]
+    assert [(token, kind) for token, kind, _ in memory.candidates([4, 2])] == [(6, 1), (8, 1)]
+    assert memory.candidates([2]) == memory.candidates([4, 2])
+    assert memory.candidates([5]) == []
+
+
+def test_estimates_follow_what_happens() -> None:
+    memory = Recycled(width=2, most=100)
+    memory.remember([1, 2], [5, 6], logs(0.6, 0.3))
+    (_, kind, likely), (_, _, unlikely) = memory.candidates([1, 2])
+    assert memory.chance(kind, likely) == pytest.approx(PRIORS[0] * math.exp(-BUCKET_NATS * 1.5))
+    for _ in range(400):
+        memory.learn([1, 2], 6)
+    assert memory.chance(kind, likely) < 0.02 and memory.chance(kind, unlikely) > 0.98
+    for _ in range(1000):  # old evidence fades
+        memory.learn([1, 2], 5)
+    assert memory.chance(kind, likely) > 0.9 and memory.chance(kind, unlikely) < 0.1
+    assert all(0.0 < memory.chance(kind, bucket) < 1.0 for kind in range(len(PRIORS)) for bucket in range(BUCKETS))
+
+
+def test_what_was_not_seen_for_longest_is_forgotten() -> None:
+    memory = Recycled(width=1, most=4)
+    for last in (1, 2, 1, 3):
+        memory.remember([0, last], [last + 10], [0.0])
+    assert len(memory) == 4
+    assert memory.candidates([0, 2]) == []
+    assert memory.candidates([0, 1])[0][0] == 11 and memory.candidates([0, 3])[0][0] == 13
+
+
+def observed(session: Any, text: list[int], root: int, likely: list[int], emitted_token: int) -> None:
+    """One plain round: the text ends with ``root``, the target likes ``likely`` and emits ``emitted_token``."""
+    logits = torch.full((1, 1, VOCAB), -9.0)
+    for rank, token in enumerate(likely):
+        logits[0, 0, token] = 3.0 - rank
+    one = torch.zeros(1, 1, dtype=torch.long)
+    session.observe(
+        DraftTree.root_only(torch.tensor([root]), VOCAB), logits, one, one + emitted_token, torch.zeros(1).long()
+    )
+    session.extend(torch.tensor([[emitted_token]]), torch.empty(1, 1, 0), torch.tensor([1]))
+
+
+def test_drafts_are_judged_before_their_answer_is_known() -> None:
+    drafter = RecycleDrafter(VOCAB)
+    session = drafter.start(torch.tensor([1]), DraftRequest(1, 100))
+    session.extend(torch.tensor([[1, 2]]), torch.empty(1, 2, 0), torch.tensor([2]))
+    before = [list(row) for row in drafter.recycled.trials]
+    observed(session, [1, 2], 2, [7, 8], 7)
+    assert drafter.recycled.trials == before, "nothing had been remembered that could be judged"
+    assert [token for token, _, _ in drafter.recycled.candidates([1, 2])][:2] == [7, 8]
+    session.extend(torch.tensor([[1, 2]]), torch.empty(1, 2, 0), torch.tensor([2]))
+    observed(session, [1, 2], 2, [9], 7)
+    assert drafter.recycled.trials != before
+    tree = session.draft(torch.tensor([7]))
+    assert tree.tokens[0, 0] == 7
+
+
+def test_trees_are_trees() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drafter = RecycleDrafter(VOCAB, depth=4, nodes=12, width=4)
+    for _ in range(300):
+        context = torch.randint(6, (2,), generator=generator).tolist()
+        tokens = torch.randperm(6, generator=generator)[:4].tolist()
+        drafter.recycled.remember(context, tokens, logs(0.5, 0.3, 0.1, 0.05))
+    session = drafter.start(torch.tensor([1, 2, 9]), DraftRequest(3, 100))
+    session.extend(torch.tensor([[1, 3], [4, 5], [9, 9]]), torch.empty(3, 2, 0), torch.tensor([2, 2, 2]))
+    tree = session.draft(torch.tensor([3, 5, 9]))
+    check_tree(tree)
+    assert tree.tokens.shape[1] == 12 and tree.max_depth <= 4
+    assert bool((tree.q_index == -1).all())
+    session.select(torch.tensor([1]))
+    assert torch.equal(session.draft(torch.tensor([5])).tokens, tree.tokens[1:2])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_greedy_equals_generate(family: str, keep: bool) -> None:
+    model = tiny_model(family)
+    target = Target(model)
+    prompts = tiny_prompts()
+    expected = reference(model, prompts, max_new_tokens=32)
+    drafter = RecycleDrafter(VOCAB, keep=keep)
+    decoder = FuzzyDecoder(target, drafter)
+    for prompt, answer in list(zip(prompts, expected))[:2]:
+        assert decoder.generate([prompt], max_new_tokens=32, do_sample=False).sequences == [answer]
+    for rule in ("exact", "draft-only"):  # no distribution is known, so nothing but the target decides
+        out = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
+        assert out.sequences == expected
+    assert bool(len(drafter.recycled)) == keep
+    if keep:
+        assert out.stats.tau > 2, "the same prompts again"
+
+
+def test_without_keep_an_answer_depends_on_its_request_alone() -> None:
+    target = Target(circling_model())
+    decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB, keep=False))
+    prompts = tiny_prompts((9, 5))
+    first = decoder.generate(prompts, max_new_tokens=64, do_sample=False)
+    again = decoder.generate(prompts, max_new_tokens=64, do_sample=False)
+    assert again.sequences == first.sequences and again.stats.tau == first.stats.tau > 2
+    assert first.sequences == FuzzyDecoder(target, NoDrafter(VOCAB)).generate(
+        prompts, max_new_tokens=64, do_sample=False
+    ).sequences  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecycleToy(Toy):
+    """Drafts from a fixed memory and what the context says was emitted."""
+
+    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
+        memory = Recycled(width=3, most=100)
+        for first in range(V):
+            for second in range(V):
+                memory.remember([first, second], [second, (first + 1) % V, (second + 2) % V], logs(0.5, 0.3, 0.2))
+        different, row = contexts.unique(return_inverse=True)
+        rows = [memory.tree([0, *emitted(context)][-2:], 7, 3, 0.01) for context in different.tolist()]
+        tree = DraftTree.from_rows(rows, torch.empty(len(rows), 0, V))
+        return take(tree, row), contexts_in(tree, different)[row]
+
+
+@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf"])
+def test_every_rules_law_is_the_targets(spec: str) -> None:
+    plain = Toy.make(22)
+    toy = RecycleToy(plain.p, plain.q)
+    got = simulate(toy, parse_rule(spec), ROWS // 4, seed=6)
+    assert p_value(got.codes, Enumeration(toy, "exact").target_law()) > ALARM
+    assert got.spent.sum() == 0
+
+
+def test_names() -> None:
+    target = Target(tiny_model("llama"), name="tiny")
+    recycle = load_drafter("recycle", target, TreeShape(4, 2, 9))
+    assert isinstance(recycle, RecycleDrafter) and recycle.nodes == 9
+    both = load_drafter("lookup+recycle", target, TreeShape(4, 2, 9))
+    assert isinstance(both, GraftedDrafter) and both.name == "lookup+recycle"
+    assert isinstance(both.main, LookupDrafter) and isinstance(both.side, RecycleDrafter)
+    assert load_drafter("lookup+recycle+lookup", target).describe()["name"] == "lookup+recycle+lookup"
+    prompts = tiny_prompts()
+    expected = reference(target.model, prompts, max_new_tokens=24)
+    for _ in range(2):
+        assert FuzzyDecoder(target, both).generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
+    assert len(both.side.recycled) > 0, "grafted, too, it sees what the target thought"
+
+
+@pytest.mark.parametrize("options", [{"depth": 0}, {"nodes": 1}, {"width": 0}, {"most": 0}, {"least": 1.0}], ids=str)
+def test_options_out_of_range_are_named(options: dict[str, float]) -> None:
+    with pytest.raises(FsdError, match=next(iter(options))):
+        RecycleDrafter(VOCAB, **options)  # type: ignore[arg-type]
