@@ -334,4 +334,4 @@ def test_target_that_is_not_there_is_told_in_one_line(
 
 def test_targets_without_a_head_are_compared_with_what_there_is() -> None:
     methods = [spec.name for spec in parse_methods(compare.own_methods("some/dir", None, None, ["0.3"]))]
-    assert methods == ["hf-generate", "hf-lookup:8", "plain", "exact@lookup"]
+    assert methods == ["hf-generate", "hf-lookup:8", "plain", "exact@lookup", "exact@lookup+recycle"]

@@ -185,6 +185,22 @@ def test_exact_in_bf16_emits_what_the_plain_loop_emits() -> None:
 
 
 @needs_kernels
+def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fitting_model("llama")
+    speed_up(model)
+    target = Target(model)
+    prompt = (tiny_prompts((60,))[0] * 3)[:150]
+    calls = calls_of_layers(monkeypatch)
+    expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
+    assert len(calls) == 2 + 3, "two layers, each in a call of its own over so many tokens; then both in one"
+    monkeypatch.setattr(kernel_layer, "MOST_SLOTS", 100)
+    calls.clear()
+    found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
+    assert calls == [2, 2, 2], "the prompt's forward is not among them"
+    assert len(found.sequences[0]) == len(expected.sequences[0]) == 4
+
+
+@needs_kernels
 def test_a_heads_own_layer() -> None:
     target = Target(fitting_model("llama"))
     head = EagleHead(EagleConfig.for_target(target, final_norm=True, feature_scale=True))
