@@ -231,6 +231,34 @@ inline void rotate(const bf16* x, const bf16* cosine, const bf16* sine, int64_t 
   }
 }
 
+// 16 rows of 16 pairs, `stride` pairs apart, to 16 columns side by side: block[pair * 16 + row]; rows from `count` on
+// are made of zeros.
+inline void transpose(const int32_t* from, int64_t stride, int64_t count, int32_t* block) {
+  __m512i a[LANES], b[LANES];
+  for (int row = 0; row < LANES; ++row)
+    a[row] = row < count ? _mm512_loadu_si512(from + row * stride) : _mm512_setzero_si512();
+  for (int i = 0; i < LANES; i += 2) {  // pairs of rows, then of pairs, then quarters of registers twice
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+    }
+  for (int i = 0; i < LANES; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
+      b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 4; ++j)
+    for (int k = 0; k < 2; ++k) {  // pairs j + 4 k of the quarters, and those 8 further
+      const __m512i low = b[j + 4 * k], high = b[j + 4 * k + 8];
+      _mm512_storeu_si512(block + (j + 4 * k) * LANES, _mm512_shuffle_i32x4(low, high, 0x88));
+      _mm512_storeu_si512(block + (j + 4 * k + 8) * LANES, _mm512_shuffle_i32x4(low, high, 0xdd));
+    }
+}
+
 // Q queries that share keys and values. seen[q]: bytes, nonzero where the query may attend. scores: room for
 // Q · padded floats, padded = slots rounded up to 16; block: room for 16 · width / 2 pairs.
 template <int Q>
@@ -243,10 +271,8 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
   for (int q = 0; q < Q; ++q) highest[q] = never;
   for (int64_t at = 0; at < slots; at += LANES) {
     const int64_t count = std::min<int64_t>(LANES, slots - at);
-    for (int64_t key = 0; key < count; ++key) {  // 16 keys side by side, as a packed weight
-      const int32_t* from = (const int32_t*)(keys + (at + key) * stride);
-      for (int64_t k = 0; k < pairs; ++k) block[k * LANES + key] = from[k];
-    }
+    for (int64_t k = 0; k < pairs; k += LANES)  // 16 keys side by side, as a packed weight
+      transpose((const int32_t*)(keys + at * stride) + k, stride / 2, count, block + k * LANES);
     __m512 sum[Q];
     for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; ++k) {
