@@ -324,7 +324,8 @@ constexpr int QUERIES = 12;  // that attend together at most
 inline __m512 log_of_1_plus(__m512 t) {
   const __m512 s = _mm512_div_ps(t, _mm512_add_ps(t, _mm512_set1_ps(2.f))), square = _mm512_mul_ps(s, s);
   __m512 y = _mm512_set1_ps(1.f / 13.f);
-  for (const float divisor : {11.f, 9.f, 7.f, 5.f, 3.f, 1.f}) y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(1.f / divisor));
+  for (const float divisor : {11.f, 9.f, 7.f, 5.f, 3.f, 1.f})
+    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(1.f / divisor));
   return _mm512_mul_ps(_mm512_add_ps(s, s), y);
 }
 
@@ -336,7 +337,8 @@ float log_sum_exp(const Number* x, int64_t count) {
   const float highest = _mm512_reduce_max_ps(top);
   for (int64_t at = 0; at < count; at += LANES) {
     const __mmask16 inside = lanes(count - at);
-    sum = _mm512_mask_add_ps(sum, inside, sum, exponential(_mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest))));
+    const __m512 value = _mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest));
+    sum = _mm512_mask_add_ps(sum, inside, sum, exponential(value));
   }
   return highest + std::log(_mm512_reduce_add_ps(sum));
 }
@@ -683,16 +685,18 @@ void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forwa
       const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
       _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
     });
-    panel_product(multiply, normed, rows, hidden, layer->gate_up + (inner + start) * hidden, [&](int row, int at, __m512 sum) {
+    const bf16* const ups = layer->gate_up + (inner + start) * hidden;
+    panel_product(multiply, normed, rows, hidden, ups, [&](int row, int at, __m512 sum) {
       if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
       store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
     });
   }
 #pragma omp barrier
-  product(multiply, gated, rows, inner, layer->down, layer->down_bias, hidden, [&](int row, int64_t column, __m512 sum) {
-    const int64_t at = row * hidden + column;
-    store(out + at, _mm512_add_ps(load(middle + at), sum));
-  });
+  product(multiply, gated, rows, inner, layer->down, layer->down_bias, hidden,
+          [&](int row, int64_t column, __m512 sum) {
+            const int64_t at = row * hidden + column;
+            store(out + at, _mm512_add_ps(load(middle + at), sum));
+          });
 }
 
 }  // namespace

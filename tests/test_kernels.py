@@ -343,7 +343,7 @@ def test_a_compiler_that_knows_no_amx(fresh: pytest.MonkeyPatch, tmp_path: Any) 
         pytest.skip("needs AVX512-BF16 and a C++ compiler")
     flags = module._cpu_flags() | {"no such"}
     fresh.setattr(module, "_cpu_flags", lambda: flags)
-    fresh.setattr(module, "_TILES", {"no such"})  # -mno such
+    fresh.setattr(module, "_TILES", {"no such"})  # asked for by "-mno such", which no compiler knows
     fresh.setenv("FSD_CACHE", str(tmp_path))
     made = kernels()
     assert made is not None and made.panel == 64
