@@ -44,14 +44,14 @@ from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.kernels import kernels
+from fsd_infer.kernels import kernels, processor
 from fsd_infer.probe import Probe
 from fsd_infer.rules import Exact, Verification
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
 
 AUTO = "auto"
-VERSION = 5  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 6  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 STOPS = tuple(tenth / 10 for tenth in range(10))
@@ -423,9 +423,10 @@ def _between(points: Mapping[int, float], x: int) -> float:
 
 
 def _file(drafter: EagleDrafter, target: Target) -> Path:
-    """One file per target, head, data type, device, threads, version of torch and use of kernels."""
+    """One file per target, head, data type, device, processor, threads, version of torch and kind of kernels."""
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor('model name')}, {os.cpu_count()} cores"
+    compiled = kernels() if device.type == "cpu" else None
     weights = [weight.detach().double() for weight in drafter.head.parameters() if not weight.is_meta]
     what = {
         "version": VERSION,
@@ -434,7 +435,7 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
         "device": [device.type, name, torch.get_num_threads() if device.type == "cpu" else 0],
         "torch": torch.__version__,
         "replaced": sum(is_replaced(part) for part in target.model.modules()),
-        "kernels": device.type == "cpu" and kernels() is not None,
+        "kernels": compiled is not None and compiled.panel,
     }
     digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
     return cache_dir() / "trees" / f"{digest[:24]}.json"
