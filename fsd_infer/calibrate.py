@@ -425,7 +425,7 @@ def _between(points: Mapping[int, float], x: int) -> float:
 def _file(drafter: EagleDrafter, target: Target) -> Path:
     """One file per target, head, data type, device, processor, threads, version of torch and kind of kernels."""
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor('model name')}, {os.cpu_count()} cores"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} {processor('model name')}"
     compiled = kernels() if device.type == "cpu" else None
     weights = [weight.detach().double() for weight in drafter.head.parameters() if not weight.is_meta]
     what = {
