@@ -425,7 +425,9 @@ def _between(points: Mapping[int, float], x: int) -> float:
 def _file(drafter: EagleDrafter, target: Target) -> Path:
     """One file per target, head, data type, device, processor, threads, version of torch and kind of kernels."""
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} {processor('model name')}"
+    name = f"{os.cpu_count()} {processor('model name')}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     compiled = kernels() if device.type == "cpu" else None
     weights = [weight.detach().double() for weight in drafter.head.parameters() if not weight.is_meta]
     what = {
