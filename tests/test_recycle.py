@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.recycle import BUCKET_NATS, BUCKETS, PRIORS, Recycled
@@ -120,6 +121,8 @@ def test_greedy_equals_generate(family: str, keep: bool) -> None:
         out = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
         assert out.sequences == expected
     assert bool(len(drafter.recycled)) == keep
+    drafter.forget()
+    assert not len(drafter.recycled)
     if keep:
         assert out.stats.tau > 2, "the same prompts again"
 
@@ -173,6 +176,17 @@ def test_names() -> None:
     for _ in range(2):
         assert FuzzyDecoder(target, both).generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
     assert len(both.side.recycled) > 0, "grafted, too, it sees what the target thought"
+    both.forget()
+    assert len(both.side.recycled) == 0
+
+
+def test_a_repeated_prompt_is_not_measured_from_memory() -> None:
+    target = Target(tiny_model("llama"))
+    drafter = GraftedDrafter(LookupDrafter(VOCAB), RecycleDrafter(VOCAB))
+    method = EngineMethod("exact", FuzzyDecoder(target, drafter), parse_rule("exact"), drafter)
+    runs = [method.answer(tiny_prompts(), dict(max_new_tokens=24, do_sample=False), 0) for _ in range(2)]
+    first, second = ([answer.target_forwards for answer in run.answers] for run in runs)
+    assert first == second
 
 
 @pytest.mark.parametrize("options", [{"depth": 0}, {"nodes": 1}, {"width": 0}, {"most": 0}, {"least": 1.0}], ids=str)

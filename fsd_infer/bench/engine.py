@@ -18,6 +18,7 @@ class EngineMethod(Method):
         self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        self.drafter.forget()  # a prompt that is repeated must not be answered from memory
         start = time.perf_counter()
         made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
         seconds = time.perf_counter() - start

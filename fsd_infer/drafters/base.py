@@ -93,6 +93,9 @@ class Drafter(ABC):
         """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there."""
         return self
 
+    def forget(self) -> None:  # noqa: B027
+        """Drop what requests have taught it, if it keeps such things. Benchmarks do so before every answer."""
+
     def modules(self) -> list[nn.Module]:
         """Modules of the drafter's own, for whoever wants to pack, compile or move them."""
         return []

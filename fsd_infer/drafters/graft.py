@@ -78,6 +78,10 @@ class GraftedDrafter(Drafter):
             return self if main is self.main else main
         return GraftedDrafter(main, self.side, main.max_nodes)
 
+    def forget(self) -> None:
+        self.main.forget()
+        self.side.forget()
+
     def modules(self) -> list[nn.Module]:
         return [*self.main.modules(), *self.side.modules()]
 

@@ -182,6 +182,9 @@ class RecycleDrafter(Drafter):
     def max_depth(self) -> int:
         return min(self.depth, self.nodes - 1)
 
+    def forget(self) -> None:
+        self.recycled = Recycled(self.width, self.most)
+
     def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
         return RecycleSession(self, request.batch)
 
