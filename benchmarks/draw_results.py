@@ -33,8 +33,8 @@ def draw(record: dict[str, Any], output: Path) -> None:
     left.set_xticks(range(len(categories)), categories, rotation=35, ha="right")
     left.set_ylabel("accepted length τ (tokens per target forward)")
     left.axhline(1, color="grey", linewidth=0.8)
-    left.legend(frameon=False)
-    left.set_title("by category")
+    left.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=len(names))
+    left.set_title("by category", pad=24)
 
     for name, facts in methods.items():
         x, y = facts["log_likelihood_per_token"], facts["tau_category_mean"]
