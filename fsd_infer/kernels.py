@@ -83,17 +83,8 @@ class Kernels:
         self._top = library.fsd_top
         self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
         self._divergence = library.fsd_divergence
-        self._divergence.argtypes = (
-            c_int,
-            c_int,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_int64,
-            *[c_void_p] * 2,
-            c_int,
-        )
+        rows_and_columns = (c_void_p, c_int64, c_int64)
+        self._divergence.argtypes = (*[c_int] * 2, *rows_and_columns, c_void_p, c_int64, *[c_void_p] * 2, c_int)
         self._divergence.restype = None
         self._likeliest = library.fsd_likeliest
         self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
@@ -139,11 +130,8 @@ class Kernels:
             ids: [Vd] int64, the tokens that q is about; None: V = Vd.
         """
         out = torch.empty(p.shape[:-1])
-        kind, narrow, tokens = (
-            PLAIN_DIVERGENCES.index(name),
-            p.dtype == torch.bfloat16,
-            None if ids is None else ids.data_ptr(),
-        )
+        kind, narrow = PLAIN_DIVERGENCES.index(name), p.dtype == torch.bfloat16
+        tokens = None if ids is None else ids.data_ptr()
         given = (p.data_ptr(), out.numel(), p.shape[-1], q.data_ptr(), q.shape[-1], tokens, out.data_ptr())
         self._divergence(kind, narrow, *given, torch.get_num_threads())
         return out
