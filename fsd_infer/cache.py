@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fsd_infer.transfer import to_device
+
 
 class _SlotLayer(CacheLayerMixin):
     """One layer's view of the pool."""
@@ -127,12 +129,12 @@ class SlotCache(Cache):
             pool[:, rows, :, destinations] = pool[:, rows, :, sources]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of the batch."""
+        """Keep only these rows [B'] of the batch, on the CPU."""
         self.batch = rows.shape[0]
-        self._pools = {key: pool.index_select(1, rows) for key, pool in self._pools.items()}
+        self._pools = {key: pool.index_select(1, to_device(rows, pool.device)) for key, pool in self._pools.items()}
         for layer in self.layers:
             if isinstance(layer, _SlotLayer) and layer.is_initialized:
-                layer.lazy_initialization(layer.keys[rows], layer.values[rows])
+                layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
     @property
     def nbytes(self) -> int:

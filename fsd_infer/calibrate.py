@@ -371,23 +371,23 @@ def _verify(probe: Probe, nodes: int) -> None:
 def _session(drafter: EagleDrafter, features: Tensor) -> EagleSession:
     """A session that has read a context with these features [B, C, F]."""
     batch, count, _ = features.shape
-    tokens = (torch.arange(count, device=features.device) % drafter.target.vocab_size).expand(batch, -1)
+    tokens = (torch.arange(count) % drafter.target.vocab_size).expand(batch, -1)
     session = EagleSession(drafter, DraftRequest(batch, count + 8))
-    session.extend(tokens, features, torch.full((batch,), count, device=features.device))
+    session.extend(tokens, features, torch.full((batch,), count))
     return session
 
 
 def _draft(drafter: EagleDrafter, features: Tensor) -> Callable[[], Any]:
     session = _session(drafter, features)
-    roots = torch.zeros(features.shape[0], dtype=torch.long, device=features.device)
+    roots = torch.zeros(features.shape[0], dtype=torch.long)
     return lambda: session.draft(roots)
 
 
 def _extend(drafter: EagleDrafter, features: Tensor, tokens: int = 3) -> Callable[[], Any]:
     session = _session(drafter, features)
     lengths, batch = session.lengths, features.shape[0]
-    counts = torch.full((batch,), tokens, device=features.device)
-    new = torch.zeros(batch, tokens, dtype=torch.long, device=features.device)
+    counts = torch.full((batch,), tokens)
+    new = torch.zeros(batch, tokens, dtype=torch.long)
 
     def extend() -> None:
         session.extend(new, features[:, :tokens], counts)

@@ -22,6 +22,7 @@ from fsd_infer.processing import TreeProcessors
 from fsd_infer.rules.base import Rule, Verdict, Verification
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
+from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree, visible_slots
 
 PREFILL_CHUNK = 512
@@ -106,7 +107,13 @@ class _Clock:
 
 
 class _Batch:
-    """The rows being decoded. ``lengths`` [B] is what of each text the target has read; the root comes after."""
+    """The rows being decoded. ``lengths`` [B] is what of each text the target has read; the root comes after.
+
+    Texts, lengths, verdicts and budgets are on the CPU, what models make is on their device. A round waits for the
+    device where the rule's verdict comes from there, and nowhere else (but for stopping criteria, processors that look
+    at the text, and log-likelihoods, where a request has them, and for drafters that do: a merge of two trees, or
+    ``stop_below``).
+    """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule, request: Request) -> None:
         for row, prompt in enumerate(request.prompts):
@@ -121,16 +128,17 @@ class _Batch:
         count = len(request.prompts)
         self.capacity = longest + self.max_new_tokens + drafter.max_nodes
         self.cache = target.new_cache(count, self.capacity)
-        self.lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=self.device)
+        self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
         self.records = [RowRecord() for _ in range(count)]
         self.budget: Tensor | None = None  # nats left per row
         if rule.budget is not None:
-            self.budget = torch.full((count,), rule.budget, dtype=torch.float64, device=self.device)
+            self.budget = torch.full((count,), rule.budget, dtype=torch.float64)
         process = self.processors.context_free if self.processors else None
-        first = torch.tensor([prompt[0] for prompt in request.prompts], device=self.device)
+        first = torch.tensor([prompt[0] for prompt in request.prompts])
+        slots = longest + self.max_new_tokens + 1
         self.session = drafter.start(
-            first, DraftRequest(count, longest + self.max_new_tokens + 1, request.greedy, process, request.generator)
+            first, DraftRequest(count, slots, request.greedy, process, request.generator, self.device)
         )
         self.roots = first
         self.clock = _Clock()
@@ -144,14 +152,14 @@ class _Batch:
         """Read the prompts, emit each row's first token, hand the prompts' features to the drafter."""
         prompts = self.request.prompts
         longest = max(len(prompt) for prompt in prompts)
-        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device)
+        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
         ends = (self.lengths - 1)[:, None]
         if len(prompts) > 1 and self.device.type in READ_IN_TURN:
             features, logits = self._read_in_turn(tokens)
         else:
-            features = self._read(tokens, self.cache)
+            features = self._read(to_device(tokens, self.device), self.cache)
             logits = self._last_logits(features, ends)
-        tree = DraftTree.root_only(tokens.gather(1, ends)[:, 0], logits.shape[-1])
+        tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._apply_rule(tree, logits)
         self._emit(verdict, logits)
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
@@ -168,8 +176,8 @@ class _Batch:
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """One target forward over all nodes: logits [B, N, V] in its own dtype, features [B, N, H]."""
-        slots = self.lengths[:, None] + torch.arange(tree.tokens.shape[1], device=self.device)
-        positions = self.lengths[:, None] + tree.depths
+        slots = to_device(self.lengths[:, None] + torch.arange(tree.tokens.shape[1]), self.device)
+        positions = slots[:, :1] + tree.depths
         visible = visible_slots(self.lengths, tree.ancestors)
         slot_positions = torch.arange(visible.shape[-1], device=self.device).repeat(len(self.rows), 1)
         slot_positions.scatter_(1, slots, positions)
@@ -198,11 +206,12 @@ class _Batch:
     def keep(self, verdict: Verdict) -> None:
         """Move the accepted path's keys and values to where the text ends. The root is in place already."""
         path = verdict.path[:, 1:]
-        steps = torch.arange(1, path.shape[1] + 1, device=self.device)
+        steps = torch.arange(1, path.shape[1] + 1)
         moves = (path != steps) & (steps <= verdict.accepted[:, None])
         if bool(moves.any()):
             destinations = self.lengths[:, None] + steps
-            self.cache.move(torch.where(moves, self.lengths[:, None] + path, destinations), destinations)
+            sources = torch.where(moves, self.lengths[:, None] + path, destinations)
+            self.cache.move(to_device(sources, self.device), to_device(destinations, self.device))
         self.clock.lap("cache")
 
     def grow(self, verdict: Verdict, features: Tensor) -> None:
@@ -211,7 +220,8 @@ class _Batch:
         self.lengths = self.lengths + counts
         if self.budget is not None:
             self.budget = (self.budget - verdict.spent.sum(1)).clamp_min(0.0)
-        path_features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+        path = to_device(verdict.path, self.device)
+        path_features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
         roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         self._advance(verdict.tokens, path_features, counts, roots)
         self.clock.lap("draft")
@@ -246,7 +256,7 @@ class _Batch:
         """(features [B, M, F], logits [B, 1, V] at each prompt's last token), one prompt after the other."""
         features, logits = [], []
         for row, length in enumerate(self.lengths.tolist()):
-            read = self._read(tokens[row : row + 1, :length], self.cache.row(row))
+            read = self._read(to_device(tokens[row : row + 1, :length], self.device), self.cache.row(row))
             features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
             logits.append(self._chunk_logits)
         return torch.cat(features), torch.cat(logits)
@@ -257,7 +267,7 @@ class _Batch:
             return self._chunk_logits
         # Prompts of different lengths: the model computed logits at the end of the longest only.
         self.target.check_lm_head()
-        last = features.gather(1, ends[..., None].expand(-1, 1, features.shape[-1]))
+        last = features.gather(1, to_device(ends, self.device)[..., None].expand(-1, 1, features.shape[-1]))
         return self.target.lm_logits(self.target.features_of(last))
 
     def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
@@ -324,9 +334,9 @@ class _Batch:
             self.rows = [self.rows[i] for i in going]
             if not going:
                 return
-            index = torch.tensor(going, device=self.device)
-            tokens, features, counts = tokens[index], features[index], counts[index]
-            self.roots, self.lengths = self.roots[index], self.lengths[index]
+            index = torch.tensor(going)
+            tokens, counts, self.roots, self.lengths = (x[index] for x in (tokens, counts, roots, self.lengths))
+            features = features.index_select(0, to_device(index, self.device))
             self.budget = None if self.budget is None else self.budget[index]
             self.cache.select(index)
             self.session.select(index)
@@ -351,5 +361,6 @@ def _room(target: Target, longest_prompt: int, max_new_tokens: int) -> int:
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:
     """The target's raw log-probability of each emitted token, [B][D+1]."""
-    at_path = logits.gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1]))
-    return at_path.float().log_softmax(-1).gather(2, verdict.tokens[..., None])[..., 0].tolist()
+    path, tokens = to_device(verdict.path, logits.device), to_device(verdict.tokens, logits.device)
+    at_path = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
+    return at_path.float().log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()

@@ -30,6 +30,7 @@ from torch import Tensor
 from fsd_infer.builtin import cache_dir
 
 PLAIN_DIVERGENCES = ("kl", "reverse_kl", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
+_FEW_NUMBERS = 2**18  # are looked through by one thread before a second one is awake
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
 _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
@@ -107,7 +108,8 @@ class Kernels:
         highest = torch.empty(x.shape[:-1])
         where = torch.empty(x.shape[:-1], dtype=torch.long)
         columns = x.shape[-1]
-        rows, threads = x.numel() // columns, torch.get_num_threads()
+        rows = x.numel() // columns
+        threads = torch.get_num_threads() if x.numel() > _FEW_NUMBERS else 1
         self._top(x.data_ptr(), rows, columns, highest.data_ptr(), where.data_ptr(), threads)
         return highest, where
 

@@ -27,7 +27,7 @@ class Probe:
         self.target, self.context = target, context
         self._slots = torch.arange(context + largest, device=target.device)[None]
         self._tokens = self._slots % target.vocab_size
-        self._length = torch.tensor([context], device=target.device)
+        self._length = torch.tensor([context])
         self._cache = target.new_cache(1, context + largest)
         text = self._slots[:, :context]
         self._cache.aim(text, 0, context)
@@ -40,7 +40,7 @@ class Probe:
 
     def visible(self, nodes: int) -> Tensor:
         """[1, nodes, C + nodes] bool: each token sees the context and the chain up to itself."""
-        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self._length.device).tril()
+        chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self._slots.device).tril()
         return visible_slots(self._length, chain)
 
     def __call__(self, nodes: int, visible: Tensor | None = None) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsd_infer.transfer import lists, to_device
+
 
 @dataclass
 class DraftTree:
@@ -35,6 +37,7 @@ class DraftTree:
             the children are a deterministic function of the context (top-k or argmax). Only chains are sampled.
         scores: [B, N] estimated log-probability that node i is accepted: 0 at the root, a node's never above its
             parent's, -inf at padding. None where the drafter estimates nothing.
+        rows: see :meth:`to_rows`.
     """
 
     tokens: Tensor
@@ -46,6 +49,7 @@ class DraftTree:
     draft_ids: Tensor | None = None
     q_scores: Tensor | None = None
     scores: Tensor | None = None
+    rows: list[TreeRow] | None = None
 
     @property
     def sampled(self) -> bool:
@@ -54,6 +58,16 @@ class DraftTree:
     @property
     def max_depth(self) -> int:
         return int(self.depths.max())
+
+    def to_rows(self) -> list[TreeRow]:
+        """The tree in lists, with scores in any case. Unless it was made from lists, this waits for the device.
+
+        A tree without scores gets cumulative log q; children of a node without q share it evenly.
+        """
+        if self.rows is None:
+            scores = _estimated_scores(self) if self.scores is None else self.scores
+            self.rows = [TreeRow(*row) for row in zip(*lists(self.tokens, self.parents, scores, self.q_index))]
+        return self.rows
 
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
@@ -106,14 +120,15 @@ class DraftTree:
             row.pad(count, q_logits.shape[-1])
         device = q_logits.device
         return cls(
-            tokens=torch.tensor([row.tokens for row in rows], device=device),
-            parents=torch.tensor([row.parents for row in rows], device=device),
-            depths=torch.tensor([row.depths() for row in rows], device=device),
-            ancestors=torch.tensor([row.ancestors() for row in rows], device=device),
+            tokens=to_device(torch.tensor([row.tokens for row in rows]), device),
+            parents=to_device(torch.tensor([row.parents for row in rows]), device),
+            depths=to_device(torch.tensor([row.depths() for row in rows]), device),
+            ancestors=to_device(torch.tensor([row.ancestors() for row in rows]), device),
             q_logits=q_logits,
-            q_index=torch.tensor([row.q_index for row in rows], device=device),
+            q_index=to_device(torch.tensor([row.q_index for row in rows]), device),
             draft_ids=draft_ids,
-            scores=torch.tensor([row.scores for row in rows], device=device),
+            scores=to_device(torch.tensor([row.scores for row in rows]), device),
+            rows=rows,
         )
 
 
@@ -160,6 +175,23 @@ class TreeRow:
                     self.q_index.append(-1)
 
 
+def _estimated_scores(tree: DraftTree) -> Tensor:
+    """[B, N], see :meth:`DraftTree.to_rows`."""
+    parents = tree.parents
+    siblings = torch.zeros_like(parents).scatter_add_(1, parents[:, 1:], torch.ones_like(parents[:, 1:]))
+    steps = -siblings.clamp_min(1).float().log().gather(1, parents)
+    if tree.q_logits.shape[1]:
+        row = tree.q_index.gather(1, parents)
+        column = tree.tokens
+        if tree.draft_ids is not None:
+            column = torch.searchsorted(tree.draft_ids, column).clamp_max(tree.q_logits.shape[-1] - 1)
+        log_q = tree.q_logits.float().log_softmax(-1)
+        drafted = log_q[torch.arange(row.shape[0], device=row.device)[:, None], row.clamp_min(0), column]
+        steps = torch.where(row >= 0, drafted, steps)
+    steps[:, 0] = 0.0
+    return (tree.ancestors * steps[:, None]).sum(-1)
+
+
 def ancestors_of(parents: Tensor) -> Tensor:
     """[B, N] parents (index order: parent before child) -> [B, N, N] ancestor-or-self matrix."""
     batch, nodes = parents.shape
@@ -177,16 +209,16 @@ def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
     """Which cache slots new tokens may attend to: the whole text, and chosen tokens behind it.
 
     Args:
-        lengths: [B] text length of each row; its tokens occupy the slots before it.
+        lengths: [B] text length of each row, on the CPU; its tokens occupy the slots before it.
         sees: [B, M, E] bool; may token i attend to the e-th slot behind the text.
 
     Returns:
-        [B, M, S] bool with S = longest text + E.
+        [B, M, S] bool on the device of ``sees``, with S = longest text + E.
     """
     if lengths.shape[0] == 1:  # no row has a longer text than its own
         return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
     extra = sees.shape[-1]
-    behind = torch.arange(int(lengths.max()) + extra, device=lengths.device) - lengths[:, None]  # [B, S]
+    behind = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
     index = behind.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
     inside = (behind >= 0) & (behind < extra)
     return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (behind < 0)[:, None])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.registry import Registry
+from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree
 
 
@@ -28,6 +29,7 @@ class DraftRequest:
         greedy: temperature 0: chains are drafted by argmax instead of sampled.
         process: the request's context-free logits processors, [..., V] -> [..., V], or None.
         generator: source of randomness for sampled chains, or None for torch's global one.
+        device: the target's, where trees are wanted.
     """
 
     batch: int
@@ -35,6 +37,7 @@ class DraftRequest:
     greedy: bool = True
     process: Callable[[Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
+    device: torch.device = torch.device("cpu")
 
 
 class DraftSession(ABC):
@@ -45,14 +48,15 @@ class DraftSession(ABC):
         """The text of each row grew.
 
         Args:
-            tokens: [B, K] new tokens of the text, right-padded; the last of each row is the next tree's root.
+            tokens: [B, K] new tokens of the text, on the CPU, right-padded; the last of each row is the next tree's
+                root.
             features: [B, K, F] the target's features (see :class:`Target`) at the position *before* each token.
-            counts: [B] how many of the K are real (0 for a row that is finished).
+            counts: [B] how many of the K are real (0 for a row that is finished), on the CPU.
         """
 
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
-        """A tree under each root [B] (the last token of each text)."""
+        """A tree under each root [B] (the last token of each text, on the CPU)."""
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:  # noqa: B027
         """What the target said of the last tree, before :meth:`extend` tells how the text grew. Ignored by default.
@@ -63,11 +67,12 @@ class DraftSession(ABC):
             path: [B, D+1] nodes of the accepted path, root first, padded with its last node.
             tokens: [B, D+1] the token that was emitted after each of them.
             accepted: [B] number of drafts in the path; the first ``accepted`` + 1 entries of the others are real.
+                Path, tokens and accepted are on the CPU, the others on the target's device.
         """
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of the batch."""
+        """Keep only these rows [B'], on the CPU, of the batch."""
 
 
 class Drafter(ABC):
@@ -87,7 +92,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        """Open a session for a batch whose texts begin with first_tokens [B]; the rest arrives by ``extend``."""
+        """Open a session for a batch whose texts begin with first_tokens [B], on the CPU; ``extend`` brings more."""
 
     def for_batch(self, batch: int) -> Drafter:
         """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there."""
@@ -119,18 +124,18 @@ class NoDrafter(Drafter):
         self.vocab_size = vocab_size
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        return _NoSession(self.vocab_size)
+        return _NoSession(self.vocab_size, request.device)
 
 
 class _NoSession(DraftSession):
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         pass
 
     def draft(self, roots: Tensor) -> DraftTree:
-        return DraftTree.root_only(roots, self.vocab_size)
+        return DraftTree.root_only(to_device(roots, self.device), self.vocab_size)
 
     def select(self, rows: Tensor) -> None:
         pass

@@ -26,6 +26,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.head import EagleHead
 from fsd_infer.kernels import likeliest
 from fsd_infer.target import Target
+from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree, ancestors_of, visible_slots
 
 
@@ -143,30 +144,35 @@ class EagleDrafter(Drafter):
 
 
 class EagleSession(DraftSession):
-    """Head position i holds the pair (token i+1, feature i); ``lengths`` counts the pairs each row has read."""
+    """Head position i holds the pair (token i+1, feature i); ``lengths`` [B], on the CPU, counts a row's pairs."""
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
         self.drafter = drafter
         shape = drafter.shape
         layers = SimpleNamespace(num_hidden_layers=drafter.head.config.num_layers)
         self.cache = SlotCache(layers, request.batch, request.slots + max(1, (shape.depth - 1) * shape.width))
-        self.lengths = torch.zeros(request.batch, dtype=torch.long, device=drafter.target.device)
+        self.device = drafter.target.device
+        self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = self.lengths[:, None] + offsets
-        slots = torch.arange(int(positions.max()) + 1, device=tokens.device)
-        out = self._run(tokens, features, positions, positions, slots <= positions[..., None])
-        last = out.gather(1, (counts - 1).clamp_min(0)[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
-        self.last = last if self.last is None else torch.where((counts > 0)[:, None], last, self.last)
+        positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
+        slots = torch.arange(int(positions.max()) + 1, device=self.device)
+        places = to_device(positions, self.device)
+        visible = slots <= places[..., None]
+        out = self._run(to_device(tokens, self.device), features, places, places, int(positions[0, 0]), visible)
+        ends = to_device((counts - 1).clamp_min(0), self.device)
+        last = out.gather(1, ends[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
+        if self.last is not None and int(counts.min()) == 0:
+            last = torch.where(to_device(counts > 0, self.device)[:, None], last, self.last)
+        self.last = last
         self.lengths = self.lengths + counts
 
     def draft(self, roots: Tensor) -> DraftTree:
         assert self.last is not None, "extend() comes first"
         width, depth, stop_below = self.drafter.shape.width, self.drafter.shape.depth, self.drafter.shape.stop_below
-        batch, device = roots.shape[0], roots.device
+        batch, device = roots.shape[0], self.device
         own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
         features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
@@ -191,22 +197,27 @@ class EagleSession(DraftSession):
             features = self._expand(tokens.gather(1, best), features, sees, level)
             expanded = first + best
             first += tokens.shape[1]
-        return _keep_best(roots, levels, self.drafter)
+        return _keep_best(to_device(roots, device), levels, self.drafter)
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.lengths = self.lengths[rows]
-        self.last = None if self.last is None else self.last[rows]
+        self.last = None if self.last is None else self.last[to_device(rows, self.device)]
 
     def _expand(self, tokens: Tensor, parent_features: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the head on one frontier [B, width]; its keys go behind the text and behind earlier frontiers."""
         width = tokens.shape[1]
-        slots = self.lengths[:, None] + (depth - 1) * width + torch.arange(width, device=tokens.device)
-        positions = (self.lengths + depth - 1)[:, None].expand_as(tokens)
-        return self._run(tokens, parent_features, positions, slots, visible_slots(self.lengths, sees))
+        slots = self.lengths[:, None] + (depth - 1) * width + torch.arange(width)
+        positions = (self.lengths + depth - 1)[:, None].expand_as(slots)
+        first, visible = int(slots[0, 0]), visible_slots(self.lengths, sees)
+        positions, slots = to_device(positions, self.device), to_device(slots, self.device)
+        return self._run(tokens, parent_features, positions, slots, first, visible)
 
-    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
-        self.cache.aim(slots, int(slots[0, 0]) if slots.shape[0] == 1 else None, visible.shape[-1])
+    def _run(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, first: int, visible: Tensor
+    ) -> Tensor:
+        """first: the first row's first slot."""
+        self.cache.aim(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
         embeds = self.drafter.target.embed(tokens)
         return self.drafter.head(embeds, features, positions, visible[:, None], self.cache)
 
@@ -246,11 +257,11 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter) -> Dr
     )
     row_of = torch.cat([row_of[:, :1], row_of.gather(1, chosen + 1)], dim=1)  # [B, N]
     inner = torch.zeros_like(row_of, dtype=torch.bool).scatter_(1, kept_parents, True)
-    # Hand over the rows of inner nodes only: the rule evaluates divergences for every row it gets.
+    # Hand over the rows of inner nodes only. Counting them would wait for a device: there are at most so many.
     index = (inner.cumsum(1) - 1).masked_fill(~inner, -1)
-    rows = torch.zeros(batch, int(inner.sum(1).max()), dtype=torch.long, device=device)
-    where = inner.nonzero(as_tuple=True)
-    rows[where[0], index[where]] = row_of[where]
+    most = int(inner.sum(1).max()) if device.type == "cpu" else min(kept, q_nodes.shape[1])
+    rows = torch.zeros(batch, most + 1, dtype=torch.long, device=device)  # the last column takes what is no inner node
+    rows = rows.scatter_(1, torch.where(inner, index, most), row_of)[:, :most]
     return DraftTree(
         tokens=torch.cat([roots[:, None], tokens.gather(1, chosen + 1)], dim=1),
         parents=tree_parents,

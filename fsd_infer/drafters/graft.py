@@ -7,7 +7,6 @@ import warnings
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
@@ -122,36 +121,8 @@ class GraftedSession(DraftSession):
 
 def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
     """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled."""
-    rows = [_merge(*row, nodes) for row in zip(_rows(main), _rows(side), strict=True)]
+    rows = [_merge(*row, nodes) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
     return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
-
-
-def _rows(tree: DraftTree) -> list[TreeRow]:
-    scores = _estimated_scores(tree) if tree.scores is None else tree.scores.tolist()
-    lists = zip(tree.tokens.tolist(), tree.parents.tolist(), scores, tree.q_index.tolist(), strict=True)
-    return [TreeRow(*row) for row in lists]
-
-
-def _estimated_scores(tree: DraftTree) -> list[list[float]]:
-    """Scores [B][N] for a tree without: cumulative log q; children of a node without q share it evenly."""
-    parents = tree.parents
-    siblings = torch.zeros_like(parents).scatter_add_(1, parents[:, 1:], torch.ones_like(parents[:, 1:]))
-    steps = -siblings.clamp_min(1).float().log().gather(1, parents)
-    if tree.q_logits.shape[1]:
-        row = tree.q_index.gather(1, parents)
-        column = tree.tokens
-        if tree.draft_ids is not None:
-            column = torch.searchsorted(tree.draft_ids, column).clamp_max(tree.q_logits.shape[-1] - 1)
-        log_q = tree.q_logits.float().log_softmax(-1)
-        drafted = log_q[torch.arange(row.shape[0], device=row.device)[:, None], row.clamp_min(0), column]
-        steps = torch.where(row >= 0, drafted, steps)
-    scores = []
-    for row_steps, row_parents in zip(steps.tolist(), parents.tolist(), strict=True):
-        sums = [0.0]
-        for node in range(1, len(row_steps)):
-            sums.append(sums[row_parents[node]] + row_steps[node])
-        scores.append(sums)
-    return scores
 
 
 def _steps(row: TreeRow) -> list[float]:

@@ -14,6 +14,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSessio
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.models import check_safetensors, load_target
 from fsd_infer.target import Target
+from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree, visible_slots
 
 
@@ -59,20 +60,23 @@ class LMDrafter(Drafter):
 
 
 class LMSession(DraftSession):
-    """``lengths`` counts the text, its last token included; ``cached`` what the small model has read of it."""
+    """``lengths`` counts the text, its last token included; ``cached`` what the small model has read of it.
+
+    Both, and the text, are on the CPU.
+    """
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.request = drafter, request
-        batch, device = request.batch, first_tokens.device
+        batch, self.device = request.batch, drafter.model.device
         self.cache = drafter.model.new_cache(batch, request.slots + drafter.depth + 1)
-        self.text = torch.zeros(batch, request.slots + 1, dtype=torch.long, device=device)
+        self.text = torch.zeros(batch, request.slots + 1, dtype=torch.long)
         self.text[:, 0] = first_tokens
-        self.lengths = torch.ones(batch, dtype=torch.long, device=device)
+        self.lengths = torch.ones(batch, dtype=torch.long)
         self.cached = torch.zeros_like(self.lengths)
         self.drafted = 0
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        offsets = torch.arange(tokens.shape[1])
         rows, columns = torch.nonzero(offsets < counts[:, None], as_tuple=True)
         self.text[rows, self.lengths[rows] + columns] = tokens[rows, columns]
         # Of the drafts, the model has read all but the last, and accepted ones lie in their final slots already.
@@ -84,18 +88,19 @@ class LMSession(DraftSession):
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, request = self.drafter, self.request
         new = int((self.lengths - self.cached).max())
-        offsets = torch.arange(new, device=roots.device)
+        offsets = torch.arange(new)
         slots = self.cached[:, None] + offsets  # rows with less to read write padding behind their text
-        logits = self._run(self.text.gather(1, slots.clamp_max(self.text.shape[1] - 1)), slots)
-        last = (self.lengths - self.cached - 1)[:, None, None].expand(-1, 1, logits.shape[-1])
-        logits = logits.gather(1, last)[:, 0]
-        tokens, q_logits, q_scores = [roots], [], []
+        unread = self.text.gather(1, slots.clamp_max(self.text.shape[1] - 1))
+        logits = self._run(to_device(unread, self.device), slots)
+        last = to_device(self.lengths - self.cached - 1, self.device)[:, None, None]
+        logits = logits.gather(1, last.expand(-1, 1, logits.shape[-1]))[:, 0]
+        tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
         for step in range(drafter.depth):
             scores = logits if request.process is None else request.process(logits)
             if request.greedy:
                 token = logits.argmax(-1)
             else:
-                token = torch.multinomial(scores.softmax(-1), 1, generator=request.generator)[:, 0]
+                token = _sampled(scores, request.generator)
             tokens.append(token)
             q_logits.append(logits)
             q_scores.append(scores)
@@ -116,11 +121,13 @@ class LMSession(DraftSession):
         self.text, self.lengths, self.cached = self.text[rows], self.lengths[rows], self.cached[rows]
 
     def _run(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Causal forward over tokens [B, M] written to consecutive slots [B, M]; logits [B, M, V] fp32."""
+        """Causal forward over tokens [B, M] written to consecutive slots [B, M] (on the CPU); logits [B, M, V] fp32."""
         count = tokens.shape[1]
-        self.cache.aim(slots, int(slots[0, 0]) if slots.shape[0] == 1 else None, int(slots.max()) + 1)
+        first, used = int(slots[0, 0]), int(slots.max()) + 1
         causal = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
         visible = visible_slots(slots[:, 0], causal.expand(slots.shape[0], -1, -1))
+        slots = to_device(slots, self.device)
+        self.cache.aim(slots, first if slots.shape[0] == 1 else None, used)
         model = self.drafter.model
         limit = model.max_positions
         positions = slots if limit is None else slots.clamp_max(limit - 1)
@@ -134,6 +141,12 @@ class LMSession(DraftSession):
         if logits.shape[-1] >= width:
             return logits[..., :width]
         return torch.nn.functional.pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))
+
+
+def _sampled(scores: Tensor, generator: torch.Generator | None) -> Tensor:
+    """[B, V] -> [B], as torch.multinomial draws from their softmax, whose look at its input waits for the device."""
+    chances = scores.softmax(-1)
+    return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
 
 
 class HasVocabulary(Protocol):

@@ -217,7 +217,7 @@ class LookupDrafter(Drafter):
         return min(self.depth, self.nodes - 1)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LookupSession:
-        return LookupSession(self, first_tokens)
+        return LookupSession(self, first_tokens, request.device)
 
     def describe(self) -> dict[str, Any]:
         options = {"width": self.width, "max_ngram": self.max_ngram, "min_ngram": self.min_ngram, "least": self.least}
@@ -227,8 +227,8 @@ class LookupDrafter(Drafter):
 class LookupSession(DraftSession):
     """An index per row."""
 
-    def __init__(self, drafter: LookupDrafter, first_tokens: Tensor) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: LookupDrafter, first_tokens: Tensor, device: torch.device) -> None:
+        self.drafter, self.device = drafter, device
         self.indexes = []
         for token in first_tokens.tolist():
             index = TextIndex(drafter.max_ngram, drafter.min_ngram, drafter.width)
@@ -246,7 +246,7 @@ class LookupSession(DraftSession):
             index.tree(root, drafter.nodes, drafter.depth, drafter.least)
             for index, root in zip(self.indexes, roots.tolist(), strict=True)
         ]
-        no_q = torch.empty(len(rows), 0, drafter.vocab_size, device=roots.device)
+        no_q = torch.empty(len(rows), 0, drafter.vocab_size, device=self.device)
         return DraftTree.from_rows(rows, no_q)
 
     def select(self, rows: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.errors import FsdError
 from fsd_infer.kernels import kernels, likeliest
+from fsd_infer.transfer import lists
 from fsd_infer.tree import DraftTree, TreeRow
 
 BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
@@ -186,7 +187,7 @@ class RecycleDrafter(Drafter):
         self.recycled = Recycled(self.width, self.most)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
-        return RecycleSession(self, request.batch)
+        return RecycleSession(self, request)
 
     def describe(self) -> dict[str, Any]:
         options = {"width": self.width, "least": self.least, "most": self.most, "keep": self.keep}
@@ -196,11 +197,11 @@ class RecycleDrafter(Drafter):
 class RecycleSession(DraftSession):
     """The rows' last tokens, and what is remembered: of the drafter, or of each row."""
 
-    def __init__(self, drafter: RecycleDrafter, batch: int) -> None:
-        self.drafter = drafter
-        self.last: list[list[int]] = [[] for _ in range(batch)]  # the last two tokens of each text
+    def __init__(self, drafter: RecycleDrafter, request: DraftRequest) -> None:
+        self.drafter, self.device = drafter, request.device
+        self.last: list[list[int]] = [[] for _ in range(request.batch)]  # the last two tokens of each text
         self.recycled = [
-            drafter.recycled if drafter.keep else Recycled(drafter.width, drafter.most) for _ in range(batch)
+            drafter.recycled if drafter.keep else Recycled(drafter.width, drafter.most) for _ in range(request.batch)
         ]
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -208,21 +209,25 @@ class RecycleSession(DraftSession):
             last[:] = (last + row[max(0, count - 2) : count])[-2:]
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        nodes = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
+        nodes = torch.arange(logits.shape[1]).expand(logits.shape[:2])
         if logits.device.type == "cpu" and kernels() is None:  # torch takes milliseconds for each dozen nodes
             nodes = path
             logits = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
-        log_p, choice = likeliest(logits, min(self.drafter.width, logits.shape[-1]))
-        lists = (nodes, choice, log_p, tree.tokens, tree.parents, path, tokens, accepted)
-        rows = zip(self.recycled, self.last, *(values.tolist() for values in lists), strict=True)
-        for recycled, last, seen, likely, values, drafted, parents, way, emitted, count in rows:
+        width = min(self.drafter.width, logits.shape[-1])
+        log_p, choice = likeliest(logits, width)
+        likely_tokens, log_chances = lists(choice.flatten(1), log_p.flatten(1))
+        verdict = (path.tolist(), tokens.tolist(), accepted.tolist())
+        rows = zip(self.recycled, self.last, tree.to_rows(), nodes.tolist(), likely_tokens, log_chances, *verdict)
+        for recycled, last, nodes_of_row, seen, ids, chances, way, emitted, count in rows:
+            drafted, parents = nodes_of_row.tokens, nodes_of_row.parents
             contexts = [[*last[-2:-1], drafted[0]]]
             contexts += [[drafted[parent], token] for parent, token in zip(parents[1:], drafted[1:])]
             for node, token in zip(way[: count + 1], emitted):  # judged before the answer is known
                 recycled.learn(contexts[node], token)
             on_path = set(way[: count + 1])
             for place in sorted(range(len(seen)), key=lambda place: seen[place] in on_path):  # what became text stays
-                recycled.remember(contexts[seen[place]], likely[place], values[place])
+                these = slice(place * width, (place + 1) * width)
+                recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
@@ -230,7 +235,7 @@ class RecycleSession(DraftSession):
             recycled.tree([*last[-2:-1], root], drafter.nodes, drafter.depth, drafter.least)
             for recycled, last, root in zip(self.recycled, self.last, roots.tolist(), strict=True)
         ]
-        return DraftTree.from_rows(rows, torch.empty(len(rows), 0, drafter.vocab_size, device=roots.device))
+        return DraftTree.from_rows(rows, torch.empty(len(rows), 0, drafter.vocab_size, device=self.device))
 
     def select(self, rows: Tensor) -> None:
         kept = rows.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,10 +13,7 @@ from fsd_infer.divergence import expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.kernels import kernels
 from fsd_infer.rules.base import Verification
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
+from fsd_infer.transfer import wide
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -24,7 +22,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     The index is the first whose cumulative weight exceeds the uniform's share of the total, so an index of weight 0 is
     never returned. fp64, where the device has it, keeps the sum over a large vocabulary exact enough.
     """
-    cdf = weights.cumsum(-1, dtype=_wide(weights.device))
+    cdf = weights.cumsum(-1, dtype=wide(weights.device))
     total = cdf[:, -1]
     share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
@@ -46,9 +44,7 @@ class Evidence:
         self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
-        self.highest, self.best = self._check_finite()
-        if self.sampled and bool((self.is_child.sum(-1) > 1).any()):
-            raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
+        self.highest, self.best = _top(round.scores)
 
     @cached_property
     def is_child(self) -> Tensor:
@@ -73,40 +69,60 @@ class Evidence:
         rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         return self.round.scores[rows, tree.parents, tree.tokens]
 
-    def _check_finite(self) -> tuple[Tensor, Tensor | None]:
-        """Refuse what is no distribution.
-
-        Returns the largest processed score at each node, [B, N], and its token [B, N] where it came for free.
-        """
-
-        def refuse(finite: Tensor, who: str, mend: str) -> None:
-            if not bool(finite.all()):
-                row = int((~finite).nonzero()[0, 0])
-                raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {mend}")
-
-        round, tree = self.round, self.tree
-        advice = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
-        highest, best = _top(round.logits)
-        refuse(highest.isfinite(), "the target's logits", advice)
+    def _finite(self) -> dict[str, Tensor]:
+        """Are logits a distribution, by whose they are: [B, N] bool at every node, of the drafter [B, I]."""
+        round = self.round
+        found = {_TARGETS: self.highest.isfinite()}
         if round.scores is not round.logits:
-            highest, best = _top(round.scores)
-            refuse(highest.isfinite(), "the target's processed logits", "Check the request's logits processors.")
-        if tree.q_logits.shape[1]:
-            finite = tree.q_logits.amax(-1).isfinite()  # amax keeps NaN
-            if not bool(finite.all()):  # rows that no node points to may hold anything
-                refuse(finite.gather(1, tree.q_index.clamp_min(0)) | (tree.q_index < 0), "the drafter's logits", advice)
-        return highest, best
+            found = {_TARGETS: _top(round.logits)[0].isfinite(), _PROCESSED: found[_TARGETS]}
+        if self.tree.q_logits.shape[1]:
+            found[_DRAFTERS] = _top(self.tree.q_logits)[0].isfinite()
+        return found
+
+    def unfit(self) -> dict[str, Tensor]:
+        """Where logits are no distribution, [B, N] bool, by whose they are."""
+        wrong = {who: ~finite for who, finite in self._finite().items()}
+        if _DRAFTERS in wrong:  # rows that no node points to may hold anything
+            index = self.tree.q_index
+            wrong[_DRAFTERS] = wrong[_DRAFTERS].gather(1, index.clamp_min(0)) & (index >= 0)
+        return wrong
+
+    def check(self) -> None:
+        """Raise NonFiniteLogitsError for logits that are no distribution. Waits for the device."""
+        if not all(bool(finite.all()) for finite in self._finite().values()):
+            for who, wrong in self.unfit().items():
+                refuse(who, wrong.tolist())
+
+
+_TARGETS, _PROCESSED, _DRAFTERS = "the target's logits", "the target's processed logits", "the drafter's logits"
+
+
+def refuse(who: str, unfit: Sequence[Sequence[float]]) -> None:
+    """Raise NonFiniteLogitsError if any of ``unfit`` [B][N], a part of :meth:`Evidence.unfit`, is true."""
+    row = next((row for row, nodes in enumerate(unfit) if any(nodes)), None)
+    if row is not None:
+        mend = (
+            "Check the request's logits processors."
+            if who == _PROCESSED
+            else "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+        )
+        raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {mend}")
 
 
 class Contexts:
-    """R contexts at which a rule decides: row ``rows[r]`` of the batch at node ``nodes[r]`` of its tree."""
+    """R contexts at which a rule decides: row ``rows[r]`` of the batch at node ``nodes[r]`` of its tree.
+
+    Attributes:
+        whole: these are all nodes of all rows in order. Choosing among them would wait for the device: a rule then
+            decides at every one, whatever it holds, and says where that counts.
+    """
 
     def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
         self.evidence = evidence
         self.greedy = evidence.greedy
         self.sampled = evidence.sampled
         self.rows, self.nodes = rows, nodes
-        self._whole = whole  # all nodes of all rows in order: views instead of copies
+        self.whole = whole
 
     def select(self, index: Tensor) -> Contexts:
         """The contexts ``index`` [S] of these."""
@@ -122,7 +138,7 @@ class Contexts:
 
     def _at(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
-        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+        return values.flatten(0, 1) if self.whole else values[self.rows, self.nodes]
 
     def _draft_at(self, values: Tensor) -> Tensor:
         """[B, I, ...] -> [R, ...], only to be read where ``has_q``."""

@@ -61,7 +61,7 @@ def exact_law(at: Contexts) -> Tensor:
 
     A deterministic tree: y ~ p. A sampled draft x: x if u < p(x)/q(x), else y ~ (p - q)+ normalised.
     """
-    if not at.sampled or not bool(at.has_q.any()):
+    if not at.sampled or not (at.whole or bool(at.has_q.any())):
         return target_law(at)
     weights = torch.where(at.has_q[:, None], _residual(at), at.p)
     drawn = draw(weights, torch.where(at.has_q, at.uniform(1), at.uniform(0)))
@@ -159,6 +159,11 @@ class GatedRule(Rule):
     def decide(self, at: Contexts) -> Decision:
         """Decisions at R contexts."""
         closed = self.closed_law(at)
+        if at.evidence.tree.q_logits.shape[1] == 0:  # no gate opens without q
+            return Decision.without_gate(closed)
+        if at.whole:
+            wants, law = self.gate(at), self.open_law(at, closed)
+            return Decision(closed, law.tokens, wants & law.possible, law.forced, law.cost)
         index = self.gate(at).nonzero().squeeze(-1)
         if index.shape[0] == 0:
             return Decision.without_gate(closed)

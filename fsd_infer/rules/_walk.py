@@ -3,8 +3,8 @@
 A rule decides, for any set of contexts (a row of the batch and a node of its tree each), which token is emitted there.
 The walk goes down from the root as long as the emitted token is one of the node's children. On a CPU it asks for
 decisions step by step, so that only visited contexts cost vocabulary-sized work, and at temperature 0 for those that it
-expects to visit in one question; elsewhere, where launches cost more than arithmetic, it asks for all nodes at once. A
-budget couples the levels and always goes step by step.
+expects to visit in one question. Elsewhere, where launches cost more than arithmetic and waiting more than both, it
+asks for all nodes at once, and decisions, tree and checks come to the host in one transfer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fsd_infer.rules._contexts import Contexts, Decision, Evidence
+from fsd_infer.errors import FsdError
+from fsd_infer.rules._contexts import Contexts, Decision, Evidence, refuse
 from fsd_infer.rules.base import Source, Verdict, Verification
+from fsd_infer.transfer import lists
 
 Decide = Callable[[Contexts], Decision]
 
@@ -36,7 +37,7 @@ def walk(
         round: the evidence.
         decide: the rule's decision function.
         budget: nats for this round where the round itself brings no ``budget_left``.
-        by_level: ask step by step (True) or for all nodes at once (False, impossible with a budget); None picks.
+        by_level: ask step by step (True) or for all nodes at once (False); None picks by the device.
         gated: does the rule have gates at all.
 
     Raises:
@@ -44,17 +45,11 @@ def walk(
         FsdError: uniforms are missing, or sampled drafts do not form a chain.
     """
     evidence = Evidence(round)
-    tokens = round.tree.tokens
-    left = round.budget_left
-    if left is None and budget is not None:
-        left = torch.full((tokens.shape[0],), budget, device=tokens.device)
     if by_level is None:
-        by_level = left is not None or tokens.device.type == "cpu"
-    if by_level:
-        return _Walk(evidence, decide, gated).verdict(left)
-    rows = torch.arange(tokens.shape[0], device=tokens.device).repeat_interleave(tokens.shape[1])
-    nodes = torch.arange(tokens.shape[1], device=tokens.device).repeat(tokens.shape[0])
-    return _verdict(round, decide(Contexts(evidence, rows, nodes, whole=True)))
+        by_level = round.tree.tokens.device.type == "cpu"
+    steps = _StepByStep(evidence, decide, gated) if by_level else _AtOnce(evidence, decide)
+    left = [math.inf if budget is None else budget] * len(steps.tokens)
+    return steps.verdict(left if round.budget_left is None else round.budget_left.tolist())
 
 
 # At temperature 0 a child this much less likely than the target's choice, exp(-3), is not expected to be forced.
@@ -62,77 +57,54 @@ _FORCED_WITHIN = 3.0
 
 
 class _Walk:
-    """The walk in Python, over decisions asked for as they are needed."""
+    """The walk in Python, over decisions that subclasses ask for.
 
-    def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
-        self.evidence, self.decide, self.gated = evidence, decide, gated
-        tree = evidence.tree
-        self.tokens: list[list[int]] = tree.tokens.tolist()
+    Args:
+        tokens, parents: the trees, [B][N].
+        evidence: what they were judged by.
+    """
+
+    def __init__(self, tokens: list[list[int]], parents: list[list[int]], evidence: Evidence) -> None:
+        self.tokens, self.evidence = tokens, evidence
         self.children: list[dict[int, dict[int, int]]] = []  # per row: node -> token -> child
         self.depth = 0
-        for parents, tokens in zip(tree.parents.tolist(), self.tokens, strict=True):
+        for row_parents, row_tokens in zip(parents, tokens, strict=True):
             children: dict[int, dict[int, int]] = {}
             depths = [0]
-            for node in range(1, len(parents)):
-                children.setdefault(parents[node], {})[tokens[node]] = node
-                depths.append(depths[parents[node]] + 1)
+            for node in range(1, len(row_parents)):
+                children.setdefault(row_parents[node], {})[row_tokens[node]] = node
+                depths.append(depths[row_parents[node]] + 1)
             self.children.append(children)
             self.depth = max(self.depth, max(depths))
-        self.expected = self._expected() if evidence.greedy else [{} for _ in self.tokens]
+            if evidence.sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
+                raise FsdError(
+                    "sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores."
+                )
         self.known: dict[tuple[int, int], tuple[int, int, bool, bool, float]] = {}
 
-    def verdict(self, left: Tensor | None) -> Verdict:
-        """left: [B] nats, None for no limit."""
-        rows = [_Steps(nats) for nats in ([math.inf] * len(self.tokens) if left is None else left.tolist())]
+    def ask(self, contexts: list[tuple[int, int]]) -> None:
+        """Make the decisions at these contexts known."""
+        raise NotImplementedError
+
+    def verdict(self, left: list[float]) -> Verdict:
+        """left: [B] nats that gates may spend."""
+        rows = [_Steps(nats) for nats in left]
         waiting = list(range(len(rows)))
-        while waiting:
-            self._ask([(row, rows[row].path[-1]) for row in waiting])
-            waiting = [row for row in waiting if not self._advance(row, rows[row])]
+        while waiting := [row for row in waiting if not self._advance(row, rows[row])]:
+            self.ask([(row, rows[row].path[-1]) for row in waiting])
 
         def table(values: Callable[[_Steps], list[Any]], padding: Any = None) -> list[list[Any]]:
             found = [values(steps) for steps in rows]
             return [row + [row[-1] if padding is None else padding] * (self.depth + 1 - len(row)) for row in found]
 
-        device = self.evidence.tree.tokens.device
         return Verdict(
-            path=torch.tensor(table(lambda steps: steps.path), device=device),
-            accepted=torch.tensor([len(steps.path) - 1 for steps in rows], device=device),
-            tokens=torch.tensor(table(lambda steps: steps.tokens, 0), device=device),
-            sources=torch.tensor(table(lambda steps: steps.sources, int(Source.TARGET)), device=device),
-            gate_open=torch.tensor(table(lambda steps: steps.open, False), device=device),
-            spent=torch.tensor(table(lambda steps: steps.spent, 0.0), device=device),
+            path=torch.tensor(table(lambda steps: steps.path)),
+            accepted=torch.tensor([len(steps.path) - 1 for steps in rows]),
+            tokens=torch.tensor(table(lambda steps: steps.tokens, 0)),
+            sources=torch.tensor(table(lambda steps: steps.sources, int(Source.TARGET))),
+            gate_open=torch.tensor(table(lambda steps: steps.open, False)),
+            spent=torch.tensor(table(lambda steps: steps.spent, 0.0)),
         )
-
-    def _expected(self) -> list[dict[int, int]]:
-        """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
-        evidence = self.evidence
-        scores, highest = evidence.child_scores.tolist(), evidence.highest.tolist()
-        q_index = evidence.tree.q_index.tolist()
-        expected: list[dict[int, int]] = []
-        for row, children in enumerate(self.children):
-            guess = {}
-            for node, by_token in children.items():
-                child = max(by_token.values(), key=scores[row].__getitem__)
-                short = highest[row][node] - scores[row][child]
-                if short == 0 or (self.gated and q_index[row][node] >= 0 and short < _FORCED_WITHIN):
-                    guess[node] = child
-            expected.append(guess)
-        return expected
-
-    def _ask(self, contexts: list[tuple[int, int]]) -> None:
-        """Have these contexts decided, and those that are expected to follow them."""
-        ahead = list(contexts)
-        for row, node in contexts:
-            while node in self.expected[row]:
-                node = self.expected[row][node]
-                ahead.append((row, node))
-        # leaves last: a rule that looks at the others only need not copy them
-        ahead.sort(key=lambda context: context[1] not in self.children[context[0]])
-        device = self.evidence.tree.tokens.device
-        rows, nodes = torch.tensor(ahead, device=device).unbind(1)
-        found = self.decide(Contexts(self.evidence, rows, nodes))
-        columns = (found.closed, found.opened, found.opens, found.forced, found.cost)
-        self.known.update(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
     def _advance(self, row: int, steps: _Steps) -> bool:
         """Go down as far as decisions are known; is this the end of the row's round."""
@@ -158,6 +130,69 @@ class _Walk:
             steps.path.append(child)
 
 
+class _StepByStep(_Walk):
+    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach."""
+
+    def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
+        tree = evidence.tree
+        evidence.check()
+        super().__init__(tree.tokens.tolist(), tree.parents.tolist(), evidence)
+        self.decide, self.gated = decide, gated
+        self.expected = self._expected() if evidence.greedy else [{} for _ in self.tokens]
+
+    def _expected(self) -> list[dict[int, int]]:
+        """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
+        evidence = self.evidence
+        scores, highest = evidence.child_scores.tolist(), evidence.highest.tolist()
+        q_index = evidence.tree.q_index.tolist()
+        expected: list[dict[int, int]] = []
+        for row, children in enumerate(self.children):
+            guess = {}
+            for node, by_token in children.items():
+                child = max(by_token.values(), key=scores[row].__getitem__)
+                short = highest[row][node] - scores[row][child]
+                if short == 0 or (self.gated and q_index[row][node] >= 0 and short < _FORCED_WITHIN):
+                    guess[node] = child
+            expected.append(guess)
+        return expected
+
+    def ask(self, contexts: list[tuple[int, int]]) -> None:
+        """Have these contexts decided, and those that are expected to follow them."""
+        ahead = list(contexts)
+        for row, node in contexts:
+            while node in self.expected[row]:
+                node = self.expected[row][node]
+                ahead.append((row, node))
+        # leaves last: a rule that looks at the others only need not copy them
+        ahead.sort(key=lambda context: context[1] not in self.children[context[0]])
+        device = self.evidence.tree.tokens.device
+        rows, nodes = torch.tensor(ahead, device=device).unbind(1)
+        found = self.decide(Contexts(self.evidence, rows, nodes))
+        columns = (found.closed, found.opened, found.opens, found.forced, found.cost)
+        self.known.update(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+
+
+class _AtOnce(_Walk):
+    """Knows all decisions before the walk begins."""
+
+    def __init__(self, evidence: Evidence, decide: Decide) -> None:
+        tree = evidence.tree
+        batch, count = tree.tokens.shape
+        device = tree.tokens.device
+        rows = torch.arange(batch, device=device)[:, None].expand(batch, count).flatten()
+        nodes = torch.arange(count, device=device).repeat(batch)
+        found = decide(Contexts(evidence, rows, nodes, whole=True))
+        columns = [tree.tokens, tree.parents, found.closed, found.opened, found.opens, found.forced, found.cost]
+        unfit = evidence.unfit()
+        columns = [column.reshape(batch, count) for column in (*columns, *unfit.values())]
+        tokens, parents, closed, opened, opens, forced, cost, *wrong = lists(*columns)
+        for who, where in zip(unfit, wrong, strict=True):
+            refuse(who, where)
+        super().__init__(tokens, parents, evidence)
+        for row, columns_of_row in enumerate(zip(closed, opened, opens, forced, cost)):
+            self.known.update(((row, node), decision) for node, decision in enumerate(zip(*columns_of_row)))
+
+
 @dataclass
 class _Steps:
     """What a row has emitted so far this round; the last node of the path is not decided yet."""
@@ -168,34 +203,3 @@ class _Steps:
     sources: list[int] = field(default_factory=list)
     open: list[bool] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)
-
-
-def _verdict(round: Verification, found: Decision) -> Verdict:
-    """The path along which every node's token is what was emitted at its parent. found: all B·N contexts in order."""
-    tree = round.tree
-    shape = tree.tokens.shape
-    opens = found.opens.view(shape)
-    drawn = torch.where(found.opens, found.opened, found.closed).view(shape)
-    match = tree.tokens == drawn.gather(1, tree.parents)
-    match[:, 0] = True
-    reached = ~(tree.ancestors & ~match[:, None, :]).any(-1)
-    accepted = reached.sum(-1) - 1
-    depth = tree.max_depth
-    index = torch.arange(shape[1], device=match.device).expand_as(tree.tokens)
-    path = tree.parents.new_zeros(shape[0], depth + 2)  # the last column takes what was not reached
-    path.scatter_(1, torch.where(reached, tree.depths, depth + 1), index)
-    step = torch.arange(depth + 1, device=match.device)
-    path = path.gather(1, torch.minimum(step, accepted[:, None]))
-    emitted = step <= accepted[:, None]
-    sources = torch.where(step < accepted[:, None], int(Source.EXACT), int(Source.TARGET))
-    forced = opens & found.forced.view(shape)
-    sources = torch.where(emitted & forced.gather(1, path), int(Source.GATE), sources)
-    cost = found.cost.view(shape).masked_fill(~opens, 0.0)
-    return Verdict(
-        path=path,
-        accepted=accepted,
-        tokens=drawn.gather(1, path).masked_fill(~emitted, 0),
-        sources=sources,
-        gate_open=opens.gather(1, path) & emitted,
-        spent=cost.gather(1, path).masked_fill(~emitted, 0.0),
-    )

@@ -37,8 +37,8 @@ class Verification:
         uniforms: [B, N, 3] independent uniforms in [0, 1); column 0 for the exact test or first draw at each node,
             column 1 for a second draw, column 2 for a gate that opens at random. If greedy only column 2 is used,
             and None will do for rules without such a gate.
-        budget_left: [B] nats that open gates may still spend in each row; None means the rule's own budget, if it
-            has one, for this round alone.
+        budget_left: [B] nats that open gates may still spend in each row, on the CPU; None means the rule's own budget,
+            if it has one, for this round alone.
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
             None if there are no processors. Called at most once per round, and only by rules that compare processed
             distributions or draw from a tree's q at temperature above 0.
@@ -55,7 +55,8 @@ class Verification:
 
 @dataclass
 class Verdict:
-    """A rule's answer. ``D`` = depth of the tree; emitted position j of a row is its j-th new token of this round.
+    """A rule's answer, on the CPU. ``D`` = depth of the tree; emitted position j of a row is its j-th new token of this
+    round.
 
     Attributes:
         path: [B, D+1] node indices of the accepted path, root first, padded with its last node.

@@ -64,22 +64,27 @@ class DivergenceGate(GatedRule):
             raise FsdError(f"rule {self.name!r}: gate_on must be 'raw' or 'processed', not {self.gate_on!r}.")
 
     def gate(self, at: Contexts) -> Tensor:
-        opens = torch.zeros_like(at.has_q)
-        index = at.has_q.nonzero().squeeze(-1)
-        if self.threshold == 0 or index.shape[0] == 0:
-            return opens
+        if self.threshold == 0:
+            return torch.zeros_like(at.has_q)
         if self.threshold == math.inf:
             return at.has_q
+        if at.whole:
+            return (self._distance(at) <= self.threshold) & at.has_q
+        opens = torch.zeros_like(at.has_q)
+        index = at.has_q.nonzero().squeeze(-1)
+        if index.shape[0] == 0:
+            return opens
+        return opens.index_copy(0, index, self._distance(at.select(index)) <= self.threshold)
+
+    def _distance(self, at: Contexts) -> Tensor:
+        """[R] D(p, q), only to be read where there is a q."""
         measure = divergence(self.divergence)
-        inner = at.select(index)
         if self.gate_on == "processed" and not at.greedy:
-            distance = measure(inner.scores, inner.q_scores)
-        else:
-            draft_ids = at.evidence.tree.draft_ids
-            if draft_ids is not None and measure.infinite_on_reduced_vocabulary:
-                _warn_never_opens(measure.name)
-            distance = measure.with_reduced_drafter(inner.raw_logits, inner.q_logits, draft_ids)
-        return opens.index_copy(0, index, distance <= self.threshold)
+            return measure(at.scores, at.q_scores)
+        draft_ids = at.evidence.tree.draft_ids
+        if draft_ids is not None and measure.infinite_on_reduced_vocabulary:
+            _warn_never_opens(measure.name)
+        return measure.with_reduced_drafter(at.raw_logits, at.q_logits, draft_ids)
 
     def describe(self) -> dict[str, object]:
         return {

@@ -1,0 +1,38 @@
+"""Between the host and a model's device. What a model makes stays on its device; what the engine knows is on the CPU.
+
+A launch returns at once, a transfer to the host waits for all that was launched before it. So a round has one, at its
+end (:class:`fsd_infer.rules._walk._AtOnce`), and what goes the other way is not waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The widest floating-point type of a device. Token ids fit into either."""
+    return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on ``device``, without waiting for what runs there."""
+    return values.to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> Any:
+    """``values`` as nested lists. Waits for the device."""
+    return values.tolist()
+
+
+def lists(*tensors: Tensor) -> list[Any]:
+    """Tensors [B, N] of one device as nested lists, in one transfer; whole numbers and truth values as ``int``."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    numbers = to_host(torch.stack([tensor.to(wide(tensor.device)) for tensor in tensors]))
+    return [
+        part if tensor.is_floating_point() else [[int(number) for number in row] for row in part]
+        for tensor, part in zip(tensors, numbers, strict=True)
+    ]
