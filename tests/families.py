@@ -73,7 +73,8 @@ def tiny_prompts(lengths: tuple[int, ...] = (5, 13, 9, 21), seed: int = 0) -> li
 def reference(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     """New tokens of ``model.generate``, prompt by prompt."""
     options = {"max_new_tokens": 24, "do_sample": False, **options}
-    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
+    ids = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+    return [model.generate(row, **options)[0, row.shape[1] :].tolist() for row in ids]
 
 
 class OracleDrafter(Drafter):
@@ -115,13 +116,14 @@ class _OracleSession(DraftSession):
         parents = torch.tensor([parent for _, parent, _ in trees])
         q_logits = torch.randn(len(trees), self.drafter.max_nodes, VOCAB, generator=self.drafter.generator)
         inner = torch.zeros_like(parents, dtype=torch.bool).scatter_(1, parents[:, 1:], True)
+        device = self.drafter.target.device
         return DraftTree(
-            tokens=torch.tensor([tokens for tokens, _, _ in trees]),
-            parents=parents,
-            depths=torch.tensor([depths for _, _, depths in trees]),
-            ancestors=ancestors_of(parents),
-            q_logits=q_logits,
-            q_index=torch.where(inner, torch.arange(self.drafter.max_nodes), -1),
+            tokens=torch.tensor([tokens for tokens, _, _ in trees]).to(device),
+            parents=parents.to(device),
+            depths=torch.tensor([depths for _, _, depths in trees]).to(device),
+            ancestors=ancestors_of(parents).to(device),
+            q_logits=q_logits.to(device),
+            q_index=torch.where(inner, torch.arange(self.drafter.max_nodes), -1).to(device),
         )
 
     def _tree(self, text: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -130,7 +132,8 @@ class _OracleSession(DraftSession):
         room = min(right, (self.drafter.target.max_positions or 10**6) - len(text))
         path = []
         if room > 0:
-            path = model.generate(torch.tensor([text]), max_new_tokens=room, do_sample=False)[0, len(text) :].tolist()
+            ids = torch.tensor([text], device=model.device)
+            path = model.generate(ids, max_new_tokens=room, do_sample=False)[0, len(text) :].tolist()
         right = len(path)
         tokens, parents, depths = [text[-1]], [0], [0]
         on_path = 0  # the node that the right path has reached

@@ -1,0 +1,118 @@
+"""Decoding on a CUDA device. `make test-gpu` runs these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsd_infer.transfer
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
+from fsd_infer.engine import Request, decode
+from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.rules import parse_rule
+from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+
+
+def cuda_target(family: str) -> Target:
+    return Target(tiny_model(family).to(DEVICE))
+
+
+def drafter_of(kind: str, target: Target) -> Drafter:
+    if kind == "oracle":
+        return OracleDrafter(target)
+    if kind == "lm":
+        return LMDrafter(cuda_target("llama"), target, depth=3)
+    eagle = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target, TreeShape(depth=4, width=4, nodes=20))
+    return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "phi3", "gpt2", "cohere"])
+@pytest.mark.parametrize("kind", ["oracle", "eagle", "graft"])
+def test_greedy_tokens_are_those_of_generate(family: str, kind: str) -> None:
+    target = cuda_target(family)
+    prompts = tiny_prompts()
+    decoder = FuzzyDecoder(target, drafter_of(kind, target))
+    out = decoder.generate(prompts, max_new_tokens=24, do_sample=False)
+    assert out.sequences == reference(target.model, prompts)
+    alone = [decoder.generate([prompt], max_new_tokens=24, do_sample=False).sequences[0] for prompt in prompts]
+    assert alone == out.sequences
+
+
+@pytest.mark.parametrize("rule", ["fuzzy:js:0.4", "fuzzy-strict:js:0.4", "draft-only"])
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+def test_a_verdict_is_the_one_of_the_cpu(rule: str, greedy: bool, kind: str) -> None:
+    """The same trees and logits, judged on either device; budgets included."""
+    seen: list[Any] = []
+    judge = parse_rule(rule)
+
+    class Recorder:
+        budget, describe = 2.0, staticmethod(judge.describe)
+
+        def __call__(self, round: Any) -> Any:
+            seen.append((round, verdict := judge(round)))
+            return verdict
+
+    target = cuda_target("llama")
+    options: dict[str, Any] = {"max_new_tokens": 16, "greedy": greedy}
+    decode(target, drafter_of(kind, target), Recorder(), Request(tiny_prompts(), **options))  # type: ignore[arg-type]
+    for round, verdict in seen:
+        there = _on_cpu(round)
+        for name in ("path", "accepted", "tokens", "sources", "gate_open"):
+            assert torch.equal(getattr(verdict, name), getattr(judge(there), name)), name
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if hasattr(value, "__dataclass_fields__"):
+        same = value.logits is value.scores if hasattr(value, "logits") else False
+        fields = {name: _on_cpu(getattr(value, name)) for name in value.__dataclass_fields__}
+        if same:
+            fields["scores"] = fields["logits"]
+        return type(value)(**fields)
+    return value
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.4"])
+def test_a_round_waits_for_the_device_once(
+    rule: str, kind: str, greedy: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else waits raises, by torch's own account."""
+    target = cuda_target("llama")
+    drafter = drafter_of(kind, target)
+    waits = 0
+    transfer = fsd_infer.transfer.to_host
+
+    def to_host(values: Tensor) -> Any:
+        nonlocal waits
+        waits += 1
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return transfer(values)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def run() -> int:
+        request = Request(tiny_prompts()[:batch], max_new_tokens=12, greedy=greedy)
+        outcome = decode(target, drafter, parse_rule(rule), request)
+        return max(row.target_forwards for row in outcome.stats.rows)
+
+    run()  # what happens once may wait
+    monkeypatch.setattr(fsd_infer.transfer, "to_host", to_host)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rounds = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == 1 + rounds
