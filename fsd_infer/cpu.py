@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from fsd_infer.kernels import MOST_ROWS, kernels, panels_of
 
@@ -137,15 +136,19 @@ def packed_in(module: nn.Module) -> list[Packed]:
 def releasable(module: nn.Module) -> set[nn.Module]:
     """The linear layers in ``module`` whose weight nobody but their forward reads, as far as can be known.
 
-    A language-model head stays (drafters read its rows), and so does what is tied.
+    What is tied stays, such as a language-model head that is the embedding too. One that is not goes as well: its rows
+    are to be had by :func:`rows_of`.
     """
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
-    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
-    return {
-        part
-        for part in module.modules()
-        if type(part) is nn.Linear and part is not head and holders[id(part.weight)] == 1
-    }
+    return {part for part in module.modules() if type(part) is nn.Linear and holders[id(part.weight)] == 1}
+
+
+def rows_of(linear: nn.Module, ids: Tensor | None) -> Tensor:
+    """Rows ids [K] of a linear layer's weight, or the whole weight; unpacked for that where it was let go."""
+    weight: Tensor = linear.weight  # type: ignore[assignment]
+    if weight.is_meta and is_replaced(linear):
+        weight = vars(linear)["forward"].packed[0].weight.to_dense()
+    return weight if ids is None else weight[ids].contiguous()
 
 
 def through(layer: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
+from fsd_infer.cpu import rows_of
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.models import load_target
 from fsd_infer.token_ids import eos_ids
@@ -161,9 +162,7 @@ class Target:
         """(weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd], or the whole head."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        if ids is None:
-            return head.weight, bias
-        return head.weight[ids].contiguous(), None if bias is None else bias[ids].contiguous()
+        return rows_of(head, ids), bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
