@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fsd_infer.kernels import MOST_ROWS, kernels, panels_of
 
@@ -65,6 +66,7 @@ class Packed(Replacement):
         self.panels = panels_of(weight, self.weight)  # None: the kernels cannot read it
         self.kernels = kernels()
         self.latest: tuple[Tensor, Tensor] | None = None  # of :class:`Share`
+        self.table: nn.Embedding | None = None  # that its weight is tied to, if it serves both alone
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.panels and self.kernels and x.numel() <= MOST_ROWS * x.shape[-1] and x.dtype == torch.bfloat16:
@@ -91,6 +93,20 @@ class Packed(Replacement):
             for linear, weight in zip(self.linears, self.weight.to_dense().split(sizes)):
                 if linear.weight.is_meta:
                     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        if self.table is not None:
+            self.table.weight, self.table = self.linears[0].weight, None
+
+    def serve(self, table: nn.Embedding) -> None:
+        """Be the table of an embedding too that its layer is tied to, so that the plain weight goes.
+
+        The layer's parameter is then without memory (device "meta"), the embedding's without rows: it comes first in a
+        model, and whoever asks where the model is asks the first one.
+        """
+        weight = self.linears[0].weight
+        self.linears[0].weight = nn.Parameter(weight.to("meta"), requires_grad=False)
+        table.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
+        self.table = table
+        Rows(self).put_on(table)
 
 
 class Share(Replacement):
@@ -108,6 +124,19 @@ class Share(Replacement):
         product = known[1] if known is not None and known[0] is x else self.whole(x)
         self.whole.latest = None if self.last else (x, product)
         return product[..., self.columns]
+
+
+class Rows(Replacement):
+    """An embedding whose table is the packed weight of the layer that it is tied to: ids [...] -> [..., in]."""
+
+    def __init__(self, whole: Packed) -> None:
+        self.packed = (whole,)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        whole = self.packed[0]
+        assert whole.kernels is not None and whole.panels is not None
+        rows, depth = whole.linears[0].weight.shape
+        return whole.kernels.rows(whole.panels, rows, depth, ids.long().contiguous())
 
 
 class OncePerForward:
@@ -136,8 +165,7 @@ def packed_in(module: nn.Module) -> list[Packed]:
 def releasable(module: nn.Module) -> set[nn.Module]:
     """The linear layers in ``module`` whose weight nobody but their forward reads, as far as can be known.
 
-    What is tied stays, such as a language-model head that is the embedding too. One that is not goes as well: its rows
-    are to be had by :func:`rows_of`.
+    What is tied stays, but see :func:`share_embedding`. A language-model head's rows are to be had by :func:`rows_of`.
     """
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     return {part for part in module.modules() if type(part) is nn.Linear and holders[id(part.weight)] == 1}
@@ -149,6 +177,26 @@ def rows_of(linear: nn.Module, ids: Tensor | None) -> Tensor:
     if weight.is_meta and is_replaced(linear):
         weight = vars(linear)["forward"].packed[0].weight.to_dense()
     return weight if ids is None else weight[ids].contiguous()
+
+
+def share_embedding(model: nn.Module) -> bool:
+    """Let a language-model head that is packed serve the embedding that it is tied to; was that possible?
+
+    It is where our kernels read the packed weight and nobody else holds it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return False
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    packed = vars(head).get("forward") if head is not None else None
+    if not isinstance(packed, Packed) or packed.panels is None or packed.kernels is None:
+        return False
+    if type(table) is not nn.Embedding or table.max_norm is not None or is_replaced(table):
+        return False
+    holders = [part for part in model.modules() if any(w is table.weight for w in part.parameters(recurse=False))]
+    if {id(part) for part in holders} != {id(head), id(table)}:
+        return False
+    packed.serve(table)
+    return True
 
 
 def through(layer: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -34,6 +34,7 @@ from fsd_infer.cpu import (
     own_memory,
     pack_linears,
     releasable,
+    share_embedding,
     through,
 )
 from fsd_infer.kernel_layer import KernelLayer
@@ -51,13 +52,15 @@ def speed_up(module: nn.Module, release: bool = False) -> None:
     """:func:`fuse_layers` and :func:`fsd_infer.cpu.pack_linears` on a CPU; nothing elsewhere.
 
     With ``release`` the plain weights of packed layers are let go, layer by layer, so that memory holds them once
-    (:func:`fsd_infer.cpu.releasable` says which). ``state_dict`` lacks their values until
-    :func:`fsd_infer.cpu.restore`.
+    (:func:`fsd_infer.cpu.releasable` and :func:`fsd_infer.cpu.share_embedding` say which). ``state_dict`` lacks their
+    values until :func:`fsd_infer.cpu.restore`.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         layers = releasable(module) if release else ()
         fuse_layers(module, layers)
         pack_linears(module, layers)
+        if release:
+            share_embedding(module)
         if any(parameter.is_meta for parameter in module.parameters()):
             own_memory(module)
 

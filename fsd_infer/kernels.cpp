@@ -472,6 +472,20 @@ int fsd_prepare() {
 #endif
 }
 
+// Rows `ids` [count] of a packed weight [rows, depth]: y [count, depth]. Returns how many ids are none of its rows.
+int64_t fsd_rows(const bf16* weight, int64_t rows, int64_t depth, const int64_t* ids, int64_t count, bf16* y) {
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= rows) {
+      ++wrong;
+      continue;
+    }
+    const bf16* const first = weight + ids[i] / PANEL * PANEL * depth + ids[i] % PANEL * 2;
+    for (int64_t k = 0; k < depth; k += 2) std::memcpy(y + i * depth + k, first + k * PANEL, 2 * sizeof(bf16));
+  }
+  return wrong;
+}
+
 // PANEL: the layout of weights that the products read.
 int fsd_panel() { return (int)PANEL; }
 

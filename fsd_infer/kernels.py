@@ -83,6 +83,8 @@ class Kernels:
         self._linear, self._layers, self._scratch = library.fsd_linear, library.fsd_layers_forward, library.fsd_scratch
         self._top = library.fsd_top
         self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
+        self._rows = library.fsd_rows
+        self._rows.argtypes, self._rows.restype = (c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p), c_int64
         self._divergence = library.fsd_divergence
         rows_and_columns = (c_void_p, c_int64, c_int64)
         self._divergence.argtypes = (*[c_int] * 2, *rows_and_columns, c_void_p, c_int64, *[c_void_p] * 2, c_int)
@@ -102,6 +104,16 @@ class Kernels:
         rows, added = x.numel() // depth, None if bias is None else bias.data_ptr()
         self._linear(x.data_ptr(), weight, added, y.data_ptr(), rows, columns, depth, torch.get_num_threads())
         return y
+
+    def rows(self, weight: int, rows: int, depth: int, ids: Tensor) -> Tensor:
+        """Rows ids [...] of the weight [rows, depth] whose panels are at address ``weight``: [..., depth].
+
+        Raises IndexError for an id that is no row.
+        """
+        found = torch.empty(*ids.shape, depth, dtype=torch.bfloat16)
+        if self._rows(weight, rows, depth, ids.data_ptr(), ids.numel(), found.data_ptr()):
+            raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {rows}.")
+        return found
 
     def top(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., V] -> (the largest number [...] in fp32, NaN where there is one; its first index [...])."""

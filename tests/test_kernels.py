@@ -101,6 +101,32 @@ def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int
     assert float((fast - exact).norm()) < 1.1 * float((plain - exact).norm()) < 0.05 * float(exact.norm())
 
 
+@needs_kernels
+def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
+    model = fitting_model("llama", vocab_size=192, tie_word_embeddings=True)
+    target, head, table = Target(model), model.get_output_embeddings(), model.get_input_embeddings()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = before["lm_head.weight"]
+    speed_up(model)
+    expected = logits_through_cache(target)
+    restore(model)
+    speed_up(model, release=True)
+    assert head.weight.is_meta and table.weight.shape == (0, model.config.hidden_size), "held once"
+    assert target.device == torch.device("cpu") and target.vocab_size == 192
+    ids = torch.tensor([[0, 191, 31], [32, 33, 64]])
+    assert torch.equal(target.embed(ids), weight[ids])
+    assert torch.equal(target.lm_head_rows(ids[0])[0], weight[ids[0]])
+    assert torch.equal(logits_through_cache(target), expected)
+    for wrong in (-1, 192):
+        with pytest.raises(IndexError, match="the vocabulary has 192"):
+            target.embed(torch.tensor([3, wrong]))
+    restore(model)
+    assert not is_replaced(table) and head.weight is table.weight
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    speed_up(model)
+    assert table.weight.shape == (192, model.config.hidden_size), "only where the model is ours"
+
+
 def calls_of_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call of the kernels runs from now on."""
     made, own = list[int](), Kernels.layers
