@@ -59,6 +59,8 @@ class TreeShape:
         return self.width + (self.depth - 1) * self.width**2
 
 
+READ_AT_ONCE = 256  # tokens of a prompt: more are not faster and take memory
+
 # A CPU pays for every verified node, a GPU hardly.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
 
@@ -158,16 +160,21 @@ class EagleSession(DraftSession):
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
-        slots = torch.arange(int(positions.max()) + 1, device=self.device)
-        places = to_device(positions, self.device)
-        visible = slots <= places[..., None]
-        out = self._run(to_device(tokens, self.device), features, places, places, int(positions[0, 0]), visible)
+        parts = zip(*(whole.split(READ_AT_ONCE, 1) for whole in (tokens, features, positions)), strict=True)
+        out = torch.cat([self._read(*part) for part in parts], 1)
         ends = to_device((counts - 1).clamp_min(0), self.device)
         last = out.gather(1, ends[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
         if self.last is not None and int(counts.min()) == 0:
             last = torch.where(to_device(counts > 0, self.device)[:, None], last, self.last)
         self.last = last
         self.lengths = self.lengths + counts
+
+    def _read(self, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """The head's outputs over tokens [B, K] of the text, from features [B, K, F], at positions [B, K]."""
+        slots = torch.arange(int(positions.max()) + 1, device=self.device)
+        places = to_device(positions, self.device)
+        visible = slots <= places[..., None]
+        return self._run(to_device(tokens, self.device), features, places, places, int(positions[0, 0]), visible)
 
     def draft(self, roots: Tensor) -> DraftTree:
         assert self.last is not None, "extend() comes first"
