@@ -51,7 +51,7 @@ from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
 
 AUTO = "auto"
-VERSION = 6  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 7  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 STOPS = tuple(tenth / 10 for tenth in range(10))

@@ -13,7 +13,8 @@ from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import OncePerForward, Packed
 from fsd_infer.kernels import MOST_ROWS, Forward, Kernels, Layer, kernels
 
-MOST_SLOTS = 512  # attended to by many tokens, as of a prompt: above, torch's attention is faster
+# Slots attended to by many tokens, as of a prompt, by the kernels' panels (32: with AMX): above, torch is faster.
+MOST_SLOTS = {64: 512, 32: 2048}
 FEW_TOKENS = 64  # of a text, as in a tree: always by the kernels, so that all forwards of a round agree bit by bit
 AHEAD_ROWS = 64  # up to so many, layers run ahead; of more, starting each costs nothing beside computing it
 
@@ -138,7 +139,7 @@ class KernelLayer:
             and x.dtype == torch.bfloat16
             and visible is not None
             and visible.dtype == torch.bool
-            and (visible.shape[-2] <= FEW_TOKENS or visible.shape[-1] <= MOST_SLOTS)
+            and (visible.shape[-2] <= FEW_TOKENS or visible.shape[-1] <= MOST_SLOTS[self.kernels.panel])
             and embeddings is not None
         )
 

@@ -95,6 +95,23 @@ class Multiplier {
     if (rows) _tile_release();
   }
 
+  // dots [2 · 16, 16] of two runs of 16 rows, `stride` numbers apart, with 16 columns [depth / 2][16][2].
+  void dots(const bf16* low, const bf16* high, int64_t stride, const int32_t* columns, int64_t depth, float* low_dots,
+            float* high_dots) {
+    if (rows != MOST) shape(MOST);
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t k = 0; k < depth / (2 * LANES); ++k) {
+      _tile_loadd(6, columns + k * LANES * LANES, LANES * 4);
+      _tile_loadd(4, low + k * 2 * LANES, stride * 2);
+      _tile_loadd(5, high + k * 2 * LANES, stride * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    _tile_stored(0, low_dots, LANES * 4);
+    _tile_stored(1, high_dots, LANES * 4);
+  }
+
   void operator()(int count, const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int part, int parts,
                   float* sums) {
     if (count != rows) shape(count);
@@ -259,6 +276,89 @@ inline void transpose(const int32_t* from, int64_t stride, int64_t count, int32_
     }
 }
 
+#ifdef __AMX_BF16__
+
+constexpr int QUERIES = 16;  // that attend together at most
+
+// out[q] = sum over slots of weights [slots][16] · values, divided by the totals.
+template <int Q>
+__attribute__((noinline)) void weigh(const float* weights, const bf16* values, int64_t stride, int64_t slots,
+                                     int64_t width, const float* totals, bf16* const* out) {
+  for (int64_t i = 0; i < width; i += LANES) {
+    __m512 sum[Q];
+    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const __m512 value = load(values + slot * stride + i);
+      for (int q = 0; q < Q; ++q) sum[q] = _mm512_fmadd_ps(_mm512_set1_ps(weights[slot * LANES + q]), value, sum[q]);
+    }
+    for (int q = 0; q < Q; ++q) store(out[q] + i, _mm512_div_ps(sum[q], _mm512_set1_ps(totals[q])));
+  }
+}
+
+// `count` queries, at most QUERIES, that share keys and values. seen[q]: bytes, nonzero where the query may attend.
+// scores: room for 16 numbers per slot, slots rounded up to 32; block: room for 16 · width / 2 pairs; rows: room for
+// 32 · width numbers. Keys are read as they lie, queries side by side: no score depends on where its slot or query is.
+void attend(Multiplier& multiply, int count, const bf16* const* queries, const bf16* keys, const bf16* values,
+            int64_t stride, int64_t slots, int64_t width, float scale, const uint8_t* const* seen, float* scores,
+            int32_t* block, bf16* rows, bf16* const* out) {
+  for (int q = 0; q < count; ++q) std::memcpy(rows + q * width, queries[q], width * sizeof(bf16));
+  for (int64_t k = 0; k < width / 2; k += LANES)
+    transpose((const int32_t*)rows + k, width / 2, count, block + k * LANES);
+  int64_t common = slots;  // so many slots at the beginning are seen by all
+  for (int q = 0; q < count; ++q) {
+    const void* const hidden = std::memchr(seen[q], 0, common);
+    if (hidden) common = (const uint8_t*)hidden - seen[q];
+  }
+  __m512 highest = _mm512_set1_ps(-INFINITY);
+  for (int64_t at = 0; at < slots; at += 2 * LANES) {
+    const int64_t left = std::min<int64_t>(2 * LANES, slots - at);
+    const bf16* from = keys + at * stride;
+    int64_t apart = stride;
+    if (left < 2 * LANES) {  // what lies behind the last slot may not be ours to read
+      for (int64_t row = 0; row < left; ++row)
+        std::memcpy(rows + row * width, from + row * stride, width * sizeof(bf16));
+      std::memset(rows + left * width, 0, (2 * LANES - left) * width * sizeof(bf16));
+      from = rows;
+      apart = width;
+    }
+    float* const own = scores + at * LANES;
+    multiply.dots(from, from + LANES * apart, apart, block, width, own, own + LANES * LANES);
+    for (int64_t slot = at; slot < at + left; ++slot) {
+      __mmask16 visible = 0xFFFF;
+      if (slot >= common)
+        for (int q = 0; q < count; ++q)
+          if (!seen[q][slot]) visible &= (__mmask16)~(1u << q);
+      float* const score = scores + slot * LANES;
+      const __m512 scaled = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), visible, _mm512_loadu_ps(score),
+                                               _mm512_set1_ps(scale));
+      highest = _mm512_max_ps(highest, scaled);
+      _mm512_storeu_ps(score, scaled);
+    }
+  }
+  const __m512 top = _mm512_max_ps(_mm512_set1_ps(-1e30f), highest);  // none visible: not NaN
+  // One slot after the other: slots that are not visible add an exact 0, so the same texts give the same bits wherever
+  // they lie among a tree's other nodes.
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + slot * LANES), top));
+    total = _mm512_add_ps(total, weight);
+    _mm512_storeu_ps(scores + slot * LANES, weight);
+  }
+  alignas(64) float totals[LANES];
+  _mm512_store_ps(totals, _mm512_max_ps(_mm512_set1_ps(1e-30f), total));  // keeps NaN
+#define TOGETHER(Q) \
+  case Q: return weigh<Q>(scores, values, stride, slots, width, totals, out);
+  switch (count) {
+    TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6) TOGETHER(7) TOGETHER(8)
+    TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12) TOGETHER(13) TOGETHER(14) TOGETHER(15) TOGETHER(16)
+  }
+#undef TOGETHER
+}
+
+#else
+
+constexpr int QUERIES = 12;  // that attend together at most
+
 // Q queries that share keys and values. seen[q]: bytes, nonzero where the query may attend. scores: room for
 // Q · padded floats, padded = slots rounded up to 16; block: room for 16 · width / 2 pairs.
 template <int Q>
@@ -318,7 +418,19 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
   }
 }
 
-constexpr int QUERIES = 12;  // that attend together at most
+void attend(Multiplier&, int count, const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride,
+            int64_t slots, int64_t width, float scale, const uint8_t* const* seen, float* scores, int32_t* block, bf16*,
+            bf16* const* out) {
+#define TOGETHER(Q) \
+  case Q: return attend<Q>(queries, keys, values, stride, slots, width, scale, seen, scores, block, out);
+  switch (count) {
+    TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6)
+    TOGETHER(7) TOGETHER(8) TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12)
+  }
+#undef TOGETHER
+}
+
+#endif
 
 // ln(1 + t) for t in [0, 1]: 2 artanh(t / (2 + t)) by its series; relative error below 1e-7.
 inline __m512 log_of_1_plus(__m512 t) {
@@ -600,8 +712,8 @@ struct Scratch {
     projected = rows * (layer->query_heads + 2 * layer->key_heads) * layer->width;
     attended = rows * layer->query_heads * layer->width;
     gated = rows * layer->inner;
-    const int64_t scores = 2 * QUERIES * (f->used + LANES), block = LANES * layer->width, gates = 2 * rows * PANEL;
-    own = std::max(scores + block, gates);  // of each thread
+    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * layer->width, gates = 2 * rows * PANEL;
+    own = std::max(scores + block + 2 * LANES * layer->width, gates);  // of each thread
   }
 
   int64_t total(int64_t threads) const { return normed + projected + attended + middle + gated + threads * own; }
@@ -625,7 +737,8 @@ void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forwa
 
   const Share own_rows(rows);
   float* const scores = (float*)(private_memory + omp_get_thread_num() * scratch.own);
-  int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + LANES));
+  int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + 2 * LANES));
+  bf16* const some_keys = (bf16*)(block + LANES * layer->width / 2);
   float* const gates = scores;
 
   if (layer->input_norm) {
@@ -672,13 +785,8 @@ void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forwa
     }
     const bf16* const k = keys + b * f->batch_stride + head * f->head_stride;
     const bf16* const v = values + b * f->batch_stride + head * f->head_stride;
-#define TOGETHER(Q) \
-  case Q: attend<Q>(from, k, v, f->slot_stride, slots, width, layer->scale, seen, scores, block, to); break;
-    switch (last - first) {
-      TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6)
-      TOGETHER(7) TOGETHER(8) TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12)
-    }
-#undef TOGETHER
+    attend(multiply, (int)(last - first), from, k, v, f->slot_stride, slots, width, layer->scale, seen, scores, block,
+           some_keys, to);
   }
 #pragma omp barrier
   product(multiply, attended, rows, across, layer->output, layer->output_bias, hidden,

@@ -19,21 +19,21 @@ ATTENTION_KNOWN = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral",
 NORM_KNOWN = ATTENTION_KNOWN | {"olmo2", "phi3"}
 
 
-def logits_through_cache(target: Target, nodes: int = 6) -> Tensor:
+def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Tensor:
     """Logits [1, nodes, V] of a tree of siblings and chains behind a text longer than the tested window."""
-    tokens = torch.tensor(tiny_prompts((20 + nodes,)))
-    text, cache = torch.arange(20)[None], target.new_cache(1, 20 + nodes)
-    cache.aim(text, 0, 20)
-    target.forward(tokens[:, :20], text, text[:, None] <= text[..., None], text, cache)
-    slots = torch.arange(20, 20 + nodes)[None]
-    positions = torch.tensor([[20, 21, 21, 22, 22, 23]])
+    tokens = torch.tensor(tiny_prompts((length + nodes,)))
+    text, cache = torch.arange(length)[None], target.new_cache(1, length + nodes)
+    cache.aim(text, 0, length)
+    target.forward(tokens[:, :length], text, text[:, None] <= text[..., None], text, cache)
+    slots = torch.arange(length, length + nodes)[None]
+    positions = length + torch.tensor([[0, 1, 1, 2, 2, 3]])
     parents = [0, 0, 0, 1, 2, 3]
     sees = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         sees[node] |= sees[parents[node]]
-    visible = torch.cat([torch.ones(nodes, 20, dtype=torch.bool), sees], dim=1)[None]
-    cache.aim(slots, 20, 20 + nodes)
-    return target.forward(tokens[:, 20:], positions, visible, torch.cat([text, positions], 1), cache)[0].float()
+    visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), sees], dim=1)[None]
+    cache.aim(slots, length, length + nodes)
+    return target.forward(tokens[:, length:], positions, visible, torch.cat([text, positions], 1), cache)[0].float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

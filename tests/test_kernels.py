@@ -85,19 +85,20 @@ def test_more_rows_than_they_take_and_other_types_go_through_onednn(monkeypatch:
 @needs_kernels
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
-def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("length", [20, 75])
+def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int, int], length: int) -> None:
     model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     target = Target(model)
-    plain = logits_through_cache(target)
+    plain = logits_through_cache(target, length=length)
     speed_up(model, release=True)
     assert kernel_layers(model) == model.config.num_hidden_layers
     for parameter in model.parameters():  # as where memory is handed back: no address may point there
         if not parameter.is_meta:
             old, parameter.data = parameter.data, parameter.data.clone()
             old.fill_(torch.nan)
-    fast = logits_through_cache(target)
+    fast = logits_through_cache(target, length=length)
     restore(model)
-    exact = logits_through_cache(Target(model.float()))
+    exact = logits_through_cache(Target(model.float()), length=length)
     assert float((fast - exact).norm()) < 1.1 * float((plain - exact).norm()) < 0.05 * float(exact.norm())
 
 
@@ -219,7 +220,7 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
     calls = calls_of_layers(monkeypatch)
     expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert len(calls) == 2 + 3, "two layers, each in a call of its own over so many tokens; then both in one"
-    monkeypatch.setattr(kernel_layer, "MOST_SLOTS", 100)
+    monkeypatch.setattr(kernel_layer, "MOST_SLOTS", {32: 100, 64: 100})
     calls.clear()
     found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [2, 2, 2], "the prompt's forward is not among them"
