@@ -189,7 +189,7 @@ def _estimated_scores(tree: DraftTree) -> Tensor:
         drafted = log_q[torch.arange(row.shape[0], device=row.device)[:, None], row.clamp_min(0), column]
         steps = torch.where(row >= 0, drafted, steps)
     steps[:, 0] = 0.0
-    return (tree.ancestors * steps[:, None]).sum(-1)
+    return torch.where(tree.ancestors, steps[:, None], 0.0).sum(-1)
 
 
 def ancestors_of(parents: Tensor) -> Tensor:

@@ -346,3 +346,14 @@ def test_names(tmp_path: Path) -> None:
             load_drafter(name, target)
     with pytest.raises(FsdError, match="nodes >= 2"):
         GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))
+
+
+def test_scores_where_a_drafter_gives_none() -> None:
+    """Cumulative log q; a token that q excludes has none, and those below it neither."""
+    q_logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, -math.inf, 0.0]]])
+    likely, unlikely = (
+        DraftTree.chain(torch.tensor([[2, 1, 0]]), q_logits),
+        DraftTree.chain(torch.tensor([[2, 2, 0]]), q_logits),
+    )
+    assert likely.to_rows()[0].scores == pytest.approx([0.0, -math.log(2), -2 * math.log(2)])
+    assert unlikely.to_rows()[0].scores == [0.0, -math.inf, -math.inf]

@@ -88,5 +88,6 @@ def test_a_round_waits_for_the_device_once(
     rounds = max(row.target_forwards for row in outcome.stats.rows)
     if kind != "lookup":  # which drafts what it finds
         assert rounds == (NEW - 1) // {"none": 1, "lm": 1 + DEPTH}.get(kind, 2)
+    assert all(gate is False for record in outcome.records for gate in record.gates)
     merges = rounds if kind == "graft" else 0
     assert len(transfers.shapes) == 1 + rounds + merges  # the prompt's, and each round's

@@ -115,7 +115,7 @@ class _Walk:
             if decided is None:
                 return False
             closed, opened, opens, forced, cost = decided
-            opens = opens and cost <= steps.left
+            opens = bool(opens) and cost <= steps.left
             token = opened if opens else closed
             child = children.get(node, {}).get(token)
             steps.tokens.append(token)
