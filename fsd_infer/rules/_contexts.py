@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,19 +70,19 @@ class Evidence:
         rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         return self.round.scores[rows, tree.parents, tree.tokens]
 
-    def _finite(self) -> dict[str, Tensor]:
-        """Are logits a distribution, by whose they are: [B, N] bool at every node, of the drafter [B, I]."""
+    def _largest(self) -> dict[str, Tensor]:
+        """The largest logits, by whose they are: [B, N] at every node, of the drafter [B, I]."""
         round = self.round
-        found = {_TARGETS: self.highest.isfinite()}
+        found = {_TARGETS: self.highest}
         if round.scores is not round.logits:
-            found = {_TARGETS: _top(round.logits)[0].isfinite(), _PROCESSED: found[_TARGETS]}
+            found = {_TARGETS: _top(round.logits)[0], _PROCESSED: self.highest}
         if self.tree.q_logits.shape[1]:
-            found[_DRAFTERS] = _top(self.tree.q_logits)[0].isfinite()
+            found[_DRAFTERS] = _top(self.tree.q_logits)[0]
         return found
 
     def unfit(self) -> dict[str, Tensor]:
         """Where logits are no distribution, [B, N] bool, by whose they are."""
-        wrong = {who: ~finite for who, finite in self._finite().items()}
+        wrong = {who: ~largest.isfinite() for who, largest in self._largest().items()}
         if _DRAFTERS in wrong:  # rows that no node points to may hold anything
             index = self.tree.q_index
             wrong[_DRAFTERS] = wrong[_DRAFTERS].gather(1, index.clamp_min(0)) & (index >= 0)
@@ -89,7 +90,8 @@ class Evidence:
 
     def check(self) -> None:
         """Raise NonFiniteLogitsError for logits that are no distribution. Waits for the device."""
-        if not all(bool(finite.all()) for finite in self._finite().values()):
+        numbers = (number for largest in self._largest().values() for number in largest.flatten().tolist())
+        if not all(map(math.isfinite, numbers)):  # few numbers: sooner done here than by tensors
             for who, wrong in self.unfit().items():
                 refuse(who, wrong.tolist())
 

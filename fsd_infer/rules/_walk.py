@@ -47,7 +47,13 @@ def walk(
     evidence = Evidence(round)
     if by_level is None:
         by_level = round.tree.tokens.device.type == "cpu"
-    steps = _StepByStep(evidence, decide, gated) if by_level else _AtOnce(evidence, decide)
+    steps: _Walk
+    if not by_level:
+        steps = _AtOnce(evidence, decide)
+    elif evidence.greedy and not gated and evidence.best is not None:
+        steps = _Likeliest(evidence)
+    else:
+        steps = _StepByStep(evidence, decide, gated)
     left = [math.inf if budget is None else budget] * len(steps.tokens)
     return steps.verdict(left if round.budget_left is None else round.budget_left.tolist())
 
@@ -170,6 +176,17 @@ class _StepByStep(_Walk):
         found = self.decide(Contexts(self.evidence, rows, nodes))
         columns = (found.closed, found.opened, found.opens, found.forced, found.cost)
         self.known.update(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+
+
+class _Likeliest(_Walk):
+    """At temperature 0 and without gates every node emits the target's likeliest token, which the checks found."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        assert evidence.best is not None
+        evidence.check()
+        super().__init__(evidence.tree.tokens.tolist(), evidence.tree.parents.tolist(), evidence)
+        for row, tokens in enumerate(evidence.best.tolist()):
+            self.known.update(((row, node), (token, token, False, False, 0.0)) for node, token in enumerate(tokens))
 
 
 class _AtOnce(_Walk):
