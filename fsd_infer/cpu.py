@@ -102,11 +102,17 @@ class Packed(Replacement):
         The layer's parameter is then without memory (device "meta"), the embedding's without rows: it comes first in a
         model, and whoever asks where the model is asks the first one.
         """
-        weight = self.linears[0].weight
-        self.linears[0].weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-        table.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
-        self.table = table
+        empty = table.weight.new_empty(0, table.weight.shape[1])
+        self.release(self.linears)
+        table.weight, self.table = nn.Parameter(empty, requires_grad=False), table
         Rows(self).put_on(table)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [...] of the weight: [..., in]. Where our kernels cannot read it, all of it is unpacked for them."""
+        if self.panels and self.kernels:
+            count, depth = self.weight.shape
+            return self.kernels.rows(self.panels, count, depth, ids.contiguous())
+        return self.weight.to_dense()[ids]
 
 
 class Share(Replacement):
@@ -133,10 +139,7 @@ class Rows(Replacement):
         self.packed = (whole,)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        whole = self.packed[0]
-        assert whole.kernels is not None and whole.panels is not None
-        rows, depth = whole.linears[0].weight.shape
-        return whole.kernels.rows(whole.panels, rows, depth, ids.long().contiguous())
+        return self.packed[0].rows(ids.long())
 
 
 class OncePerForward:
@@ -172,31 +175,30 @@ def releasable(module: nn.Module) -> set[nn.Module]:
 
 
 def rows_of(linear: nn.Module, ids: Tensor | None) -> Tensor:
-    """Rows ids [K] of a linear layer's weight, or the whole weight; unpacked for that where it was let go."""
+    """Rows ids [K] of a linear layer's weight, or the whole weight; from the packed one where it was let go."""
     weight: Tensor = linear.weight  # type: ignore[assignment]
     if weight.is_meta and is_replaced(linear):
-        weight = vars(linear)["forward"].packed[0].weight.to_dense()
+        packed = vars(linear)["forward"].packed[0]
+        return packed.weight.to_dense() if ids is None else packed.rows(ids)
     return weight if ids is None else weight[ids].contiguous()
 
 
-def share_embedding(model: nn.Module) -> bool:
-    """Let a language-model head that is packed serve the embedding that it is tied to; was that possible?
+def share_embedding(model: nn.Module) -> None:
+    """Let a packed language-model head serve the embedding that it is tied to.
 
-    It is where our kernels read the packed weight and nobody else holds it.
+    Only where our kernels read the packed weight and nobody else holds it.
     """
     if not isinstance(model, PreTrainedModel):
-        return False
+        return
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     packed = vars(head).get("forward") if head is not None else None
-    if not isinstance(packed, Packed) or packed.panels is None or packed.kernels is None:
-        return False
+    if not isinstance(packed, Packed) or not packed.panels:
+        return
     if type(table) is not nn.Embedding or table.max_norm is not None or is_replaced(table):
-        return False
-    holders = [part for part in model.modules() if any(w is table.weight for w in part.parameters(recurse=False))]
-    if {id(part) for part in holders} != {id(head), id(table)}:
-        return False
-    packed.serve(table)
-    return True
+        return
+    holders = {part for part in model.modules() if any(w is table.weight for w in part.parameters(recurse=False))}
+    if holders == {head, table}:
+        packed.serve(table)
 
 
 def through(layer: nn.Module) -> Callable[[Tensor], Tensor]:

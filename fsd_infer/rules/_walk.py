@@ -47,13 +47,12 @@ def walk(
     evidence = Evidence(round)
     if by_level is None:
         by_level = round.tree.tokens.device.type == "cpu"
-    steps: _Walk
     if not by_level:
-        steps = _AtOnce(evidence, decide)
-    elif evidence.greedy and not gated and evidence.best is not None:
-        steps = _Likeliest(evidence)
+        steps = _at_once(evidence, decide)
     else:
-        steps = _StepByStep(evidence, decide, gated)
+        evidence.check()
+        likeliest = evidence.greedy and not gated and evidence.best is not None
+        steps = _likeliest(evidence) if likeliest else _StepByStep(evidence, decide, gated)
     left = [math.inf if budget is None else budget] * len(steps.tokens)
     return steps.verdict(left if round.budget_left is None else round.budget_left.tolist())
 
@@ -62,16 +61,20 @@ def walk(
 _FORCED_WITHIN = 3.0
 
 
+Known = dict[tuple[int, int], tuple[int, int, bool, bool, float]]  # by row and node; the columns of Decision
+
+
 class _Walk:
-    """The walk in Python, over decisions that subclasses ask for.
+    """The walk in Python, over decisions that are known.
 
     Args:
         tokens, parents: the trees, [B][N].
-        evidence: what they were judged by.
+        sampled: were the drafts sampled.
+        known: the decisions, at all nodes that a row may come to.
     """
 
-    def __init__(self, tokens: list[list[int]], parents: list[list[int]], evidence: Evidence) -> None:
-        self.tokens, self.evidence = tokens, evidence
+    def __init__(self, tokens: list[list[int]], parents: list[list[int]], sampled: bool, known: Known) -> None:
+        self.tokens, self.known = tokens, known
         self.children: list[dict[int, dict[int, int]]] = []  # per row: node -> token -> child
         self.depth = 0
         for row_parents, row_tokens in zip(parents, tokens, strict=True):
@@ -82,22 +85,15 @@ class _Walk:
                 depths.append(depths[row_parents[node]] + 1)
             self.children.append(children)
             self.depth = max(self.depth, max(depths))
-            if evidence.sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
+            if sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
                 raise FsdError(
                     "sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores."
                 )
-        self.known: dict[tuple[int, int], tuple[int, int, bool, bool, float]] = {}
-
-    def ask(self, contexts: list[tuple[int, int]]) -> None:
-        """Make the decisions at these contexts known."""
-        raise NotImplementedError
 
     def verdict(self, left: list[float]) -> Verdict:
         """left: [B] nats that gates may spend."""
         rows = [_Steps(nats) for nats in left]
-        waiting = list(range(len(rows)))
-        while waiting := [row for row in waiting if not self._advance(row, rows[row])]:
-            self.ask([(row, rows[row].path[-1]) for row in waiting])
+        self._go(rows)
 
         def table(values: Callable[[_Steps], list[Any]], padding: Any = None) -> list[list[Any]]:
             found = [values(steps) for steps in rows]
@@ -111,6 +107,11 @@ class _Walk:
             gate_open=torch.tensor(table(lambda steps: steps.open, False)),
             spent=torch.tensor(table(lambda steps: steps.spent, 0.0)),
         )
+
+    def _go(self, rows: list[_Steps]) -> None:
+        """Take every row to the end of its round."""
+        for row, steps in enumerate(rows):
+            self._advance(row, steps)
 
     def _advance(self, row: int, steps: _Steps) -> bool:
         """Go down as far as decisions are known; is this the end of the row's round."""
@@ -141,10 +142,14 @@ class _StepByStep(_Walk):
 
     def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
         tree = evidence.tree
-        evidence.check()
-        super().__init__(tree.tokens.tolist(), tree.parents.tolist(), evidence)
-        self.decide, self.gated = decide, gated
+        super().__init__(tree.tokens.tolist(), tree.parents.tolist(), evidence.sampled, {})
+        self.evidence, self.decide, self.gated = evidence, decide, gated
         self.expected = self._expected() if evidence.greedy else [{} for _ in self.tokens]
+
+    def _go(self, rows: list[_Steps]) -> None:
+        waiting = list(range(len(rows)))
+        while waiting := [row for row in waiting if not self._advance(row, rows[row])]:
+            self._ask([(row, rows[row].path[-1]) for row in waiting])
 
     def _expected(self) -> list[dict[int, int]]:
         """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
@@ -162,7 +167,7 @@ class _StepByStep(_Walk):
             expected.append(guess)
         return expected
 
-    def ask(self, contexts: list[tuple[int, int]]) -> None:
+    def _ask(self, contexts: list[tuple[int, int]]) -> None:
         """Have these contexts decided, and those that are expected to follow them."""
         ahead = list(contexts)
         for row, node in contexts:
@@ -178,36 +183,38 @@ class _StepByStep(_Walk):
         self.known.update(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
 
-class _Likeliest(_Walk):
+def _likeliest(evidence: Evidence) -> _Walk:
     """At temperature 0 and without gates every node emits the target's likeliest token, which the checks found."""
+    assert evidence.best is not None
+    tree = evidence.tree
+    known: Known = {
+        (row, node): (token, token, False, False, 0.0)
+        for row, tokens in enumerate(evidence.best.tolist())
+        for node, token in enumerate(tokens)
+    }
+    return _Walk(tree.tokens.tolist(), tree.parents.tolist(), evidence.sampled, known)
 
-    def __init__(self, evidence: Evidence) -> None:
-        assert evidence.best is not None
-        evidence.check()
-        super().__init__(evidence.tree.tokens.tolist(), evidence.tree.parents.tolist(), evidence)
-        for row, tokens in enumerate(evidence.best.tolist()):
-            self.known.update(((row, node), (token, token, False, False, 0.0)) for node, token in enumerate(tokens))
 
-
-class _AtOnce(_Walk):
-    """Knows all decisions before the walk begins."""
-
-    def __init__(self, evidence: Evidence, decide: Decide) -> None:
-        tree = evidence.tree
-        batch, count = tree.tokens.shape
-        device = tree.tokens.device
-        rows = torch.arange(batch, device=device)[:, None].expand(batch, count).flatten()
-        nodes = torch.arange(count, device=device).repeat(batch)
-        found = decide(Contexts(evidence, rows, nodes, whole=True))
-        columns = [tree.tokens, tree.parents, found.closed, found.opened, found.opens, found.forced, found.cost]
-        unfit = evidence.unfit()
-        columns = [column.reshape(batch, count) for column in (*columns, *unfit.values())]
-        tokens, parents, closed, opened, opens, forced, cost, *wrong = lists(*columns)
-        for who, where in zip(unfit, wrong, strict=True):
-            refuse(who, where)
-        super().__init__(tokens, parents, evidence)
-        for row, columns_of_row in enumerate(zip(closed, opened, opens, forced, cost)):
-            self.known.update(((row, node), decision) for node, decision in enumerate(zip(*columns_of_row)))
+def _at_once(evidence: Evidence, decide: Decide) -> _Walk:
+    """Decisions at all nodes, with the trees and the checks in one transfer."""
+    tree = evidence.tree
+    batch, count = tree.tokens.shape
+    device = tree.tokens.device
+    rows = torch.arange(batch, device=device)[:, None].expand(batch, count).flatten()
+    nodes = torch.arange(count, device=device).repeat(batch)
+    found = decide(Contexts(evidence, rows, nodes, whole=True))
+    unfit = evidence.unfit()
+    decided = [found.closed, found.opened, found.opens, found.forced, found.cost]
+    columns = [column.reshape(batch, count) for column in (*decided, *unfit.values())]
+    tokens, parents, closed, opened, opens, forced, cost, *wrong = lists(tree.tokens, tree.parents, *columns)
+    for who, where in zip(unfit, wrong, strict=True):
+        refuse(who, where)
+    known: Known = {
+        (row, node): decision
+        for row, of_row in enumerate(zip(closed, opened, opens, forced, cost))
+        for node, decision in enumerate(zip(*of_row))
+    }
+    return _Walk(tokens, parents, evidence.sampled, known)
 
 
 @dataclass
