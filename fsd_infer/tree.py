@@ -32,7 +32,7 @@ class DraftTree:
         q_index: [B, N] row of ``q_logits`` that belongs to node i, or -1 where no distribution is known: at nodes
             without children, and where children come from a drafter without distributions (n-gram lookup). There
             every gate stays closed and the law is the target's.
-        draft_ids: [Vd] target id of each drafter vocabulary entry, ascending; None if Vd = V.
+        draft_ids: [Vd] target id of each drafter vocabulary entry, in any order; None if Vd = V.
         q_scores: [B, I, V] processed drafter logits from which the children were *sampled*, or None where
             the children are a deterministic function of the context (top-k or argmax). Only chains are sampled.
         scores: [B, N] estimated log-probability that node i is accepted: 0 at the root, a node's never above its
@@ -68,6 +68,13 @@ class DraftTree:
             scores = _estimated_scores(self) if self.scores is None else self.scores
             self.rows = [TreeRow(*row) for row in zip(*lists(self.tokens, self.parents, scores, self.q_index))]
         return self.rows
+
+    @property
+    def padding(self) -> list[set[int]]:
+        """Each row's nodes that only fill it up to the longest row; only trees made of rows have any."""
+        if self.rows is None:
+            return [set() for _ in range(self.tokens.shape[0])]
+        return [{node for node, score in enumerate(row.scores) if score == -math.inf} for row in self.rows]
 
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
@@ -113,7 +120,7 @@ class DraftTree:
         """A tree per row, on the device of q_logits [B, I, Vd].
 
         Rows with fewer nodes are padded with leaves under their shallowest nodes without q. Those nodes' law is the
-        target's whatever their children are, so padding changes no rule's law.
+        target's whatever their children are, and no row comes to its padding, so no answer depends on it.
         """
         count = max(len(row.tokens) for row in rows)
         for row in rows:
@@ -184,7 +191,8 @@ def _estimated_scores(tree: DraftTree) -> Tensor:
         row = tree.q_index.gather(1, parents)
         column = tree.tokens
         if tree.draft_ids is not None:
-            column = torch.searchsorted(tree.draft_ids, column).clamp_max(tree.q_logits.shape[-1] - 1)
+            ids, places = tree.draft_ids.sort()
+            column = places[torch.searchsorted(ids, column).clamp_max(len(ids) - 1)]
         log_q = tree.q_logits.float().log_softmax(-1)
         drafted = log_q[torch.arange(row.shape[0], device=row.device)[:, None], row.clamp_min(0), column]
         steps = torch.where(row >= 0, drafted, steps)

@@ -294,7 +294,7 @@ class DistillationModule(LightningModule, ABC):
         out = self.loss(drafts)
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
             self._frozen.full_head = LMHead.of(self.target)
-        seen = compare(drafts, self._frozen.full_head, self.head.draft_ids, self.val_rules.divergences)
+        seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
         self.val_agreement.update(seen.agree, drafts.weights)
         self.val_chain.update(seen.agree, drafts.weights, drafts.positions)
         self.val_rules.update(seen, drafts.weights, drafts.positions)

@@ -126,7 +126,7 @@ class LMModule(DistillationModule):
     def _new_lm_head(self) -> LogitsHead:
         """It passes the drafter's logits through."""
         head = super()._new_lm_head()
-        return LogitsHead(head.weight, head.bias, head.scale, head.cap)
+        return LogitsHead(head.weight, head.bias, head.scale, head.cap, head.ids)
 
     # steps ---------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.prompts import special_ids
 from fsd_infer.target import Target
 from fsd_train.base_module import DistillationModule
-from fsd_train.losses import DraftBatch, reference_of
+from fsd_train.losses import DraftBatch, LMHead, reference_of
 from fsd_train.unroll import at_positions, chain_roots, unroll
 from fsd_train.vocabulary import choose_draft_ids
 
@@ -35,6 +35,8 @@ class EagleModule(DistillationModule):
             adding nothing. The draft vocabulary is chosen anew.
         draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
+        context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
+            those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
         unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
         step_decay: weight of step s is step_decay^s.
         chain_share: share of the batch's chains that run beyond step 0, drawn anew for every batch, in (0, 1]. The
@@ -70,6 +72,7 @@ class EagleModule(DistillationModule):
         initial_layers: list[int] | None = None,
         initial_head: str | None = None,
         draft_vocab_size: int | None = None,
+        context_ids: bool = False,
         unroll_steps: int = 1,
         step_decay: float = 1.0,
         chain_share: float = 1.0,
@@ -201,10 +204,19 @@ class EagleModule(DistillationModule):
             weights=weights,
             tokens=found.tokens,
             positions=positions,
-            head=self.lm_head(),
+            head=self._lm_head_of(batch),
             feature_scale=self.head.feature_scale,
             reference=None if reference is None else reference.flatten(1, 2)[:, positions],
         )
+
+    def _lm_head_of(self, batch: dict[str, Any]) -> LMHead:
+        """The LM head over the draft vocabulary, and where wanted over the ids of the batch's prompts too."""
+        head, own = self.lm_head(), self.head.draft_ids
+        if own is None or not self.hparams["context_ids"]:
+            return head
+        found = batch["input_ids"][~batch["loss_mask"].bool()].unique()
+        found = found[~torch.isin(found, own)]
+        return head.joined(LMHead.of(self.target, found)) if len(found) else head
 
     def _chains(self, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Roots and weights of the chains that this batch runs, see :func:`fsd_train.unroll.chain_roots`."""

@@ -66,7 +66,7 @@ def drafter(kind: str, target: Target) -> Drafter:
     head = EagleHead(config)
     if kind == "reduced":
         head.set_draft_ids(torch.arange(20))
-    eagle = EagleDrafter(head.to(DEVICE), target, TreeShape(depth=DEPTH, width=4, nodes=12))
+    eagle = EagleDrafter(head, target, TreeShape(depth=DEPTH, width=4, nodes=12))
     return GraftedDrafter(eagle, LookupDrafter(VOCABULARY)) if kind == "graft" else eagle
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fsd_infer.cache import SlotCache
 from fsd_infer.checkpoint import load_head
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
 from fsd_infer.head import EagleHead
 from fsd_infer.kernels import likeliest
@@ -73,6 +74,7 @@ class EagleDrafter(Drafter):
         head: the trained head.
         target: whose features it reads.
         shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`).
+        context_ids: a reduced draft vocabulary is joined by the ids of each text, see :class:`ContextVocabulary`.
 
     Attributes:
         by_batch: trees for batches of at least so many rows where they differ from ``shape``; None: do not draft.
@@ -80,10 +82,16 @@ class EagleDrafter(Drafter):
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, target: Target, shape: TreeShape | None = None) -> None:
+    def __init__(
+        self, head: EagleHead, target: Target, shape: TreeShape | None = None, context_ids: bool = True
+    ) -> None:
         target.check_lm_head()
         target.watch(head.config.fused_layers)
         self.target = target
+        self.context_ids = context_ids and head.draft_ids is not None
+        self._drafted = torch.zeros(target.vocab_size, dtype=torch.bool)  # on the CPU, where texts are
+        if head.draft_ids is not None:
+            self._drafted[head.draft_ids.cpu()] = True
         self.head = head.to(target.device).cast(target.dtype).eval()
         shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
         self.vocabulary = head.config.draft_vocab_size or target.vocab_size
@@ -122,12 +130,12 @@ class EagleDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> EagleSession:
         return EagleSession(self, request)
 
-    def q_logits(self, features: Tensor) -> Tensor:
-        """[..., H] -> [..., Vd] in the target's data type."""
-        return self.target.lm_logits(features, self.lm_head)
-
-    def to_target_ids(self, drafts: Tensor) -> Tensor:
-        return drafts if self.draft_ids is None else self.draft_ids[drafts]
+    def context_vocabulary(self, batch: int) -> ContextVocabulary | None:
+        """A new batch's drafter vocabulary; None where it is always the head's own."""
+        if not self.context_ids:
+            return None
+        assert self.draft_ids is not None and self.lm_head is not None
+        return ContextVocabulary(self.target, self.draft_ids, self.lm_head, self._drafted, batch)
 
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
@@ -138,6 +146,7 @@ class EagleDrafter(Drafter):
             "width": self.shape.width,
             **stop,
             "draft_vocab_size": self.vocabulary,
+            "context_ids": self.context_ids,
             **batches,
         }
 
@@ -150,6 +159,7 @@ class EagleSession(DraftSession):
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
         self.drafter = drafter
+        self.vocabulary = drafter.context_vocabulary(request.batch)
         shape = drafter.shape
         layers = SimpleNamespace(num_hidden_layers=drafter.head.config.num_layers)
         self.cache = SlotCache(layers, request.batch, request.slots + max(1, (shape.depth - 1) * shape.width))
@@ -158,6 +168,8 @@ class EagleSession(DraftSession):
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.extend(tokens, counts)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
         parts = zip(*(whole.split(READ_AT_ONCE, 1) for whole in (tokens, features, positions)), strict=True)
@@ -180,6 +192,7 @@ class EagleSession(DraftSession):
         assert self.last is not None, "extend() comes first"
         width, depth, stop_below = self.drafter.shape.width, self.drafter.shape.depth, self.drafter.shape.stop_below
         batch, device = roots.shape[0], self.device
+        ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
         own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
         features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
@@ -188,9 +201,9 @@ class EagleSession(DraftSession):
         levels: list[_Level] = []
         first = 1  # number of the first node of this depth
         for level in range(1, depth + 1):
-            logits = self.drafter.q_logits(features)  # [B, E, Vd]
+            logits = self._q_logits(features)  # [B, E, Vd]
             log_q, choice = likeliest(logits, width)
-            tokens = self.drafter.to_target_ids(choice).flatten(1)
+            tokens = (choice if ids is None else ids[choice]).flatten(1)
             scores = (path_scores[..., None] + log_q).flatten(1)
             levels.append(_Level(tokens, scores, expanded, logits))
             if level == depth:
@@ -204,9 +217,17 @@ class EagleSession(DraftSession):
             features = self._expand(tokens.gather(1, best), features, sees, level)
             expanded = first + best
             first += tokens.shape[1]
-        return _keep_best(to_device(roots, device), levels, self.drafter)
+        return _keep_best(to_device(roots, device), levels, self.drafter, ids)
+
+    def _q_logits(self, features: Tensor) -> Tensor:
+        """[B, E, H] -> [B, E, Vd] in the target's data type."""
+        if self.vocabulary is not None:
+            return self.vocabulary.logits(features)
+        return self.drafter.target.lm_logits(features, self.drafter.lm_head)
 
     def select(self, rows: Tensor) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.select(rows)
         self.cache.select(rows)
         self.lengths = self.lengths[rows]
         self.last = None if self.last is None else self.last[to_device(rows, self.device)]
@@ -239,8 +260,8 @@ class _Level:
     logits: Tensor
 
 
-def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter) -> DraftTree:
-    """The tree of the ``nodes - 1`` candidates with the highest cumulative log q."""
+def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
+    """The tree of the ``nodes - 1`` candidates with the highest cumulative log q; ids [Vd]: what q is about."""
     width, device = drafter.shape.width, roots.device
     batch = roots.shape[0]
     tokens = torch.cat([roots[:, None]] + [level.tokens for level in levels], dim=1)  # [B, 1 + C]
@@ -276,6 +297,6 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter) -> Dr
         ancestors=ancestors_of(tree_parents),
         q_logits=q_logits.gather(1, rows[..., None].expand(-1, -1, q_logits.shape[-1])),
         q_index=index,
-        draft_ids=drafter.draft_ids,
+        draft_ids=ids,
         scores=torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, chosen)], dim=1),
     )

@@ -69,19 +69,28 @@ class _Walk:
 
     Args:
         tokens, parents: the trees, [B][N].
+        padding: the nodes of each row that only fill it up; no row comes to them.
         sampled: were the drafts sampled.
         known: the decisions, at all nodes that a row may come to.
     """
 
-    def __init__(self, tokens: list[list[int]], parents: list[list[int]], sampled: bool, known: Known) -> None:
+    def __init__(
+        self,
+        tokens: list[list[int]],
+        parents: list[list[int]],
+        padding: list[set[int]],
+        sampled: bool,
+        known: Known,
+    ) -> None:
         self.tokens, self.known = tokens, known
         self.children: list[dict[int, dict[int, int]]] = []  # per row: node -> token -> child
         self.depth = 0
-        for row_parents, row_tokens in zip(parents, tokens, strict=True):
+        for row_parents, row_tokens, left_out in zip(parents, tokens, padding, strict=True):
             children: dict[int, dict[int, int]] = {}
             depths = [0]
             for node in range(1, len(row_parents)):
-                children.setdefault(row_parents[node], {})[row_tokens[node]] = node
+                if node not in left_out:
+                    children.setdefault(row_parents[node], {})[row_tokens[node]] = node
                 depths.append(depths[row_parents[node]] + 1)
             self.children.append(children)
             self.depth = max(self.depth, max(depths))
@@ -142,7 +151,7 @@ class _StepByStep(_Walk):
 
     def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
         tree = evidence.tree
-        super().__init__(tree.tokens.tolist(), tree.parents.tolist(), evidence.sampled, {})
+        super().__init__(tree.tokens.tolist(), tree.parents.tolist(), tree.padding, evidence.sampled, {})
         self.evidence, self.decide, self.gated = evidence, decide, gated
         self.expected = self._expected() if evidence.greedy else [{} for _ in self.tokens]
 
@@ -192,7 +201,7 @@ def _likeliest(evidence: Evidence) -> _Walk:
         for row, tokens in enumerate(evidence.best.tolist())
         for node, token in enumerate(tokens)
     }
-    return _Walk(tree.tokens.tolist(), tree.parents.tolist(), evidence.sampled, known)
+    return _Walk(tree.tokens.tolist(), tree.parents.tolist(), tree.padding, evidence.sampled, known)
 
 
 def _at_once(evidence: Evidence, decide: Decide) -> _Walk:
@@ -214,7 +223,7 @@ def _at_once(evidence: Evidence, decide: Decide) -> _Walk:
         for row, of_row in enumerate(zip(closed, opened, opens, forced, cost))
         for node, decision in enumerate(zip(*of_row))
     }
-    return _Walk(tokens, parents, evidence.sampled, known)
+    return _Walk(tokens, parents, tree.padding, evidence.sampled, known)
 
 
 @dataclass

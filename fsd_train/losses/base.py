@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,12 +29,14 @@ class LMHead:
         bias: [Vd] or None.
         scale: factor on the logits (families with a logit scale).
         cap: soft cap on the logits or None.
+        ids: [Vd] target id of each row; None if Vd = V, or where nobody asks.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
+    ids: Tensor | None = None
 
     @classmethod
     def of(cls, target: Target, ids: Tensor | None = None) -> LMHead:
@@ -43,7 +45,13 @@ class LMHead:
         factor = getattr(target.config, "logit_scale", None)
         divisor = getattr(target.config, "logits_scaling", None)
         scale = float(1.0 if factor is None else factor) / float(1.0 if divisor is None else divisor)
-        return cls(weight.detach(), bias, scale, getattr(target.config, "final_logit_softcapping", None))
+        return cls(weight.detach(), bias, scale, getattr(target.config, "final_logit_softcapping", None), ids)
+
+    def joined(self, other: LMHead) -> LMHead:
+        """The rows of both, of one LM head, in this order."""
+        bias = None if self.bias is None or other.bias is None else torch.cat([self.bias, other.bias])
+        ids = None if self.ids is None or other.ids is None else torch.cat([self.ids, other.ids])
+        return replace(self, weight=torch.cat([self.weight, other.weight]), bias=bias, ids=ids)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] -> logits [..., Vd] in fp32; the product runs in the weight's dtype."""

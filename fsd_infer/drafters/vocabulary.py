@@ -1,0 +1,80 @@
+"""What a head with a reduced draft vocabulary can draft in one batch: its own ids, and those of the batch's texts.
+
+A reduced draft vocabulary holds what is frequent everywhere. What an answer says beyond it (names, numbers, words of
+the text to be summed up) mostly stands in the prompt, and a head that shares the target's LM head can draft it at the
+cost of a few more rows of that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.target import Target
+from fsd_infer.transfer import to_device
+
+NEVER = -1e4  # a logit that underflows to q = 0 in every float type; -inf would make NaN of 0·log 0
+
+
+class ContextVocabulary:
+    """The drafter vocabulary of one batch: the draft vocabulary, and behind it the ids of the texts that it lacks.
+
+    A row drafts the ids of its own text only, so that no answer depends on its neighbours in the batch.
+
+    Args:
+        target: whose LM head is shared.
+        draft_ids: [Vd] the head's draft vocabulary, on the target's device.
+        lm_head: the rows ``draft_ids`` of the LM head.
+        drafted: [V] bool on the CPU, whether an id is in the draft vocabulary.
+        batch: B.
+
+    Attributes:
+        ids: [Vd + X] target id of each entry, on the target's device; the first Vd are ``draft_ids``.
+    """
+
+    def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: Tensor, batch: int) -> None:
+        self.ids = draft_ids
+        self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
+        self._extra: dict[int, int] = {}  # id -> its place behind the draft vocabulary
+        self._seen: list[set[int]] = [set() for _ in range(batch)]
+        self._tail: nn.Module | None = None
+        self._foreign: Tensor | None = None  # [B, 1, X], entries of other rows' texts
+
+    def extend(self, tokens: Tensor, counts: Tensor) -> None:
+        """The texts grew by tokens [B, K], of which the first ``counts`` [B] are real; both on the CPU."""
+        grew = False
+        for seen, line, count in zip(self._seen, tokens, counts.tolist(), strict=True):
+            line = line[:count]
+            for token in line[~self._drafted[line]].tolist():
+                grew |= token not in seen
+                seen.add(token)
+                self._extra.setdefault(token, len(self._extra))
+        if not grew:
+            return
+        device = self._draft_ids.device
+        extra = to_device(torch.tensor(list(self._extra)), device)
+        self.ids = torch.cat([self._draft_ids, extra])
+        self._tail = self._target.reduced_lm_head(extra)
+        self._mark_foreign()
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[B, E, H] -> [B, E, Vd + X] in the target's data type."""
+        logits = self._target.lm_logits(features, self._lm_head)
+        if self._tail is None:
+            return logits
+        extra = self._target.lm_logits(features, self._tail)
+        if self._foreign is not None:
+            extra = extra.masked_fill(self._foreign, NEVER)
+        return torch.cat([logits, extra], -1)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'], on the CPU, of the batch."""
+        self._seen = [self._seen[row] for row in rows.tolist()]
+        self._mark_foreign()
+
+    def _mark_foreign(self) -> None:
+        if len(self._seen) == 1 and len(self._seen[0]) == len(self._extra):
+            self._foreign = None
+        else:
+            foreign = torch.tensor([[[token not in seen for token in self._extra]] for seen in self._seen])
+            self._foreign = to_device(foreign, self._draft_ids.device)
