@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
@@ -32,8 +33,8 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## lint, then the fast tests
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+test: lint  ## lint, then the fast tests, in WORKERS processes
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

@@ -17,8 +17,10 @@ import torch
 
 from fsd_infer.models import builtin_dir
 
-# One thread per core unless the caller says otherwise: more of them spin against each other on small machines.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+# One thread per core unless the caller says otherwise, shared out among pytest-xdist's processes: more of them spin
+# against each other on small machines.
+_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // _PROCESSES)))
 
 
 @pytest.fixture(autouse=True)

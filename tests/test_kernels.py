@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +27,15 @@ CAN = can_pack() and module._NEEDED <= module._cpu_flags() and any(map(shutil.wh
 needs_kernels = pytest.mark.skipif(not CAN, reason="needs AVX512-BF16 and a C++ compiler")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Work is shared out among threads, however many the other tests are given."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from fsd_infer.rules import (
     Rule,
     Source,
     Verification,
+    _contexts,
     parse_rule,
 )
 from fsd_infer.rules._contexts import Contexts, Decision, draw
@@ -88,6 +89,26 @@ def test_level_by_level_and_all_at_once_agree(spec: str, greedy: bool) -> None:
         round = tree_round(seed, greedy=greedy, reduced=seed % 2 == 0, mask=seed > 3)
         decide = rule.decide  # type: ignore[attr-defined]
         assert_same(walk(round, decide, by_level=True), walk(round, decide, by_level=False))
+
+
+@pytest.mark.parametrize("spec", ["exact", *(spec for spec in SPECS if spec.startswith(("fuzzy:", "random")))])
+def test_greedy_decisions_without_tensors_are_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one pass finds the likeliest token too, as the kernels' does, only gates are asked for."""
+    rule = parse_rule(spec)
+    opened = 0
+    for seed in range(30):
+        round = tree_round(seed, greedy=True, reduced=seed % 2 == 0, mask=seed % 3 == 0)
+        if seed % 5 == 0:  # ties
+            narrow = round.logits.bfloat16()
+            round = replace(round, logits=narrow, scores=narrow)
+        expected = walk(round, rule.decide, getattr(rule, "budget", None))  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(_contexts, "_top", lambda scores: (scores.amax(-1), scores.argmax(-1)))
+            patch.setattr(type(rule), "decide", None)  # not to be called
+            found = rule(round)
+        assert_same(found, expected)
+        opened += int(found.gate_open.sum())
+    assert (opened > 0) == (spec != "exact")
 
 
 @pytest.mark.parametrize("by_level", [True, False])

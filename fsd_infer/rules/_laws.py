@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -143,7 +144,13 @@ def draft_law(at: Contexts, closed: Tensor) -> OpenLaw:
 
 
 class GatedRule(Rule):
-    """Base of rules that emit from the target's law where a gate is closed and from another where it is open."""
+    """Base of rules that emit from the target's law where a gate is closed and from another where it is open.
+
+    Attributes:
+        over_children: these laws are :func:`exact_law` and :func:`children_law`.
+    """
+
+    over_children: ClassVar[bool] = False
 
     def gate(self, at: Contexts) -> Tensor:
         """[R] bool; does the gate want to open. False where there are no children."""
@@ -180,7 +187,7 @@ class GatedRule(Rule):
         )
 
     def __call__(self, round: Verification) -> Verdict:
-        return walk(round, self.decide, self.budget)
+        return walk(round, self.decide, self.budget, gate_over_children=self.gate if self.over_children else None)
 
 
 def check_number(rule: str, what: str, value: object, high: float = math.inf) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules._contexts import Contexts, Decision, Evidence, refuse
@@ -22,6 +23,7 @@ from fsd_infer.rules.base import Source, Verdict, Verification
 from fsd_infer.transfer import lists
 
 Decide = Callable[[Contexts], Decision]
+Gate = Callable[[Contexts], Tensor]
 
 
 def walk(
@@ -30,6 +32,7 @@ def walk(
     budget: float | None = None,
     by_level: bool | None = None,
     gated: bool = True,
+    gate_over_children: Gate | None = None,
 ) -> Verdict:
     """Runs one round.
 
@@ -39,6 +42,8 @@ def walk(
         budget: nats for this round where the round itself brings no ``budget_left``.
         by_level: ask step by step (True) or for all nodes at once (False); None picks by the device.
         gated: does the rule have gates at all.
+        gate_over_children: the rule's gate, if at temperature 0 its decisions are the target's likeliest token, and the
+            likeliest child where the gate is open (:func:`fsd_infer.rules._laws.children_law`).
 
     Raises:
         NonFiniteLogitsError: target or drafter logits that are no distribution.
@@ -51,8 +56,13 @@ def walk(
         steps = _at_once(evidence, decide)
     else:
         evidence.check()
-        likeliest = evidence.greedy and not gated and evidence.best is not None
-        steps = _likeliest(evidence) if likeliest else _StepByStep(evidence, decide, gated)
+        known = evidence.greedy and evidence.best is not None
+        if known and not gated:
+            steps = _likeliest(evidence)
+        elif known and gate_over_children is not None:
+            steps = _LikeliestChild(evidence, gate_over_children)
+        else:
+            steps = _StepByStep(evidence, decide, gated)
     left = [math.inf if budget is None else budget] * len(steps.tokens)
     return steps.verdict(left if round.budget_left is None else round.budget_left.tolist())
 
@@ -153,6 +163,9 @@ class _StepByStep(_Walk):
         tree = evidence.tree
         super().__init__(tree.tokens.tolist(), tree.parents.tolist(), tree.padding, evidence.sampled, {})
         self.evidence, self.decide, self.gated = evidence, decide, gated
+        self.q_index = tree.q_index.tolist()
+        if evidence.greedy:
+            self.scores, self.highest = evidence.child_scores.tolist(), evidence.highest.tolist()
         self.expected = self._expected() if evidence.greedy else [{} for _ in self.tokens]
 
     def _go(self, rows: list[_Steps]) -> None:
@@ -162,27 +175,29 @@ class _StepByStep(_Walk):
 
     def _expected(self) -> list[dict[int, int]]:
         """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
-        evidence = self.evidence
-        scores, highest = evidence.child_scores.tolist(), evidence.highest.tolist()
-        q_index = evidence.tree.q_index.tolist()
         expected: list[dict[int, int]] = []
         for row, children in enumerate(self.children):
             guess = {}
             for node, by_token in children.items():
-                child = max(by_token.values(), key=scores[row].__getitem__)
-                short = highest[row][node] - scores[row][child]
-                if short == 0 or (self.gated and q_index[row][node] >= 0 and short < _FORCED_WITHIN):
+                child = max(by_token.values(), key=self.scores[row].__getitem__)
+                short = self.highest[row][node] - self.scores[row][child]
+                if short == 0 or (self.gated and self.q_index[row][node] >= 0 and short < _FORCED_WITHIN):
                     guess[node] = child
             expected.append(guess)
         return expected
 
-    def _ask(self, contexts: list[tuple[int, int]]) -> None:
-        """Have these contexts decided, and those that are expected to follow them."""
+    def _with_expected(self, contexts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """These contexts, and those that are expected to follow them."""
         ahead = list(contexts)
         for row, node in contexts:
             while node in self.expected[row]:
                 node = self.expected[row][node]
                 ahead.append((row, node))
+        return ahead
+
+    def _ask(self, contexts: list[tuple[int, int]]) -> None:
+        """Have these contexts decided, and those that are expected to follow them."""
+        ahead = self._with_expected(contexts)
         # leaves last: a rule that looks at the others only need not copy them
         ahead.sort(key=lambda context: context[1] not in self.children[context[0]])
         device = self.evidence.tree.tokens.device
@@ -190,6 +205,47 @@ class _StepByStep(_Walk):
         found = self.decide(Contexts(self.evidence, rows, nodes))
         columns = (found.closed, found.opened, found.opens, found.forced, found.cost)
         self.known.update(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+
+
+class _LikeliestChild(_StepByStep):
+    """At temperature 0, the target's likeliest token, and the likeliest child where the gate is open: only the gates
+    are asked for.
+    """
+
+    def __init__(self, evidence: Evidence, gate: Gate) -> None:
+        assert evidence.best is not None
+        self.gate, self.best = gate, evidence.best.tolist()
+        super().__init__(evidence, _undecided, gated=True)
+
+    def _ask(self, contexts: list[tuple[int, int]]) -> None:
+        ahead = self._with_expected(contexts)
+        asked = [(row, node) for row, node in ahead if node in self.children[row] and self.q_index[row][node] >= 0]
+        opens: dict[tuple[int, int], bool] = {}
+        if asked:
+            rows, nodes = torch.tensor(asked, device=self.evidence.tree.tokens.device).unbind(1)
+            at = Contexts(self.evidence, rows, nodes)
+            at.has_q = torch.ones(len(asked), dtype=torch.bool)
+            opens = dict(zip(asked, self.gate(at).tolist(), strict=True))
+        for row, node in ahead:
+            self.known[row, node] = self._decision(row, node, opens.get((row, node), False))
+
+    def _decision(self, row: int, node: int, wants: bool) -> tuple[int, int, bool, bool, float]:
+        """As :func:`fsd_infer.rules._laws.children_law` has it."""
+        closed = self.best[row][node]
+        by_token = self.children[row].get(node, {})
+        if not wants or closed in by_token:
+            return closed, closed, wants, False, 0.0
+        scores = self.scores[row]
+        # equal scores: the smallest token, as an argmax over the vocabulary would have it
+        child = min(by_token, key=lambda token: (-scores[by_token[token]], token))
+        score = scores[by_token[child]]
+        if score == -math.inf:
+            return closed, closed, False, True, 0.0
+        return closed, child, True, True, max(0.0, self.highest[row][node] - score)
+
+
+def _undecided(at: Contexts) -> Decision:
+    raise AssertionError("decisions are made of gates here")
 
 
 def _likeliest(evidence: Evidence) -> _Walk:

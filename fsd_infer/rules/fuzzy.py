@@ -107,6 +107,7 @@ class Fuzzy(DivergenceGate):
     """
 
     name = "fuzzy"
+    over_children = True
 
     def open_law(self, at: Contexts, closed: Tensor) -> OpenLaw:
         return children_law(at, closed)

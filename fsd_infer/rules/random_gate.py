@@ -27,6 +27,7 @@ class RandomGate(GatedRule):
     budget: float | None = None
 
     name = "random"
+    over_children = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", check_number(self.name, "rate", self.rate, high=1.0))
