@@ -19,6 +19,8 @@ from fsd_train.losses import DraftBatch, LMHead, reference_of
 from fsd_train.unroll import at_positions, chain_roots, unroll
 from fsd_train.vocabulary import choose_draft_ids
 
+_CONTEXT_BLOCK = 512  # the prompts' ids that join the draft vocabulary are so many, or twice as many ...
+
 
 class EagleModule(DistillationModule):
     """Trains a draft head on a frozen target's features.
@@ -210,13 +212,20 @@ class EagleModule(DistillationModule):
         )
 
     def _lm_head_of(self, batch: dict[str, Any]) -> LMHead:
-        """The LM head over the draft vocabulary, and where wanted over the ids of the batch's prompts too."""
+        """The LM head over the draft vocabulary, and where wanted over the ids of the batch's prompts too.
+
+        The latter are filled up with other ids to few different numbers: libraries prepare a product once per shape.
+        """
         head, own = self.lm_head(), self.head.draft_ids
         if own is None or not self.hparams["context_ids"]:
             return head
-        found = batch["input_ids"][~batch["loss_mask"].bool()].unique()
-        found = found[~torch.isin(found, own)]
-        return head.joined(LMHead.of(self.target, found)) if len(found) else head
+        vocabulary = self.target.vocab_size
+        place = torch.ones(vocabulary, dtype=torch.long, device=own.device)
+        place[batch["input_ids"][~batch["loss_mask"].bool()]] = 0  # the prompts' come first,
+        place[own] = 2  # what is drafted anyhow last
+        count = int((place == 0).sum())
+        count = min(-(-count // _CONTEXT_BLOCK) * _CONTEXT_BLOCK, vocabulary - len(own))
+        return head.joined(LMHead.of(self.target, place.argsort(stable=True)[:count])) if count else head
 
     def _chains(self, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Roots and weights of the chains that this batch runs, see :func:`fsd_train.unroll.chain_roots`."""

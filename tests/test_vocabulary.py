@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fsd_train.module
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
@@ -133,8 +134,16 @@ def test_training_drafts_the_prompts_ids_too(toys: Path) -> None:
     prompt = set(batch["input_ids"][~batch["loss_mask"].bool()].tolist())
     before, after = plain.draft(batch, 1), module.draft(batch, 1)
     assert before is not None and after is not None and before.head.ids is not None and after.head.ids is not None
-    assert before.head.ids.tolist() == list(range(10))
-    assert after.head.ids.tolist() == [*range(10), *sorted(prompt - set(range(10)))] != before.head.ids.tolist()
+    own, joined = before.head.ids.tolist(), after.head.ids[10:].tolist()
+    new = sorted(prompt - set(own))
+    assert new and joined[: len(new)] == new, "the prompts' ids come first"
+    assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
+    module_, _ = made(toys, context_ids=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsd_train.module, "_CONTEXT_BLOCK", len(new) + 1)
+        blocked = module_.draft(batch, 1)
+    assert blocked is not None and blocked.head.ids is not None
+    assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]
     expected = LMHead.of(module.target)(after.features)[..., after.head.ids]
     torch.testing.assert_close(after.head(after.features), expected)
     assert module.head.draft_ids is not None and len(module.head.draft_ids) == 10, "the exported vocabulary is the same"
