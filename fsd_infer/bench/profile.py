@@ -9,6 +9,7 @@ because a process that other methods ran in has their memory too::
      "forward_seconds": {"1": 0.0098, "16": 0.0121, …}}
 
 Bytes are resident ones of the process (on CUDA: of the device's allocator, and there are no libraries in it).
+``libraries`` is what the process holds after a toy model has given an answer, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import Packed, can_pack, packed_in
-from fsd_infer.drafters import TreeShape
+from fsd_infer.cpu import packed_in
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import NoDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import write_json
+from fsd_infer.fuse import speed_up
 from fsd_infer.probe import Probe
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
@@ -205,12 +209,18 @@ def _bytes(tensor: Tensor) -> int:
 
 @torch.inference_mode()
 def _use_libraries(device: torch.device) -> None:
-    """Make the libraries take what they take once: it belongs to no model."""
-    layer = nn.Linear(64, 64, device=device, dtype=torch.bfloat16)
-    x = torch.ones(1, 64, device=device, dtype=torch.bfloat16)
-    layer(x)
-    if device.type == "cpu" and can_pack():
-        Packed(layer)(x)
+    """Make the libraries take what they take once, their code included, by a toy's answer: it belongs to no model."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        model: Any = LlamaForCausalLM(config)
+    target = Target(model.to(device, torch.bfloat16).eval())
+    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    decoder.drafter = decoder.load_drafter("lookup")
+    speed_up(target.model, release=True)
+    decoder.generate([[5, 6, 7, 5, 6]], "exact", max_new_tokens=8, do_sample=False)
 
 
 @torch.inference_mode()
