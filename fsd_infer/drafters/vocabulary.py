@@ -36,26 +36,27 @@ class ContextVocabulary:
         self.ids = draft_ids
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
         self._extra: dict[int, int] = {}  # id -> its place behind the draft vocabulary
-        self._seen: list[set[int]] = [set() for _ in range(batch)]
+        self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X], on the CPU: is an entry in the row's text
+        self._foreign: Tensor | None = None  # [B, 1, X], its opposite on the target's device; None where all are own
         self._tail: nn.Module | None = None
-        self._foreign: Tensor | None = None  # [B, 1, X], entries of other rows' texts
 
     def extend(self, tokens: Tensor, counts: Tensor) -> None:
         """The texts grew by tokens [B, K], of which the first ``counts`` [B] are real; both on the CPU."""
-        grew = False
-        for seen, line, count in zip(self._seen, tokens, counts.tolist(), strict=True):
-            line = line[:count]
-            for token in line[~self._drafted[line]].tolist():
-                grew |= token not in seen
-                seen.add(token)
-                self._extra.setdefault(token, len(self._extra))
-        if not grew:
+        real = torch.arange(tokens.shape[1]) < counts[:, None]
+        rows, columns = (real & ~self._drafted[tokens]).nonzero(as_tuple=True)
+        if not len(rows):
             return
-        device = self._draft_ids.device
-        extra = to_device(torch.tensor(list(self._extra)), device)
-        self.ids = torch.cat([self._draft_ids, extra])
-        self._tail = self._target.reduced_lm_head(extra)
-        self._mark_foreign()
+        found = tokens[rows, columns].tolist()
+        places = torch.tensor([self._extra.setdefault(token, len(self._extra)) for token in found])
+        grown = len(self._extra) - self._own.shape[1]
+        if grown:
+            self._own = torch.nn.functional.pad(self._own, (0, grown))
+            extra = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
+            self.ids = torch.cat([self._draft_ids, extra])
+            self._tail = self._target.reduced_lm_head(extra)
+        if not self._own[rows, places].all():
+            self._own[rows, places] = True
+            self._mark_foreign()
 
     def logits(self, features: Tensor) -> Tensor:
         """[B, E, H] -> [B, E, Vd + X] in the target's data type."""
@@ -69,12 +70,9 @@ class ContextVocabulary:
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'], on the CPU, of the batch."""
-        self._seen = [self._seen[row] for row in rows.tolist()]
+        self._own = self._own[rows]
         self._mark_foreign()
 
     def _mark_foreign(self) -> None:
-        if len(self._seen) == 1 and len(self._seen[0]) == len(self._extra):
-            self._foreign = None
-        else:
-            foreign = torch.tensor([[[token not in seen for token in self._extra]] for seen in self._seen])
-            self._foreign = to_device(foreign, self._draft_ids.device)
+        foreign = ~self._own[:, None]
+        self._foreign = to_device(foreign, self._draft_ids.device) if foreign.any() else None
