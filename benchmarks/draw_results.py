@@ -28,19 +28,23 @@ def draw(record: dict[str, Any], output: Path) -> None:
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         heights = [methods[name]["categories"][category]["tau"] for category in categories]
-        places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(categories))]
-        left.bar(places, heights, width, label=name, color=colours[name])
+        spots = [i + (index - (len(names) - 1) / 2) * width for i in range(len(categories))]
+        left.bar(spots, heights, width, label=name, color=colours[name])
     left.set_xticks(range(len(categories)), categories, rotation=35, ha="right")
     left.set_ylabel("accepted length τ (tokens per target forward)")
     left.axhline(1, color="grey", linewidth=0.8)
     left.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=len(names))
     left.set_title("by category", pad=24)
 
+    places = {name: (facts["log_likelihood_per_token"], facts["tau_category_mean"]) for name, facts in methods.items()}
+    span = max(y for _, y in places.values()) - min(y for _, y in places.values())
     for name, facts in methods.items():
-        x, y = facts["log_likelihood_per_token"], facts["tau_category_mean"]
+        x, y = places[name]
         right.scatter([x], [y], color=colours[name], s=60, zorder=3)
         note = f"{name}\n{facts['answer_tokens']:.0f} tokens per answer"
-        right.annotate(note, (x, y), textcoords="offset points", xytext=(7, -4), fontsize=8)
+        crowded = any(other > x and abs(height - y) < 0.12 * span for other, height in places.values())
+        side = {"xytext": (-7, -4), "ha": "right"} if crowded else {"xytext": (7, -4)}
+        right.annotate(note, (x, y), textcoords="offset points", fontsize=8, **side)
     right.set_xlabel("target's log-likelihood of the answers (nats per token)")
     right.set_ylabel("τ, mean over categories")
     right.margins(x=0.35, y=0.15)
