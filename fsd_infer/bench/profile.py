@@ -36,7 +36,7 @@ from fsd_infer.bench.models import Models
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import packed_in
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import NoDrafter, TreeShape
+from fsd_infer.drafters import LookupDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import write_json
 from fsd_infer.fuse import speed_up
@@ -217,9 +217,8 @@ def _use_libraries(device: torch.device) -> None:
     with torch.random.fork_rng(devices=[]):
         model: Any = LlamaForCausalLM(config)
     target = Target(model.to(device, torch.bfloat16).eval())
-    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
-    decoder.drafter = decoder.load_drafter("lookup")
     speed_up(target.model, release=True)
+    decoder = FuzzyDecoder(target, LookupDrafter(target.vocab_size))
     decoder.generate([[5, 6, 7, 5, 6]], "exact", max_new_tokens=8, do_sample=False)
 
 

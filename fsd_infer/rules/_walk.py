@@ -60,9 +60,9 @@ def walk(
         if known and not gated:
             steps = _likeliest(evidence)
         elif known and gate_over_children is not None:
-            steps = _LikeliestChild(evidence, gate_over_children)
+            steps = _OfGates(evidence, gate_over_children)
         else:
-            steps = _StepByStep(evidence, decide, gated)
+            steps = _OfRule(evidence, decide, gated)
     left = [math.inf if budget is None else budget] * len(steps.tokens)
     return steps.verdict(left if round.budget_left is None else round.budget_left.tolist())
 
@@ -157,12 +157,17 @@ class _Walk:
 
 
 class _StepByStep(_Walk):
-    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach."""
+    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach.
 
-    def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
+    Args:
+        evidence: of the round.
+        gated: does the rule have gates at all.
+    """
+
+    def __init__(self, evidence: Evidence, gated: bool) -> None:
         tree = evidence.tree
         super().__init__(tree.tokens.tolist(), tree.parents.tolist(), tree.padding, evidence.sampled, {})
-        self.evidence, self.decide, self.gated = evidence, decide, gated
+        self.evidence, self.gated = evidence, gated
         self.q_index = tree.q_index.tolist()
         if evidence.greedy:
             self.scores, self.highest = evidence.child_scores.tolist(), evidence.highest.tolist()
@@ -171,7 +176,11 @@ class _StepByStep(_Walk):
     def _go(self, rows: list[_Steps]) -> None:
         waiting = list(range(len(rows)))
         while waiting := [row for row in waiting if not self._advance(row, rows[row])]:
-            self._ask([(row, rows[row].path[-1]) for row in waiting])
+            self.known.update(self._decided(self._with_expected([(row, rows[row].path[-1]) for row in waiting])))
+
+    def _decided(self, ahead: list[tuple[int, int]]) -> Known:
+        """The decisions at these contexts, of a row and a node each."""
+        raise NotImplementedError
 
     def _expected(self) -> list[dict[int, int]]:
         """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
@@ -195,30 +204,35 @@ class _StepByStep(_Walk):
                 ahead.append((row, node))
         return ahead
 
-    def _ask(self, contexts: list[tuple[int, int]]) -> None:
-        """Have these contexts decided, and those that are expected to follow them."""
-        ahead = self._with_expected(contexts)
+
+class _OfRule(_StepByStep):
+    """By the rule's own decisions."""
+
+    def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
+        super().__init__(evidence, gated)
+        self.decide = decide
+
+    def _decided(self, ahead: list[tuple[int, int]]) -> Known:
         # leaves last: a rule that looks at the others only need not copy them
         ahead.sort(key=lambda context: context[1] not in self.children[context[0]])
         device = self.evidence.tree.tokens.device
         rows, nodes = torch.tensor(ahead, device=device).unbind(1)
         found = self.decide(Contexts(self.evidence, rows, nodes))
         columns = (found.closed, found.opened, found.opens, found.forced, found.cost)
-        self.known.update(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+        return dict(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
 
-class _LikeliestChild(_StepByStep):
+class _OfGates(_StepByStep):
     """At temperature 0, the target's likeliest token, and the likeliest child where the gate is open: only the gates
     are asked for.
     """
 
     def __init__(self, evidence: Evidence, gate: Gate) -> None:
         assert evidence.best is not None
+        super().__init__(evidence, gated=True)
         self.gate, self.best = gate, evidence.best.tolist()
-        super().__init__(evidence, _undecided, gated=True)
 
-    def _ask(self, contexts: list[tuple[int, int]]) -> None:
-        ahead = self._with_expected(contexts)
+    def _decided(self, ahead: list[tuple[int, int]]) -> Known:
         asked = [(row, node) for row, node in ahead if node in self.children[row] and self.q_index[row][node] >= 0]
         opens: dict[tuple[int, int], bool] = {}
         if asked:
@@ -226,8 +240,7 @@ class _LikeliestChild(_StepByStep):
             at = Contexts(self.evidence, rows, nodes)
             at.has_q = torch.ones(len(asked), dtype=torch.bool)
             opens = dict(zip(asked, self.gate(at).tolist(), strict=True))
-        for row, node in ahead:
-            self.known[row, node] = self._decision(row, node, opens.get((row, node), False))
+        return {context: self._decision(*context, opens.get(context, False)) for context in ahead}
 
     def _decision(self, row: int, node: int, wants: bool) -> tuple[int, int, bool, bool, float]:
         """As :func:`fsd_infer.rules._laws.children_law` has it."""
@@ -242,10 +255,6 @@ class _LikeliestChild(_StepByStep):
         if score == -math.inf:
             return closed, closed, False, True, 0.0
         return closed, child, True, True, max(0.0, self.highest[row][node] - score)
-
-
-def _undecided(at: Contexts) -> Decision:
-    raise AssertionError("decisions are made of gates here")
 
 
 def _likeliest(evidence: Evidence) -> _Walk:
