@@ -51,7 +51,7 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     _say(f"1/3  the built-in model {TARGET}")
     _say(f"     {builtin_dir(TARGET)}")
     if train_seconds > 0:
-        _say(f"2/3  training a head for {train_seconds} s, to show that it runs (the shipped one had four hours)")
+        _say(f"2/3  training a head for {train_seconds} s, to show that it runs (the shipped one had six hours)")
         train(root, train_seconds)
     else:
         _say("2/3  training left out")
