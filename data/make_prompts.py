@@ -200,6 +200,13 @@ def articles(rows: list[dict[str, Any]], length: Length) -> list[str]:
     return sorted(found)
 
 
+def wheel_file(text: str) -> Path:
+    """An option's path of a wheel; raises ArgumentTypeError if no zip file is there."""
+    if not zipfile.is_zipfile(text):
+        raise argparse.ArgumentTypeError(f"{text} is no wheel: fetch one with `pip download --no-deps NAME`")
+    return Path(text)
+
+
 def german_sentences(wheel: Path) -> list[str]:
     """Sentences of four words or more from the German message catalogues in a Django wheel, without placeholders."""
     found = set()
@@ -320,14 +327,14 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--instructions", type=Path, required=True)
     p.add_argument("--gsm8k", type=Path, required=True)
-    p.add_argument("--django-wheel", type=Path, required=True)
+    p.add_argument("--django-wheel", type=wheel_file, required=True)
     p.add_argument("--tokenizer", required=True, help="directory or hub id of the target's tokenizer, to count tokens")
     p.add_argument("--output", type=Path, required=True, help="folder for the files")
     p.add_argument("--instructions-count", type=int, default=7500)
     p.add_argument("--gsm8k-count", type=int, default=2500)
     p.add_argument("--scale", type=int, default=1, help="how many times as many benchmark-like prompts")
     p.add_argument("--long", type=int, default=0, help="how many prompts with long documents")
-    p.add_argument("--catalogues", type=Path, nargs="*", default=[], help="further wheels with German catalogues")
+    p.add_argument("--catalogues", type=wheel_file, nargs="*", default=[], help="further wheels with German catalogues")
     p.add_argument("--without", type=Path, nargs="*", default=[], help="leave out prompts of these (answer) files")
     p.add_argument("--seed", type=int, default=7)
     args = p.parse_args()
