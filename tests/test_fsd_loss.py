@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsd_infer.errors import DataError
 from fsd_train.losses import DraftBatch, build_loss
 from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate, threshold_points
 from tests.loss_toys import (
@@ -48,6 +49,17 @@ def plain_lengths(batch: DraftBatch, acceptance: Tensor) -> Tensor:
     return torch.stack(lengths)
 
 
+def plain_spending(batch: DraftBatch, acceptance: Tensor, charge: Tensor) -> Tensor:
+    spent = []
+    for chain in plain_chains(batch):
+        arrive, total = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for step, row in chain:
+            total = total + arrive * charge[step, row]
+            arrive = arrive * acceptance[step, row]
+        spent.append(total)
+    return torch.stack(spent)
+
+
 def test_chains_start_at_every_position_that_has_all_steps() -> None:
     batch, _ = make_batch()
     rows = chain_rows(batch.positions, batch.weights)
@@ -69,6 +81,8 @@ def test_chains_start_at_every_position_that_has_all_steps() -> None:
         {"divergence": "kl", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
         {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
         {"width": 3, "temperature": 0.7, "anchor": 0.0},
+        {"width": 2, "temperature": 0.6, "price": 1.5, "threshold": [0.0, 0.2]},
+        {"price": 0.5, "temperature": 1.4, "threshold": [0.1, math.inf], "anchor": 0.0},
     ],
     ids=str,
 )
@@ -95,7 +109,12 @@ def test_fsd_loss(args: dict[str, Any], objective: str) -> None:
     expected = torch.zeros((), dtype=torch.float64)
     for threshold in thresholds:
         gate = gates.get(threshold, torch.sigmoid((threshold - distance) / args.get("softness", 0.1)))
-        lengths = plain_lengths(batch, exact if "rule" in args else exact + (1 - exact) * gate)
+        survival = exact if "rule" in args else exact + (1 - exact) * gate
+        lengths = plain_lengths(batch, survival)
+        if "price" in args:
+            cost = t * (-exact.log() if "width" in args else plain_kl(hot_q, hot_p))
+            spent = plain_spending(batch, survival, gate * cost).sum() / (1 + lengths).sum()
+            expected = expected + args["price"] * spent / len(thresholds)
         expected = expected + {
             "log": -(lengths / S).log().mean(),
             "log_mean": -(lengths.mean() / S).log(),
@@ -218,3 +237,60 @@ def test_soft_gate_and_length_at_their_ends() -> None:
     assert soft_gate(distance, math.inf, 0.1).tolist() == [1, 1, 1, 1]
     torch.testing.assert_close(soft_gate(distance, 0.1, 1e-4), torch.tensor([1.0, 0.5, 0.0, 0.0]))
     assert expected_length(torch.tensor([[1.0, 0.5], [1.0, 0.5], [1.0, 0.0]])).tolist() == [3.0, 0.75]
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_what_open_gates_spend_is_what_rounds_spend(width: int | None) -> None:
+    """Rounds are played with every draft drawn; each arrival at an open gate is charged KL(its law || p)."""
+    generator = torch.Generator().manual_seed(3)
+    batch, _ = make_batch(spread=0.8, seed=4)
+    with torch.no_grad():
+        p, q = distributions(batch)
+        chain = chain_rows(batch.positions, batch.weights)[:, 3]
+        p_chain, q_chain = p[0, chain], q[torch.arange(S), chain]
+        threshold = float(plain_js(p_chain, q_chain).sort().values[1:].mean())  # opens at two of the three steps
+        alone = torch.zeros(S, N)
+        alone[torch.arange(S), chain] = 1.0
+        args = {"threshold": threshold, "softness": 1e-6, "width": width, "price": 1.0}
+        value = float(build_loss("fsd", args)(replace(batch, weights=alone)).parts[f"spent_{threshold:g}"])
+    draws = 40_000
+    alive = torch.ones(draws, dtype=torch.bool)
+    spent, tokens = torch.zeros(draws, dtype=torch.float64), torch.ones(draws, dtype=torch.float64)
+    for p_k, q_k in zip(p_chain, q_chain, strict=True):
+        drafts = torch.multinomial(q_k, draws * (width or 1), replacement=True, generator=generator).view(draws, -1)
+        if width is None:
+            passes = torch.rand(draws, generator=generator, dtype=torch.float64) * q_k[drafts[:, 0]] < p_k[drafts[:, 0]]
+            cost = (q_k * (q_k / p_k).log()).sum()
+        else:
+            wanted = torch.multinomial(p_k, draws, replacement=True, generator=generator)
+            passes = (drafts == wanted[:, None]).any(1)
+            cost = -passes.double().mean().log()  # with the expected p(C), as the loss has it
+        if float(plain_js(p_k, q_k)) <= threshold:
+            spent += alive * cost
+            passes = torch.ones_like(passes)
+        alive = alive & passes
+        tokens += alive
+    simulated = float(spent.mean() / tokens.mean())
+    assert simulated > 0.02
+    assert value == pytest.approx(simulated, rel=0.03)
+
+
+def test_fsd_with_a_price_stays_finite_where_q_is_certain() -> None:
+    batch, estimates = make_batch(spread=60.0)
+    loss = build_loss("fsd", {"width": 4, "price": 2.0, "temperature": 0.5})(batch).loss
+    (slope,) = torch.autograd.grad(loss, estimates)
+    assert bool(loss.isfinite()) and bool(slope.isfinite().all())
+
+
+def test_the_anchor_of_fsd_can_fade() -> None:
+    batch, estimates = make_batch()
+    fading = build_loss("fsd", {"anchor": {"from": 4.0, "to": 1.0, "over": 0.5}})
+    for progress, weight in ((0.0, 4.0), (0.25, 2.5), (0.9, 1.0)):
+        at = replace(batch, progress=progress)
+        check(at, estimates, fading(at).loss, build_loss("fsd", {"anchor": weight})(at).loss)
+
+
+@pytest.mark.parametrize("args", [{"price": -1.0}, {"price": math.inf}, {"anchor": -0.1}, {"anchor": {"from": 1.0}}])
+def test_fsd_refuses_what_cannot_be_weighted(args: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="fsd"):
+        build_loss("fsd", args)

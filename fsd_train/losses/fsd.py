@@ -12,9 +12,11 @@ from torch import Tensor
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, feature_distance, weighted_mean
 from fsd_train.losses.rows import RowFunction, check_chunk_size, chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.schedule import Schedule
 
 RULES = ("exact", "fuzzy")
 OBJECTIVES = ("log", "log_mean", "linear")
+_ALMOST_ONE = 1 - 1e-6
 
 
 def chain_rows(positions: Tensor, weights: Tensor) -> Tensor:
@@ -43,6 +45,15 @@ def chain_rows(positions: Tensor, weights: Tensor) -> Tensor:
 def expected_length(acceptance: Tensor) -> Tensor:
     """Σ_k Π_{j≤k} a_j, the expected number of accepted drafts: acceptance [S, C] -> [C]."""
     return acceptance.cumprod(0).sum(0)
+
+
+def spent_by_chain(acceptance: Tensor, gate: Tensor, cost: Tensor) -> Tensor:
+    """Σ_k P_{k−1}·g_k·c_k, the nats that open gates are expected to spend: all [S, C] -> [C].
+
+    P_{k−1} = Π_{j<k} a_j is the chance to arrive at step k.
+    """
+    arrive = torch.cat([torch.ones_like(acceptance[:1]), acceptance[:-1].cumprod(0)])
+    return (arrive * gate * cost).sum(0)
 
 
 def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
@@ -99,6 +110,10 @@ class FSDLoss:
     sampled from q and the exact rule for trees accepts where the target's draw is among them:
     e = Σ p·(1−(1−q)^k).
 
+    What opens gates also spends divergence, and where a gate is open anyway a has no gradient on e. With ``price`` λ
+    the loss adds λ times the nats that open gates are expected to spend per emitted token,
+    Σ_k P_{k−1}·g_k·c_k / (1 + L): c = −ln e on a tree, the cost of p(·|C), and KL(q‖p) on a sampled chain.
+
     Args:
         rule: "exact" or "fuzzy" (the or-rule; a strict gate has no such form).
         divergence: D, a name of :mod:`fsd_infer.divergence`; on raw distributions.
@@ -109,9 +124,11 @@ class FSDLoss:
         objective: "log": mean over chains of −ln(L/S); "log_mean": −ln(mean L/S); "linear": mean of S−L, whose
             gradient is that of the negative mean length.
         width: children per node, or None for a sampled chain.
-        temperature: of both distributions in e (the gate reads raw ones, as decoding does).
-        anchor: weight of reverse_kl, KL(p||q), over all supervised rows. Where a first step is refused, the steps
-            after it get no gradient from L: the anchor keeps them learning.
+        temperature: of both distributions in e and c (the gate reads raw ones, as decoding does). c is multiplied by
+            it: as the temperature falls to 0 that becomes the greedy regret which decoding charges there.
+        price: λ >= 0, what a nat per emitted token weighs against the objective; 0 leaves spending out.
+        anchor: weight of reverse_kl, KL(p||q), over all supervised rows, or a schedule ``{from, to, over}``. Where a
+            first step is refused, the steps after it get no gradient from L: the anchor keeps them learning.
         w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -128,7 +145,8 @@ class FSDLoss:
         objective: str = "log",
         width: int | None = None,
         temperature: float = 1.0,
-        anchor: float = 0.1,
+        price: float = 0.0,
+        anchor: float | Mapping[str, Any] = 0.1,
         w_feature: float = 0.0,
         chunk_size: int = 1024,
     ) -> None:
@@ -142,35 +160,51 @@ class FSDLoss:
             raise DataError(f"fsd: softness and temperature must be positive, got {softness} and {temperature}.")
         if width is not None and width < 1:
             raise DataError(f"fsd: width must be at least 1, or None for a sampled chain, got {width}.")
-        if not anchor >= 0 or not w_feature >= 0:
-            raise DataError(f"fsd: anchor and w_feature must not be negative, got {anchor} and {w_feature}.")
+        self.anchor = Schedule.read(anchor, "fsd: anchor")
+        if not min(self.anchor.start, self.anchor.end) >= 0 or not w_feature >= 0 or not 0 <= price < math.inf:
+            raise DataError(
+                "fsd: anchor, w_feature and price must not be negative, nor price infinite, "
+                f"got {anchor}, {w_feature} and {price}."
+            )
         check_chunk_size(chunk_size)
         self.thresholds, self.shares = (points, shares) if rule == "fuzzy" else ([0.0], [1.0])
         self.softness = softness
         self.objective = objective
         self.width = width
         self.temperature = temperature
-        self.anchor = anchor
+        self.price = price if rule == "fuzzy" else 0.0
         self.w_feature = w_feature
         self.chunk_size = chunk_size
-        # what is computed per row: the exact part, then D and the anchor where they are used
-        self._measures: list[RowFunction] = [self._exact_part]
+        # what is computed per row: the exact part, then those of these that are used
+        self._measures: dict[str, RowFunction] = {"exact": self._exact_part}
         if rule == "fuzzy":
-            self._measures.append(divergence_rows(divergence))
-        if anchor:
-            self._measures.append(divergence_rows("reverse_kl"))
+            self._measures["distance"] = divergence_rows(divergence)
+        if self.price and width is None:
+            self._measures["cost"] = self._chain_cost
+        if self.anchor.start or self.anchor.end:
+            self._measures["anchor"] = divergence_rows("reverse_kl")
         self._fuzzy = rule == "fuzzy"
+
+    def _tempered(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        if self.temperature == 1.0:
+            return log_p, log_q
+        return (log_p / self.temperature).log_softmax(-1), (log_q / self.temperature).log_softmax(-1)
 
     def _exact_part(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """e per row, [n]."""
-        if self.temperature != 1.0:
-            log_p, log_q = (log_p / self.temperature).log_softmax(-1), (log_q / self.temperature).log_softmax(-1)
+        log_p, log_q = self._tempered(log_p, log_q)
         if self.width is None:
             return log_overlap(log_p, log_q).exp()
-        return torch.linalg.vecdot(log_p.exp(), 1 - (1 - log_q.exp()).pow(self.width))
+        # 1−(1−q)^k without loss where q is tiny, as −ln e and its gradient want it; finite where q rounds to 1
+        drawn = -torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
+        return torch.linalg.vecdot(log_p.exp(), drawn)
+
+    def _chain_cost(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """KL(q‖p) per row, [n]: what the law q costs where a sampled chain's gate is open."""
+        return divergence_rows("kl")(*self._tempered(log_p, log_q))
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return torch.stack([measure(log_p, log_q) for measure in self._measures])
+        return torch.stack([measure(log_p, log_q) for measure in self._measures.values()])
 
     def _objective(self, lengths: Tensor, steps: int) -> Tensor:
         """Scalar of the expected lengths [C]; 0, still differentiable, without any chain."""
@@ -185,27 +219,38 @@ class FSDLoss:
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         steps = batch.estimates.shape[0]
-        values, agree = chunked_rows(self._rows, batch, self.chunk_size, count=len(self._measures))
+        found, agree = chunked_rows(self._rows, batch, self.chunk_size, count=len(self._measures))
+        values = dict(zip(self._measures, found, strict=True))
         chains = chain_rows(batch.positions, batch.weights)
-        exact = values[0].gather(1, chains)  # [S, C]
-        losses, parts = [], {"acceptance": weighted_mean(values[0], batch.weights).detach()}
+        at = {name: rows.gather(1, chains) for name, rows in values.items()}  # [S, C] each
+        losses, parts = [], {"acceptance": weighted_mean(values["exact"], batch.weights).detach()}
         for threshold, share in zip(self.thresholds, self.shares):
-            accepted = exact
+            accepted, suffix = at["exact"], ""
             if self._fuzzy:
-                gate = soft_gate(values[1].gather(1, chains), threshold, self.softness)
-                accepted = exact + (1 - exact) * gate
+                gate = soft_gate(at["distance"], threshold, self.softness)
+                accepted, suffix = accepted + (1 - accepted) * gate, f"_{threshold:g}"
             lengths = expected_length(accepted)
             losses.append(share * self._objective(lengths, steps))
-            if lengths.numel():
-                parts[f"soft_tau_{threshold:g}" if self._fuzzy else "soft_tau"] = 1 + lengths.detach().mean()
+            if not lengths.numel():
+                continue
+            parts[f"soft_tau{suffix}"] = 1 + lengths.detach().mean()
+            if self.price and threshold > 0:
+                spent = spent_by_chain(accepted, gate, self._cost(at)).sum() / (1 + lengths).sum()
+                losses.append(share * self.price * spent)
+                parts[f"spent{suffix}"] = spent.detach()
         loss = torch.stack(losses).sum()
         parts["length_loss"] = loss.detach()
-        if self.anchor:
-            anchor = weighted_mean(values[-1], batch.weights)
-            loss = loss + self.anchor * anchor
+        if "anchor" in values:
+            anchor = weighted_mean(values["anchor"], batch.weights)
+            loss = loss + self.anchor.at(batch.progress, batch.step) * anchor
             parts["reverse_kl_loss"] = anchor.detach()
         if self.w_feature:
             feature = weighted_mean(feature_distance(batch), batch.weights)
             loss = loss + self.w_feature * feature
             parts["feature_loss"] = feature.detach()
         return LossOutput(loss, parts, agree)
+
+    def _cost(self, at: Mapping[str, Tensor]) -> Tensor:
+        """Nats that an open gate spends at each context, [S, C]."""
+        nats = at["cost"] if "cost" in at else -at["exact"].clamp_min(torch.finfo(torch.float32).tiny).log()
+        return self.temperature * nats
