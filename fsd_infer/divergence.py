@@ -186,17 +186,28 @@ class Divergence:
         k = self.k
         return self.rows if k is None else lambda log_p, log_q: self.rows(*_lump(log_p, log_q, k))
 
-    def with_reduced_drafter(self, p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor | None) -> Tensor:
+    def with_reduced_drafter(
+        self,
+        p_logits: Tensor,
+        q_logits: Tensor,
+        draft_ids: Tensor | None,
+        rows: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """D(p, q) where the drafter's logits cover only the target's tokens ``draft_ids`` and q is 0 elsewhere.
 
-        p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...].
+        p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...]. With ``rows``, [R] each, some
+        rows of p_logits [M, V] are compared with some of q_logits [I, Vd] -> [R], on a CPU without copying them.
         The five plain forms work on Vd + 1 bins; the top-k forms need the target's own ranking and expand q.
         """
+        compiled = self._compiled(p_logits, q_logits, draft_ids)
+        if compiled is not None and (rows is not None or p_logits.shape[:-1] == q_logits.shape[:-1]):
+            ids = None if draft_ids is None else draft_ids.contiguous()
+            which = None if rows is None else (rows[0].contiguous(), rows[1].contiguous())
+            return compiled.divergence(self.name, p_logits.contiguous(), q_logits.contiguous(), ids, which)
+        if rows is not None:
+            p_logits, q_logits = p_logits[rows[0]], q_logits[rows[1]]
         if draft_ids is None:
             return self(p_logits, q_logits)
-        compiled = self._compiled(p_logits, q_logits, draft_ids)
-        if compiled is not None:
-            return compiled.divergence(self.name, p_logits.contiguous(), q_logits.contiguous(), draft_ids.contiguous())
         if self.k is None:
             return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
         return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))
@@ -206,10 +217,8 @@ class Divergence:
         fits = (
             self.name in PLAIN_DIVERGENCES
             and p.device.type == "cpu"
-            and p.dtype in (torch.bfloat16, torch.float32)
-            and q.dtype == torch.float32
+            and {p.dtype, q.dtype} <= {torch.bfloat16, torch.float32}
             and not (torch.is_grad_enabled() and (p.requires_grad or q.requires_grad))
-            and p.shape[:-1] == q.shape[:-1]
             and q.shape[-1] == (p.shape[-1] if draft_ids is None else draft_ids.shape[0])
             and not (draft_ids is not None and self.infinite_on_reduced_vocabulary)
         )

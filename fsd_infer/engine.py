@@ -205,12 +205,12 @@ class _Batch:
 
     def keep(self, verdict: Verdict) -> None:
         """Move the accepted path's keys and values to where the text ends. The root is in place already."""
-        path = verdict.path[:, 1:]
-        steps = torch.arange(1, path.shape[1] + 1)
-        moves = (path != steps) & (steps <= verdict.accepted[:, None])
-        if bool(moves.any()):
+        path, accepted = verdict.path.tolist(), verdict.accepted.tolist()
+        if any(row[step] != step for row, count in zip(path, accepted) for step in range(1, count + 1)):
+            steps = torch.arange(1, verdict.path.shape[1])
             destinations = self.lengths[:, None] + steps
-            sources = torch.where(moves, self.lengths[:, None] + path, destinations)
+            sources = self.lengths[:, None] + verdict.path[:, 1:]
+            sources = torch.where(steps <= verdict.accepted[:, None], sources, destinations)
             self.cache.move(to_device(sources, self.device), to_device(destinations, self.device))
         self.clock.lap("cache")
 

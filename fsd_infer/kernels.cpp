@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -487,8 +488,8 @@ inline __m512 terms(__m512 a, __m512 b) {
 }
 
 // D(p, q) of one row; ids: the tokens that q is about, null for all. Outside of them q is 0 and the term linear in p.
-template <Kind KIND, class Number>
-float divergence(const Number* p, int64_t columns, const float* q, int64_t drafted, const int64_t* ids) {
+template <Kind KIND, class P, class Q>
+float divergence(const P* p, int64_t columns, const Q* q, int64_t drafted, const int64_t* ids) {
   const __m512 of_p = _mm512_set1_ps(log_sum_exp(p, columns)), of_q = _mm512_set1_ps(log_sum_exp(q, drafted));
   const __m512 floor = _mm512_set1_ps(ZERO);
   __m512 sum = _mm512_setzero_ps(), mass = sum;
@@ -496,7 +497,7 @@ float divergence(const Number* p, int64_t columns, const float* q, int64_t draft
     const __mmask16 inside = lanes(drafted - at);
     __m512 own;
     if (ids) {
-      alignas(64) Number picked[LANES] = {};
+      alignas(64) P picked[LANES] = {};
       for (int64_t i = 0; i < std::min<int64_t>(LANES, drafted - at); ++i) picked[i] = p[ids[at + i]];
       own = load(picked, inside);
     } else {
@@ -550,23 +551,30 @@ void likeliest(const Number* x, int64_t columns, int64_t most, float* log_q, int
   for (int64_t i = 0; i < most; ++i) log_q[i] -= total;
 }
 
-template <Kind KIND, class Number>
-void divergences(const Number* p, int64_t rows, int64_t columns, const float* q, int64_t drafted, const int64_t* ids,
-                 float* out) {
+// Logits in rows of `columns`; pick: which rows are meant, null for one after the other.
+template <class Number>
+struct Rows {
+  const Number* numbers;
+  int64_t columns;
+  const int64_t* pick;
+  const Number* operator[](int64_t row) const { return numbers + (pick ? pick[row] : row) * columns; }
+};
+
+template <Kind KIND, class P, class Q>
+void divergences(Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, float* out) {
   const Share share(rows);
   for (int64_t row = share.begin; row < share.end; ++row)
-    out[row] = divergence<KIND>(p + row * columns, columns, q + row * drafted, drafted, ids);
+    out[row] = divergence<KIND>(p[row], p.columns, q[row], q.columns, ids);
 }
 
-template <class Number>
-void divergences(int kind, const Number* p, int64_t rows, int64_t columns, const float* q, int64_t drafted,
-                 const int64_t* ids, float* out) {
+template <class P, class Q>
+void divergences(int kind, Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, float* out) {
   switch (kind) {
-    case KL: return divergences<KL>(p, rows, columns, q, drafted, ids, out);
-    case REVERSE_KL: return divergences<REVERSE_KL>(p, rows, columns, q, drafted, ids, out);
-    case JS: return divergences<JS>(p, rows, columns, q, drafted, ids, out);
-    case AG: return divergences<AG>(p, rows, columns, q, drafted, ids, out);
-    default: return divergences<TV>(p, rows, columns, q, drafted, ids, out);
+    case KL: return divergences<KL>(p, q, rows, ids, out);
+    case REVERSE_KL: return divergences<REVERSE_KL>(p, q, rows, ids, out);
+    case JS: return divergences<JS>(p, q, rows, ids, out);
+    case AG: return divergences<AG>(p, q, rows, ids, out);
+    default: return divergences<TV>(p, q, rows, ids, out);
   }
 }
 
@@ -653,14 +661,21 @@ void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64
   }
 }
 
-// Divergence `kind` of q [rows, drafted] from p [rows, columns], bf16 (narrow) or fp32, into out [rows], all logits.
+// Divergence `kind` of rows of q [·, drafted] from rows of p [·, columns], each bf16 (narrow) or fp32, into out [rows],
+// all logits. p_rows, q_rows [rows]: which rows these are, null for one after the other.
 // ids [drafted]: the tokens that q is about, null if all; not with the kinds that are infinite there.
-void fsd_divergence(int kind, int narrow_p, const void* p, int64_t rows, int64_t columns, const float* q,
-                    int64_t drafted, const int64_t* ids, float* out, int threads) {
+void fsd_divergence(int kind, int64_t rows, int narrow_p, const void* p, const int64_t* p_rows, int64_t columns,
+                    int narrow_q, const void* q, const int64_t* q_rows, int64_t drafted, const int64_t* ids, float* out,
+                    int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    if (narrow_p) divergences(kind, (const bf16*)p, rows, columns, q, drafted, ids, out);
-    else divergences(kind, (const float*)p, rows, columns, q, drafted, ids, out);
+    const auto from = [&](auto p_numbers) {
+      const Rows<std::remove_const_t<std::remove_pointer_t<decltype(p_numbers)>>> of_p{p_numbers, columns, p_rows};
+      if (narrow_q) divergences(kind, of_p, Rows<bf16>{(const bf16*)q, drafted, q_rows}, rows, ids, out);
+      else divergences(kind, of_p, Rows<float>{(const float*)q, drafted, q_rows}, rows, ids, out);
+    };
+    if (narrow_p) from((const bf16*)p);
+    else from((const float*)p);
   }
 }
 

@@ -86,8 +86,8 @@ class Kernels:
         self._rows = library.fsd_rows
         self._rows.argtypes, self._rows.restype = (c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p), c_int64
         self._divergence = library.fsd_divergence
-        rows_and_columns = (c_void_p, c_int64, c_int64)
-        self._divergence.argtypes = (*[c_int] * 2, *rows_and_columns, c_void_p, c_int64, *[c_void_p] * 2, c_int)
+        rows_of = (c_int, c_void_p, c_void_p, c_int64)  # narrow, numbers, which, columns
+        self._divergence.argtypes = (c_int, c_int64, *rows_of, *rows_of, *[c_void_p] * 2, c_int)
         self._divergence.restype = None
         self._likeliest = library.fsd_likeliest
         self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
@@ -134,20 +134,29 @@ class Kernels:
         self._likeliest(narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads)
         return log_q, where
 
-    def divergence(self, name: str, p: Tensor, q: Tensor, ids: Tensor | None) -> Tensor:
-        """D(p, q) [...] in fp32, as :func:`fsd_infer.divergence.divergence` of that name has it.
+    def divergence(
+        self, name: str, p: Tensor, q: Tensor, ids: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """D(p, q) in fp32, as :func:`fsd_infer.divergence.divergence` of that name has it.
 
         Args:
             name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` none that is infinite where q is 0.
             p: [..., V] logits in bf16 or fp32.
-            q: [..., Vd] logits in fp32.
+            q: [..., Vd] logits in bf16 or fp32.
             ids: [Vd] int64, the tokens that q is about; None: V = Vd.
+            rows: [R] int64 each, which rows of p [M, V] are compared with which of q [I, Vd]; None: all, one by one.
+
+        Returns:
+            [...], or [R].
         """
-        out = torch.empty(p.shape[:-1])
-        kind, narrow = PLAIN_DIVERGENCES.index(name), p.dtype == torch.bfloat16
+        out = torch.empty(p.shape[:-1] if rows is None else rows[0].shape)
+        kind = PLAIN_DIVERGENCES.index(name)
+        of_p, of_q = (
+            (x.dtype == torch.bfloat16, x.data_ptr(), None if which is None else which.data_ptr(), x.shape[-1])
+            for x, which in zip((p, q), rows or (None, None), strict=True)
+        )
         tokens = None if ids is None else ids.data_ptr()
-        given = (p.data_ptr(), out.numel(), p.shape[-1], q.data_ptr(), q.shape[-1], tokens, out.data_ptr())
-        self._divergence(kind, narrow, *given, torch.get_num_threads())
+        self._divergence(kind, out.numel(), *of_p, *of_q, tokens, out.data_ptr(), torch.get_num_threads())
         return out
 
     def scratch(self, layer: Layer, forward: Forward) -> Tensor:

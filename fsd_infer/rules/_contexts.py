@@ -160,6 +160,19 @@ class Contexts:
         """[R, V] the target's raw logits."""
         return self.raw_logits.float()
 
+    @property
+    def all_logits(self) -> tuple[Tensor, Tensor]:
+        """The raw logits of every context of the round, not only of these: the target's [B·N, V], the drafter's
+        [B·I, Vd].
+        """
+        return self.evidence.round.logits.flatten(0, 1), self.evidence.tree.q_logits.flatten(0, 1)
+
+    @property
+    def logit_rows(self) -> tuple[Tensor, Tensor]:
+        """[R] each, these contexts' rows of :attr:`all_logits`; the drafter's only to be read where ``has_q``."""
+        nodes, inner = self.evidence.tree.tokens.shape[1], self.evidence.tree.q_logits.shape[1]
+        return self.rows * nodes + self.nodes, self.rows * inner + self._q_index.clamp_min(0)
+
     @cached_property
     def best(self) -> Tensor:
         """[R] token of the largest processed score, the first of equals."""

@@ -84,7 +84,7 @@ class DivergenceGate(GatedRule):
         draft_ids = at.evidence.tree.draft_ids
         if draft_ids is not None and measure.infinite_on_reduced_vocabulary:
             _warn_never_opens(measure.name)
-        return measure.with_reduced_drafter(at.raw_logits, at.q_logits, draft_ids)
+        return measure.with_reduced_drafter(*at.all_logits, draft_ids, at.logit_rows)
 
     def describe(self) -> dict[str, object]:
         return {
