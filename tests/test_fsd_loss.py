@@ -81,7 +81,7 @@ def test_chains_start_at_every_position_that_has_all_steps() -> None:
         {"divergence": "kl", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
         {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
         {"width": 3, "temperature": 0.7, "anchor": 0.0},
-        {"width": 2, "temperature": 0.6, "price": 1.5, "threshold": [0.0, 0.2]},
+        {"width": 2, "temperature": 0.6, "price": 1.5, "threshold": [0.0, 0.2], "anchor": 0.7},
         {"price": 0.5, "temperature": 1.4, "threshold": [0.1, math.inf], "anchor": 0.0},
     ],
     ids=str,
@@ -93,6 +93,7 @@ def test_fsd_loss(args: dict[str, Any], objective: str) -> None:
     t = args.get("temperature", 1.0)
     hot_p, hot_q = (x.pow(1 / t) / x.pow(1 / t).sum(-1, keepdim=True) for x in (p, q))
     if "width" in args:
+        hot_q = q  # a tree's children come from the raw q
         exact = (hot_p * (1 - (1 - hot_q) ** args["width"])).sum(-1)
     else:
         exact = overlap(hot_p, hot_q)
@@ -120,7 +121,7 @@ def test_fsd_loss(args: dict[str, Any], objective: str) -> None:
             "log_mean": -(lengths.mean() / S).log(),
             "linear": (S - lengths).mean(),
         }[objective] / len(thresholds)
-    expected = expected + args.get("anchor", 0.1) * mean(plain_kl(p, q), batch.weights)
+    expected = expected + args.get("anchor", 0.1) * mean(plain_kl(hot_p, hot_q), batch.weights)
     out = build_loss("fsd", {**args, "objective": objective})(batch)
     check(batch, estimates, out.loss, expected)
 

@@ -124,8 +124,9 @@ class FSDLoss:
         objective: "log": mean over chains of −ln(L/S); "log_mean": −ln(mean L/S); "linear": mean of S−L, whose
             gradient is that of the negative mean length.
         width: children per node, or None for a sampled chain.
-        temperature: of both distributions in e and c (the gate reads raw ones, as decoding does). c is multiplied by
-            it: as the temperature falls to 0 that becomes the greedy regret which decoding charges there.
+        temperature: of p in e, c and the anchor, and of q too for a sampled chain; a tree's children come from the
+            raw q at every temperature. The gate reads raw distributions, as decoding does. c is multiplied by it, as
+            decoding charges the limit of temperature times KL at temperature 0.
         price: λ >= 0, what a nat per emitted token weighs against the objective; 0 leaves spending out.
         anchor: weight of reverse_kl, KL(p||q), over all supervised rows, or a schedule ``{from, to, over}``. Where a
             first step is refused, the steps after it get no gradient from L: the anchor keeps them learning.
@@ -182,17 +183,19 @@ class FSDLoss:
         if self.price and width is None:
             self._measures["cost"] = self._chain_cost
         if self.anchor.start or self.anchor.end:
-            self._measures["anchor"] = divergence_rows("reverse_kl")
+            self._measures["anchor"] = self._anchor_rows
         self._fuzzy = rule == "fuzzy"
 
-    def _tempered(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    def _compared(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """ln p and ln q as decoding at ``temperature`` compares them: a tree's children come from the raw q."""
         if self.temperature == 1.0:
             return log_p, log_q
-        return (log_p / self.temperature).log_softmax(-1), (log_q / self.temperature).log_softmax(-1)
+        log_p = (log_p / self.temperature).log_softmax(-1)
+        return log_p, log_q if self.width else (log_q / self.temperature).log_softmax(-1)
 
     def _exact_part(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """e per row, [n]."""
-        log_p, log_q = self._tempered(log_p, log_q)
+        log_p, log_q = self._compared(log_p, log_q)
         if self.width is None:
             return log_overlap(log_p, log_q).exp()
         # 1−(1−q)^k without loss where q is tiny, as −ln e and its gradient want it; finite where q rounds to 1
@@ -201,7 +204,11 @@ class FSDLoss:
 
     def _chain_cost(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """KL(q‖p) per row, [n]: what the law q costs where a sampled chain's gate is open."""
-        return divergence_rows("kl")(*self._tempered(log_p, log_q))
+        return divergence_rows("kl")(*self._compared(log_p, log_q))
+
+    def _anchor_rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """KL(p‖q) per row, [n], of the distributions that e compares."""
+        return divergence_rows("reverse_kl")(*self._compared(log_p, log_q))
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.stack([measure(log_p, log_q) for measure in self._measures.values()])
