@@ -128,8 +128,9 @@ class FSDLoss:
             raw q at every temperature. The gate reads raw distributions, as decoding does. c is multiplied by it, as
             decoding charges the limit of temperature times KL at temperature 0.
         price: λ >= 0, what a nat per emitted token weighs against the objective; 0 leaves spending out.
-        anchor: weight of reverse_kl, KL(p||q), over all supervised rows, or a schedule ``{from, to, over}``. Where a
-            first step is refused, the steps after it get no gradient from L: the anchor keeps them learning.
+        anchor: weight of KL(p||q) over all supervised rows, of the distributions that e compares, or a schedule
+            ``{from, to, over}``. Where a first step is refused, the steps after it get no gradient from L: the anchor
+            keeps them learning.
         w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
