@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.drafters import LMDrafter, TreeShape
+from fsd_infer.drafters.lm import chain_of
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train.base_module import DistillationModule
@@ -238,9 +239,7 @@ class LMModule(DistillationModule):
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:
         """The drafter as it is now, as a copy in the target's dtype, adapters merged."""
         model = self.head.merged(target.dtype).to(target.device)
-        return LMDrafter(
-            Target(model, self.head.tokenizer, self.head.name), target, tree.depth if tree is not None else 5
-        )
+        return LMDrafter(Target(model, self.head.tokenizer, self.head.name), target, *chain_of(tree, target))
 
 
 def check_loss(loss: Loss) -> None:

@@ -11,11 +11,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.eagle import TreeShape
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.models import check_safetensors, load_target
 from fsd_infer.target import Target
 from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree, visible_slots
+
+# (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited
+# for after every draft.
+DEFAULT_CHAINS = {"cpu": (5, 0.3), "cuda": (5, 0.0)}
+
+
+def chain_of(tree: TreeShape | None, target: Target) -> tuple[int, float]:
+    """Depth and ``stop_below`` of a chain where ``tree`` is wanted; by default those of the target's device."""
+    if tree is not None:
+        return tree.depth, tree.stop_below
+    return DEFAULT_CHAINS.get(target.device.type, DEFAULT_CHAINS["cuda"])
 
 
 @DRAFTERS.register("lm")
@@ -25,20 +37,27 @@ class LMDrafter(Drafter):
     Args:
         model: the small model.
         target: the model it drafts for.
-        depth: drafts per round.
+        depth: most drafts per round.
+        stop_below: draft no further where the small model gives the chain drafted so far less than this chance (in a
+            batch: every row's); 0: always ``depth``. A function of the context alone, so no rule's law changes. The
+            check waits for the device once per draft.
 
     Raises:
+        FsdError: depth or stop_below out of range.
         VocabularyMismatchError: the tokenizers differ (or, without tokenizers, the widths of the logits).
     """
 
     name = "lm"
 
-    def __init__(self, model: Target, target: Target, depth: int = 5) -> None:
+    def __init__(self, model: Target, target: Target, depth: int = 5, stop_below: float = 0.0) -> None:
         if depth < 1:
             raise FsdError(f"the chain needs depth >= 1, got {depth}.")
+        if not 0 <= stop_below < 1:
+            raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {stop_below}.")
         check_same_vocabulary(model, target)
         self.model = model
         self.depth = depth
+        self.stop_below = stop_below
         self.vocab_size = target.vocab_size
 
     @property
@@ -56,7 +75,8 @@ class LMDrafter(Drafter):
         return [self.model.model]
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "model": self.model.name}
+        stop = {"stop_below": self.stop_below} if self.stop_below else {}
+        return {**super().describe(), "model": self.model.name, **stop}
 
 
 class LMSession(DraftSession):
@@ -95,7 +115,8 @@ class LMSession(DraftSession):
         last = to_device(self.lengths - self.cached - 1, self.device)[:, None, None]
         logits = logits.gather(1, last.expand(-1, 1, logits.shape[-1]))[:, 0]
         tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
-        for step in range(drafter.depth):
+        path_scores = [torch.zeros(roots.shape[0], device=self.device)]  # cumulative log q
+        for step in range(1, drafter.depth + 1):
             scores = logits if request.process is None else request.process(logits)
             if request.greedy:
                 token = logits.argmax(-1)
@@ -104,16 +125,18 @@ class LMSession(DraftSession):
             tokens.append(token)
             q_logits.append(logits)
             q_scores.append(scores)
-            if step + 1 < drafter.depth:
-                logits = self._run(token[:, None], (self.lengths + step)[:, None])[:, 0]
-        self.cached, self.drafted = self.lengths.clone(), drafter.depth
-        chain, q = torch.stack(tokens, 1), torch.stack(q_logits, 1)
-        log_q = q.gather(2, chain[:, 1:, None])[..., 0] - q.logsumexp(-1)
+            path_scores.append(path_scores[-1] + logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1))
+            if step == drafter.depth:
+                break
+            if drafter.stop_below and float(path_scores[-1].exp().max()) < drafter.stop_below:
+                break
+            logits = self._run(token[:, None], (self.lengths + step - 1)[:, None])[:, 0]
+        self.cached, self.drafted = self.lengths.clone(), len(tokens) - 1
         return DraftTree.chain(
-            chain,
-            q,
+            torch.stack(tokens, 1),
+            torch.stack(q_logits, 1),
             q_scores=None if request.greedy else torch.stack(q_scores, 1),
-            scores=torch.nn.functional.pad(log_q.cumsum(1), (1, 0)),
+            scores=torch.stack(path_scores, 1),
         )
 
     def select(self, rows: Tensor) -> None:

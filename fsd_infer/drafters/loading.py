@@ -8,7 +8,7 @@ from fsd_infer.checkpoint import is_head
 from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.lm import LMDrafter, load_lm
+from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
 from fsd_infer.drafters.lookup import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.errors import ModelLoadError, UnknownNameError
@@ -39,8 +39,9 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             a hub id          a causal LM of the target's vocabulary
             ================  ===================================================================================
         target: what it is to draft for.
-        tree: shape of a head's tree; its depth is the chain length of a small LM, its nodes are those of "lookup" and
-            of a grafted tree (by default as many as a head's tree has on this device).
+        tree: shape of a head's tree; its depth and ``stop_below`` are those of a small LM's chain (by default
+            :data:`fsd_infer.drafters.lm.DEFAULT_CHAINS`), its nodes those of "lookup" and of a grafted tree (by default
+            as many as a head's tree has on this device).
 
     Raises:
         UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the thing and the mend.
@@ -72,7 +73,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             f"unknown drafter {str(drafter)!r}: it is no directory and no hub id (owner/model), and none of shipped, "
             f"none, {', '.join(FREE)}, X+lookup and X+recycle (X any other of these)."
         ) from None
-    return LMDrafter(model, target, tree.depth if tree else 5)
+    return LMDrafter(model, target, *chain_of(tree, target))
 
 
 def _load_free(name: str, target: Target, tree: TreeShape | None) -> Drafter:

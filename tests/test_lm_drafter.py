@@ -1,0 +1,105 @@
+"""A small LM's chain: how far it drafts, and that this changes no answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_infer.decoder import FuzzyDecoder, load_drafter
+from fsd_infer.drafters import LMDrafter, TreeShape
+from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession
+from fsd_infer.errors import FsdError
+from fsd_infer.target import Target
+from fsd_infer.tree import DraftTree
+from tests.families import tiny_model, tiny_prompts
+
+DEPTH = 5
+
+
+@pytest.fixture
+def models() -> tuple[Target, Target]:
+    """A target, and a small model that agrees with it here and there and is sure of itself here and there."""
+    model = tiny_model("llama")
+    small = tiny_model("llama")
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.add_(0.1 * parameter.std(unbiased=False) * torch.randn_like(parameter))
+        for scaled in (model, small):
+            scaled.lm_head.weight.mul_(8.0)
+    return Target(model), Target(small)
+
+
+def drafted(drafter: LMDrafter, target: Target, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[DraftTree]:
+    """The trees of a decoding."""
+    trees: list[DraftTree] = []
+    draft = LMSession.draft
+
+    def kept(self: LMSession, roots: Tensor) -> DraftTree:
+        trees.append(draft(self, roots))
+        return trees[-1]
+
+    monkeypatch.setattr(LMSession, "draft", kept)
+    FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=40, **options)
+    return trees
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_drafting_ends_where_the_chain_is_not_believed_in(
+    models: tuple[Target, Target], greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, small = models
+    trees = drafted(LMDrafter(small, target, DEPTH, 0.3), target, monkeypatch, do_sample=not greedy, seed=0)
+    lengths = {tree.tokens.shape[1] - 1 for tree in trees}
+    assert min(lengths) < DEPTH and len(lengths) > 1
+    for tree in trees:
+        assert tree.scores is not None
+        chances = tree.scores[0].exp().tolist()  # of the chain up to each node, the root's 1
+        log_q = tree.q_logits[0].log_softmax(-1).gather(1, tree.tokens[0, 1:, None]).sum()
+        assert chances[-1] == pytest.approx(float(log_q.exp()), rel=1e-4)
+        assert all(chance >= 0.3 for chance in chances[:-1])
+        assert len(chances) == DEPTH + 1 or chances[-1] < 0.3
+
+
+@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.3"])
+def test_stopping_changes_rounds_and_not_greedy_answers(models: tuple[Target, Target], rule: str) -> None:
+    target, small = models
+    prompts = tiny_prompts()
+    found = {}
+    for stop in (0.0, 0.5):
+        decoder = FuzzyDecoder(target, LMDrafter(small, target, DEPTH, stop))
+        found[stop] = decoder.generate(prompts, rule, max_new_tokens=24, do_sample=False)
+        alone = [decoder.generate([prompt], rule, max_new_tokens=24, do_sample=False) for prompt in prompts]
+        if rule == "exact":
+            assert [made.sequences[0] for made in alone] == found[stop].sequences
+    if rule == "exact":
+        assert found[0.0].sequences == found[0.5].sequences
+    assert found[0.0].stats.target_forwards < found[0.5].stats.target_forwards
+
+
+def test_no_chance_at_all_still_drafts_once(models: tuple[Target, Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, small = models
+    trees = drafted(LMDrafter(small, target, DEPTH, 0.999), target, monkeypatch, do_sample=False)
+    assert all(tree.tokens.shape[1] >= 2 for tree in trees)
+
+
+def test_a_name_gets_the_chain_of_its_device_or_of_the_tree(tmp_path: Path, models: tuple[Target, Target]) -> None:
+    target, small = models
+    small.model.save_pretrained(tmp_path / "small")
+    by_name = load_drafter(str(tmp_path / "small"), target)
+    assert isinstance(by_name, LMDrafter)
+    assert (by_name.depth, by_name.stop_below) == DEFAULT_CHAINS["cpu"]
+    assert json.loads(json.dumps(by_name.describe()))["stop_below"] == DEFAULT_CHAINS["cpu"][1]
+    shaped = load_drafter(str(tmp_path / "small"), target, TreeShape(3, 2, 8))
+    assert isinstance(shaped, LMDrafter)
+    assert (shaped.depth, shaped.stop_below) == (3, 0.0)
+
+
+@pytest.mark.parametrize("stop", [-0.1, 1.0])
+def test_a_threshold_is_a_probability(models: tuple[Target, Target], stop: float) -> None:
+    with pytest.raises(FsdError, match="stop_below"):
+        LMDrafter(models[1], models[0], DEPTH, stop)
