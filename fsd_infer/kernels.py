@@ -148,7 +148,13 @@ class Kernels:
 
         Returns:
             [...], or [R].
+
+        Raises:
+            IndexError: a row that is not there.
         """
+        for x, which in zip((p, q), rows or ()):
+            if not all(0 <= row < len(x) for row in which.tolist()):
+                raise IndexError(f"rows {which.tolist()} of logits with {len(x)} rows.")
         out = torch.empty(p.shape[:-1] if rows is None else rows[0].shape)
         kind = PLAIN_DIVERGENCES.index(name)
         of_p, of_q = (

@@ -317,6 +317,21 @@ def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int |
     assert found.isnan().flatten().tolist() == [False] * 3 + [True, False] + [True] * 3
 
 
+@pytest.mark.parametrize("name", ["js", "tv", "top_k_js:4"])
+@pytest.mark.parametrize("p_type", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("q_type", [torch.bfloat16, torch.float32])
+def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q_type: torch.dtype) -> None:
+    measure, ids = divergence(name), torch.randperm(97)[:40]
+    p, q = torch.randn(6, 97).to(p_type), torch.randn(3, 40).to(q_type)
+    rows = torch.tensor([5, 0, 5, 2]), torch.tensor([2, 2, 0, 1])
+    found = measure.with_reduced_drafter(p, q, ids, rows)
+    expected = measure.with_reduced_drafter(p[rows[0]].double(), q[rows[1]].double(), ids)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
+        with pytest.raises(IndexError):
+            measure.with_reduced_drafter(p, q, ids, wrong)
+
+
 @needs_kernels
 def test_divergences_with_gradients_go_through_torch() -> None:
     p, q = torch.randn(3, 20), torch.randn(3, 20, requires_grad=True)
