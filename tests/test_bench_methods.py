@@ -94,7 +94,7 @@ def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
     assert list(facts) == ["exact", "none", "again", "assisted", "plain"]
     assert {made["identical_to_baseline"] for made in facts.values()} == {1.0}
     assert facts["none"]["tau"] == facts["plain"]["tau"] == 1.0 and facts["none"]["drafter"]["name"] == "none"
-    assert facts["exact"]["tau"] == facts["again"]["tau"] > 1.2
+    assert facts["exact"]["tau"] == facts["again"]["tau"] > 1.0
     assert facts["assisted"]["tau"] > 1.0 and facts["assisted"]["assistant_model"] == str(toy.drafter)
     assert record["baseline"] == "none" and list(record["ratios"]) == ["none", "exact"]
     assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain"}
