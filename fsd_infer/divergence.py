@@ -191,21 +191,20 @@ class Divergence:
         p_logits: Tensor,
         q_logits: Tensor,
         draft_ids: Tensor | None,
-        rows: tuple[Tensor, Tensor] | None = None,
+        rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
         """D(p, q) where the drafter's logits cover only the target's tokens ``draft_ids`` and q is 0 elsewhere.
 
-        p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...]. With ``rows``, [R] each, some
-        rows of p_logits [M, V] are compared with some of q_logits [I, Vd] -> [R], on a CPU without copying them.
+        p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...]. ``rows`` picks [R] rows of
+        p_logits [M, V] and of q_logits [I, Vd] (None: all, in order) -> [R], by our CPU kernels without a copy.
         The five plain forms work on Vd + 1 bins; the top-k forms need the target's own ranking and expand q.
         """
         compiled = self._compiled(p_logits, q_logits, draft_ids)
-        if compiled is not None and (rows is not None or p_logits.shape[:-1] == q_logits.shape[:-1]):
-            ids = None if draft_ids is None else draft_ids.contiguous()
-            which = None if rows is None else (rows[0].contiguous(), rows[1].contiguous())
-            return compiled.divergence(self.name, p_logits.contiguous(), q_logits.contiguous(), ids, which)
-        if rows is not None:
-            p_logits, q_logits = p_logits[rows[0]], q_logits[rows[1]]
+        shapes = [x.shape[:-1] if which is None else which.shape for x, which in zip((p_logits, q_logits), rows)]
+        if compiled is not None and shapes[0] == shapes[1]:
+            ids, of_p, of_q = (x if x is None else x.contiguous() for x in (draft_ids, *rows))
+            return compiled.divergence(self.name, p_logits.contiguous(), q_logits.contiguous(), ids, (of_p, of_q))
+        p_logits, q_logits = (x if which is None else x[which] for x, which in zip((p_logits, q_logits), rows))
         if draft_ids is None:
             return self(p_logits, q_logits)
         if self.k is None:

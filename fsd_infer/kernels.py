@@ -135,7 +135,12 @@ class Kernels:
         return log_q, where
 
     def divergence(
-        self, name: str, p: Tensor, q: Tensor, ids: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
+        self,
+        name: str,
+        p: Tensor,
+        q: Tensor,
+        ids: Tensor | None,
+        rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
         """D(p, q) in fp32, as :func:`fsd_infer.divergence.divergence` of that name has it.
 
@@ -144,7 +149,7 @@ class Kernels:
             p: [..., V] logits in bf16 or fp32.
             q: [..., Vd] logits in bf16 or fp32.
             ids: [Vd] int64, the tokens that q is about; None: V = Vd.
-            rows: [R] int64 each, which rows of p [M, V] are compared with which of q [I, Vd]; None: all, one by one.
+            rows: [R] int64, which rows of p [M, V] are compared with which of q [I, Vd]; None: all in order.
 
         Returns:
             [...], or [R].
@@ -152,14 +157,14 @@ class Kernels:
         Raises:
             IndexError: a row that is not there.
         """
-        for x, which in zip((p, q), rows or ()):
-            if not all(0 <= row < len(x) for row in which.tolist()):
+        for x, which in zip((p, q), rows):
+            if which is not None and not all(0 <= row < len(x) for row in which.tolist()):
                 raise IndexError(f"rows {which.tolist()} of logits with {len(x)} rows.")
-        out = torch.empty(p.shape[:-1] if rows is None else rows[0].shape)
+        out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
         kind = PLAIN_DIVERGENCES.index(name)
         of_p, of_q = (
             (x.dtype == torch.bfloat16, x.data_ptr(), None if which is None else which.data_ptr(), x.shape[-1])
-            for x, which in zip((p, q), rows or (None, None), strict=True)
+            for x, which in zip((p, q), rows, strict=True)
         )
         tokens = None if ids is None else ids.data_ptr()
         self._divergence(kind, out.numel(), *of_p, *of_q, tokens, out.data_ptr(), torch.get_num_threads())

@@ -327,6 +327,9 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
     found = measure.with_reduced_drafter(p, q, ids, rows)
     expected = measure.with_reduced_drafter(p[rows[0]].double(), q[rows[1]].double(), ids)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    found = measure.with_reduced_drafter(p, q, ids, (None, rows[1][[0, 2, 3, 1, 2, 0]]))
+    expected = measure.with_reduced_drafter(p.double(), q[[2, 0, 1, 2, 0, 2]].double(), ids)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
         with pytest.raises(IndexError):
             measure.with_reduced_drafter(p, q, ids, wrong)

@@ -133,9 +133,8 @@ class Contexts:
             return self
         made = Contexts(self.evidence, self.rows[index], self.nodes[index])
         if index.device.type == "cpu" and int(index[-1]) == count - 1:  # the first ones: no copy
-            for name in ("raw_logits", "logits"):
-                if name in vars(self):
-                    setattr(made, name, getattr(self, name)[:count])
+            if "logits" in vars(self):
+                made.logits = self.logits[:count]
         return made
 
     def _at(self, values: Tensor) -> Tensor:
@@ -151,14 +150,9 @@ class Contexts:
         return self._at(self.evidence.tree.q_index)
 
     @cached_property
-    def raw_logits(self) -> Tensor:
-        """[R, V] the target's logits, in the type that the model puts out."""
-        return self._at(self.evidence.round.logits)
-
-    @cached_property
     def logits(self) -> Tensor:
         """[R, V] the target's raw logits."""
-        return self.raw_logits.float()
+        return self._at(self.evidence.round.logits).float()
 
     @property
     def all_logits(self) -> tuple[Tensor, Tensor]:
@@ -168,10 +162,13 @@ class Contexts:
         return self.evidence.round.logits.flatten(0, 1), self.evidence.tree.q_logits.flatten(0, 1)
 
     @property
-    def logit_rows(self) -> tuple[Tensor, Tensor]:
-        """[R] each, these contexts' rows of :attr:`all_logits`; the drafter's only to be read where ``has_q``."""
+    def logit_rows(self) -> tuple[Tensor | None, Tensor]:
+        """[R] each, these contexts' rows of :attr:`all_logits`, the target's None for all of them in order; the
+        drafter's only to be read where ``has_q``.
+        """
         nodes, inner = self.evidence.tree.tokens.shape[1], self.evidence.tree.q_logits.shape[1]
-        return self.rows * nodes + self.nodes, self.rows * inner + self._q_index.clamp_min(0)
+        own = None if self.whole else self.rows * nodes + self.nodes
+        return own, self.rows * inner + self._q_index.clamp_min(0)
 
     @cached_property
     def best(self) -> Tensor:

@@ -10,6 +10,7 @@ asks for all nodes at once, and decisions, tree and checks come to the host in o
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,7 +157,7 @@ class _Walk:
             steps.path.append(child)
 
 
-class _StepByStep(_Walk):
+class _StepByStep(_Walk, ABC):
     """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach.
 
     Args:
@@ -178,9 +179,9 @@ class _StepByStep(_Walk):
         while waiting := [row for row in waiting if not self._advance(row, rows[row])]:
             self.known.update(self._decided(self._with_expected([(row, rows[row].path[-1]) for row in waiting])))
 
+    @abstractmethod
     def _decided(self, ahead: list[tuple[int, int]]) -> Known:
         """The decisions at these contexts, of a row and a node each."""
-        raise NotImplementedError
 
     def _expected(self) -> list[dict[int, int]]:
         """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
