@@ -145,6 +145,16 @@ def test_fsd_without_a_whole_chain_keeps_its_anchor() -> None:
     assert float(torch.autograd.grad(alone, estimates)[0].abs().max()) == 0.0
 
 
+def exact_passes(p: Tensor, q: Tensor, draws: int, width: int | None, generator: torch.Generator) -> Tensor:
+    """[draws] bool: drafts are drawn from q at one context and put to the exact rule's own test."""
+    drafts = torch.multinomial(q, draws * (width or 1), replacement=True, generator=generator).view(draws, -1)
+    if width is None:
+        uniform = torch.rand(draws, generator=generator, dtype=torch.float64)
+        return uniform * q[drafts[:, 0]] < p[drafts[:, 0]]
+    wanted = torch.multinomial(p, draws, replacement=True, generator=generator)
+    return (drafts == wanted[:, None]).any(1)
+
+
 def simulated_length(
     p: Tensor, q: Tensor, draws: int, threshold: float | None, width: int | None, generator: torch.Generator
 ) -> tuple[float, float]:
@@ -155,13 +165,7 @@ def simulated_length(
     alive = torch.ones(draws, dtype=torch.bool)
     lengths = torch.zeros(draws, dtype=torch.float64)
     for p_k, q_k in zip(p, q, strict=True):
-        drafts = torch.multinomial(q_k, draws * (width or 1), replacement=True, generator=generator).view(draws, -1)
-        if width is None:
-            uniform = torch.rand(draws, generator=generator, dtype=torch.float64)
-            passes = uniform * q_k[drafts[:, 0]] < p_k[drafts[:, 0]]
-        else:
-            wanted = torch.multinomial(p_k, draws, replacement=True, generator=generator)
-            passes = (drafts == wanted[:, None]).any(1)
+        passes = exact_passes(p_k, q_k, draws, width, generator)
         if threshold is not None and float(plain_js(p_k, q_k)) <= threshold:
             passes = torch.ones_like(passes)
         alive = alive & passes
@@ -258,14 +262,9 @@ def test_what_open_gates_spend_is_what_rounds_spend(width: int | None) -> None:
     alive = torch.ones(draws, dtype=torch.bool)
     spent, tokens = torch.zeros(draws, dtype=torch.float64), torch.ones(draws, dtype=torch.float64)
     for p_k, q_k in zip(p_chain, q_chain, strict=True):
-        drafts = torch.multinomial(q_k, draws * (width or 1), replacement=True, generator=generator).view(draws, -1)
-        if width is None:
-            passes = torch.rand(draws, generator=generator, dtype=torch.float64) * q_k[drafts[:, 0]] < p_k[drafts[:, 0]]
-            cost = (q_k * (q_k / p_k).log()).sum()
-        else:
-            wanted = torch.multinomial(p_k, draws, replacement=True, generator=generator)
-            passes = (drafts == wanted[:, None]).any(1)
-            cost = -passes.double().mean().log()  # with the expected p(C), as the loss has it
+        passes = exact_passes(p_k, q_k, draws, width, generator)
+        # on a tree with the expected p(C), as the loss has it
+        cost = (q_k * (q_k / p_k).log()).sum() if width is None else -passes.double().mean().log()
         if float(plain_js(p_k, q_k)) <= threshold:
             spent += alive * cost
             passes = torch.ones_like(passes)

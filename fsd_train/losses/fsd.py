@@ -179,12 +179,11 @@ class FSDLoss:
         self.chunk_size = chunk_size
         # what is computed per row: the exact part, then those of these that are used
         self._measures: dict[str, RowFunction] = {"exact": self._exact_part}
-        if rule == "fuzzy":
-            self._measures["distance"] = divergence_rows(divergence)
-        if self.price and width is None:
-            self._measures["cost"] = self._chain_cost
+        if self.price and width is None:  # what the law q costs where a sampled chain's gate is open
+            self._measures["cost"] = divergence_rows("kl")
         if self.anchor.start or self.anchor.end:
-            self._measures["anchor"] = self._anchor_rows
+            self._measures["anchor"] = divergence_rows("reverse_kl")
+        self._raw_measures = {"distance": divergence_rows(divergence)} if rule == "fuzzy" else {}
         self._fuzzy = rule == "fuzzy"
 
     def _compared(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,24 +194,17 @@ class FSDLoss:
         return log_p, log_q if self.width else (log_q / self.temperature).log_softmax(-1)
 
     def _exact_part(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """e per row, [n]."""
-        log_p, log_q = self._compared(log_p, log_q)
+        """e per row, [n], of what :meth:`_compared` gives."""
         if self.width is None:
             return log_overlap(log_p, log_q).exp()
         # 1−(1−q)^k without loss where q is tiny, as −ln e and its gradient want it; finite where q rounds to 1
         drawn = -torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
         return torch.linalg.vecdot(log_p.exp(), drawn)
 
-    def _chain_cost(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """KL(q‖p) per row, [n]: what the law q costs where a sampled chain's gate is open."""
-        return divergence_rows("kl")(*self._compared(log_p, log_q))
-
-    def _anchor_rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """KL(p‖q) per row, [n], of the distributions that e compares."""
-        return divergence_rows("reverse_kl")(*self._compared(log_p, log_q))
-
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return torch.stack([measure(log_p, log_q) for measure in self._measures.values()])
+        found = [measure(log_p, log_q) for measure in self._raw_measures.values()]
+        log_p, log_q = self._compared(log_p, log_q)
+        return torch.stack([*found, *(measure(log_p, log_q) for measure in self._measures.values())])
 
     def _objective(self, lengths: Tensor, steps: int) -> Tensor:
         """Scalar of the expected lengths [C]; 0, still differentiable, without any chain."""
@@ -227,8 +219,9 @@ class FSDLoss:
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         steps = batch.estimates.shape[0]
-        found, agree = chunked_rows(self._rows, batch, self.chunk_size, count=len(self._measures))
-        values = dict(zip(self._measures, found, strict=True))
+        names = [*self._raw_measures, *self._measures]
+        found, agree = chunked_rows(self._rows, batch, self.chunk_size, count=len(names))
+        values = dict(zip(names, found, strict=True))
         chains = chain_rows(batch.positions, batch.weights)
         at = {name: rows.gather(1, chains) for name, rows in values.items()}  # [S, C] each
         losses, parts = [], {"acceptance": weighted_mean(values["exact"], batch.weights).detach()}
