@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fsd_infer.builtin import cache_dir
 from fsd_infer.cpu import is_replaced
-from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession, of_device
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.engine import Request, decode
@@ -271,7 +271,7 @@ def measure(
     drafter: EagleDrafter, target: Target, prompts: Sequence[Sequence[int]], new_tokens: int = 16
 ) -> tuple[Costs, list[Candidates], float]:
     """(costs, large trees met while decoding the prompts, drafts accepted / drafts expected)."""
-    sizes = SIZES.get(target.device.type, SIZES["cuda"])
+    sizes = of_device(SIZES, target.device)
     recorder = _Recorder(drafter.reshaped(TreeShape(max(DEPTHS), max(sizes.widths), max(sizes.nodes))))
     accepted = 0
     for prompt in prompts:

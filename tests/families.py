@@ -64,6 +64,15 @@ def tiny_model(family: str, seed: int = 0, scale: float = 4.0, **options: Any) -
     return model
 
 
+def noisy_model(family: str) -> Any:
+    """The same model with perturbed weights: as a drafter it is often, not always, right."""
+    noisy = tiny_model(family)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(0.1 * parameter.std(unbiased=False) * torch.randn_like(parameter))
+    return noisy
+
+
 def tiny_prompts(lengths: tuple[int, ...] = (5, 13, 9, 21), seed: int = 0) -> list[list[int]]:
     """Random prompts without the padding id."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ import fsd_infer
 from fsd_infer import DraftOnly, Exact, FsdError, Fuzzy, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source
-from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_sampled_law_equals_generate(name: str, kind: str, model: Any, target: T
     prompt = tiny_prompts((7,))[0]
     rows = 1200
     stop = 0.3 if kind == "lm that stops" else 0.0  # in a batch, where no row's chain is believed in
-    drafter = OracleDrafter(target) if kind == "oracle" else LMDrafter(target_of_noise(), target, 3, stop)
+    drafter = OracleDrafter(target) if kind == "oracle" else LMDrafter(Target(noisy_model("llama")), target, 3, stop)
     torch.manual_seed(1)
     theirs = model.generate(torch.tensor([prompt] * rows), **options)[:, len(prompt) :].numpy()
     decoder = FuzzyDecoder(target, drafter)
@@ -113,15 +113,6 @@ def test_sampled_law_equals_generate(name: str, kind: str, model: Any, target: T
         rest = table.sum(1, keepdims=True) - common.sum(1, keepdims=True)
         table = np.concatenate([common, rest + 1], axis=1)
         assert scipy_stats.chi2_contingency(table).pvalue > 1e-5 / 3
-
-
-def target_of_noise() -> Target:
-    """The same model with perturbed weights: a drafter that is often, not always, right."""
-    noisy = tiny_model("llama")
-    with torch.no_grad():
-        for parameter in noisy.parameters():
-            parameter.add_(0.1 * parameter.std(unbiased=False) * torch.randn_like(parameter))
-    return Target(noisy)
 
 
 class _Tokens(StoppingCriteria):

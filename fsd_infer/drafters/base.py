@@ -7,16 +7,38 @@ state of one batch. The engine tells the session how the text grew and asks it f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.errors import FsdError
 from fsd_infer.registry import Registry
 from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree
+
+T = TypeVar("T")
+
+
+def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
+    """What ``defaults`` has for this kind of device; accelerators that it does not name are as "cuda"."""
+    return defaults.get(device.type, defaults["cuda"])
+
+
+def check_stop_below(chance: float) -> None:
+    """Raises FsdError if it is no chance below which drafting may stop."""
+    if not 0 <= chance < 1:
+        raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {chance}.")
+
+
+def not_believed(path_scores: Tensor, stop_below: float) -> bool:
+    """Does the drafter give every row less than the chance ``stop_below`` (0: never) to go through any of these nodes?
+
+    path_scores: [B, E] cumulative log q of the E nodes to be expanded. Waits for the device unless ``stop_below`` is 0.
+    """
+    return bool(stop_below) and float(path_scores.exp().sum(-1).max()) < stop_below
 
 
 @dataclass

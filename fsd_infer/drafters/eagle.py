@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.checkpoint import load_head
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.base import (
+    DRAFTERS,
+    Drafter,
+    DraftRequest,
+    DraftSession,
+    NoDrafter,
+    check_stop_below,
+    not_believed,
+    of_device,
+)
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
 from fsd_infer.head import EagleHead
@@ -52,8 +61,7 @@ class TreeShape:
     def __post_init__(self) -> None:
         if self.depth < 1 or self.width < 1 or self.nodes < 2:
             raise FsdError(f"a draft tree needs depth >= 1, width >= 1 and nodes >= 2; got {self}.")
-        if not 0 <= self.stop_below < 1:
-            raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {self.stop_below}.")
+        check_stop_below(self.stop_below)
 
     @property
     def candidates(self) -> int:
@@ -93,7 +101,7 @@ class EagleDrafter(Drafter):
         if head.draft_ids is not None:
             self._drafted[head.draft_ids.cpu()] = True
         self.head = head.to(target.device).cast(target.dtype).eval()
-        shape = shape or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
+        shape = shape or of_device(DEFAULT_SHAPES, target.device)
         self.vocabulary = head.config.draft_vocab_size or target.vocab_size
         self.shape = replace(shape, width=min(shape.width, self.vocabulary))
         self.by_batch: dict[int, TreeShape | None] = {}
@@ -209,7 +217,7 @@ class EagleSession(DraftSession):
             if level == depth:
                 break
             path_scores, best = scores.topk(width, dim=-1)
-            if stop_below and float(path_scores.exp().sum(-1).max()) < stop_below:
+            if not_believed(path_scores, stop_below):
                 break
             parent = best // width  # which of the E expanded nodes each frontier node hangs under
             features = features.gather(1, parent[..., None].expand(-1, -1, features.shape[-1]))

@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import (
+    DRAFTERS,
+    Drafter,
+    DraftRequest,
+    DraftSession,
+    check_stop_below,
+    not_believed,
+    of_device,
+)
 from fsd_infer.drafters.eagle import TreeShape
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.models import check_safetensors, load_target
@@ -25,9 +33,7 @@ DEFAULT_CHAINS = {"cpu": (5, 0.3), "cuda": (5, 0.0)}
 
 def chain_of(tree: TreeShape | None, target: Target) -> tuple[int, float]:
     """Depth and ``stop_below`` of a chain where ``tree`` is wanted; by default those of the target's device."""
-    if tree is not None:
-        return tree.depth, tree.stop_below
-    return DEFAULT_CHAINS.get(target.device.type, DEFAULT_CHAINS["cuda"])
+    return of_device(DEFAULT_CHAINS, target.device) if tree is None else (tree.depth, tree.stop_below)
 
 
 @DRAFTERS.register("lm")
@@ -52,8 +58,7 @@ class LMDrafter(Drafter):
     def __init__(self, model: Target, target: Target, depth: int = 5, stop_below: float = 0.0) -> None:
         if depth < 1:
             raise FsdError(f"the chain needs depth >= 1, got {depth}.")
-        if not 0 <= stop_below < 1:
-            raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {stop_below}.")
+        check_stop_below(stop_below)
         check_same_vocabulary(model, target)
         self.model = model
         self.depth = depth
@@ -126,9 +131,7 @@ class LMSession(DraftSession):
             q_logits.append(logits)
             q_scores.append(scores)
             path_scores.append(path_scores[-1] + logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1))
-            if step == drafter.depth:
-                break
-            if drafter.stop_below and float(path_scores[-1].exp().max()) < drafter.stop_below:
+            if step == drafter.depth or not_believed(path_scores[-1][:, None], drafter.stop_below):
                 break
             logits = self._run(token[:, None], (self.lengths + step - 1)[:, None])[:, 0]
         self.cached, self.drafted = self.lengths.clone(), len(tokens) - 1

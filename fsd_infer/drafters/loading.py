@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsd_infer.checkpoint import is_head
-from fsd_infer.drafters.base import Drafter, NoDrafter
+from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
 from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
@@ -87,6 +87,6 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
     onto = load_drafter(main, target, tree)
     if isinstance(onto, NoDrafter):
         return _load_free(side, target, tree)
-    shape = tree or DEFAULT_SHAPES.get(target.device.type, DEFAULT_SHAPES["cuda"])
+    shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
     return GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes)
