@@ -99,7 +99,7 @@ def test_sampled_law_equals_generate(name: str, kind: str, model: Any, target: T
     options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **SAMPLED_REQUESTS[name]}
     prompt = tiny_prompts((7,))[0]
     rows = 1200
-    stop = 0.3 if kind == "lm that stops" else 0.0  # in a batch, where no row's chain is believed in
+    stop = 0.03 if kind == "lm that stops" else 0.0  # so flat are these models: after one draft or after two
     drafter = OracleDrafter(target) if kind == "oracle" else LMDrafter(Target(noisy_model("llama")), target, 3, stop)
     torch.manual_seed(1)
     theirs = model.generate(torch.tensor([prompt] * rows), **options)[:, len(prompt) :].numpy()
