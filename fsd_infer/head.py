@@ -100,22 +100,36 @@ class EagleConfig:
         return cls(**values)
 
     @classmethod
-    def for_target(cls, target: Target, layer: str = "auto", **options: Any) -> EagleConfig:
+    def for_target(
+        cls, target: Target, layer: str = "auto", intermediate_size: int | None = None, **options: Any
+    ) -> EagleConfig:
         """A head for a target.
 
         Args:
             target: whose features it reads.
             layer: "auto" (the target's own kind of layer where a standalone one works, a Llama layer otherwise)
                 or "llama".
+            intermediate_size: width of the layers' MLP; None for the target's. A narrower one trains and drafts in
+                less time, and the target's layers are no start for it any more.
             options: any other field of the config.
+
+        Raises:
+            CheckpointError: ``intermediate_size`` is not positive.
         """
         config = target.config
         llama = _llama_layer(config, target.hidden_size)
         own = None if layer == "llama" else _own_layer(config)
+        chosen = own or llama
+        if intermediate_size is not None:
+            if intermediate_size < 1:
+                raise CheckpointError(f"intermediate_size must be positive, got {intermediate_size}.")
+            if "intermediate_size" not in chosen:  # a family that calls its MLP's width by another name
+                chosen = llama
+            chosen["intermediate_size"] = intermediate_size
         return cls(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            layer=own or llama,
+            layer=chosen,
             embed_size=int(target.model.get_input_embeddings().weight.shape[1]),
             **options,
         )

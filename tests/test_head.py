@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_llama_layer_where_the_own_kind_does_not_stand_alone(family: str) -> Non
 
 def test_llama_layer_on_request() -> None:
     assert make_head("qwen2", layer="llama").config.layer["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_mlp_as_wide_as_asked_for(family: str, tmp_path: Path) -> None:
+    head = make_head(family, intermediate_size=24)
+    assert head.layers[0].mlp.down_proj.weight.shape == (32, 24)
+    save_head(tmp_path, head, toy_target(family).fingerprint())
+    assert load_head(tmp_path, toy_target(family)).layers[0].mlp.down_proj.weight.shape == (32, 24)
+    with pytest.raises(CheckpointError, match="intermediate_size must be positive, got 0"):
+        make_head(family, intermediate_size=0)
+    if family == "llama":
+        with pytest.raises(CheckpointError, match=r"does not fit the head's .*mlp.*leave initial_layers out"):
+            head.take_layers(toy_target(family).layers([0]))
 
 
 def decode_chain(
