@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -304,19 +305,21 @@ def _complete_lines(path: Path, scratch: Path) -> Path:
     return copy
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train cache-features`."""
-    from fsd_train.data import read_answers
-
+def build_parser() -> argparse.ArgumentParser:
+    """Options of `fsd-train cache-features`."""
     parser = argparse.ArgumentParser("fsd-train cache-features", description="Store the target's features of answers.")
-    parser.add_argument("--target", required=True, help="built-in name, directory or hub id")
-    parser.add_argument("--data", required=True, nargs="+", action="extend", help="answers: files or directories")
-    parser.add_argument("--output", required=True, help="directory of the cache")
     parser.add_argument(
-        "--layers", type=int, nargs="+", default=[], metavar="N",
+        "--config", type=Path, metavar="RECIPE",
+        help="a recipe to take target, data, output, layers and max-length from, where they are not given here",
+    )  # fmt: skip
+    parser.add_argument("--target", help="built-in name, directory or hub id")
+    parser.add_argument("--data", nargs="+", action="extend", help="answers: files or directories")
+    parser.add_argument("--output", help="directory of the cache")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", metavar="N",
         help="also store the outputs of these decoder layers, for heads with fused_layers",
     )  # fmt: skip
-    parser.add_argument("--max-length", type=int, default=512, help="tokens kept per sequence, as in training")
+    parser.add_argument("--max-length", type=int, help="tokens kept per sequence, as in training (512)")
     parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
     parser.add_argument(
         "--min-answer-share", type=float, default=0.0, help="leave out rows with fewer answer tokens, which cost much"
@@ -324,7 +327,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per forward")
     parser.add_argument("--shard-tokens", type=int, default=65536, help="tokens per shard")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
+    return parser
+
+
+def recipe_options(path: Path) -> dict[str, Any]:
+    """What a recipe says about its cache: ``target``, ``data``, ``output``, ``layers`` and ``max_length``.
+
+    Raises:
+        DataError: the file is missing or not a recipe.
+    """
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        model, data = (recipe[part].get("init_args", recipe[part]) for part in ("model", "data"))
+        return {
+            "target": model["target"],
+            "data": [*data["train_files"], *(data.get("validation_files") or [])],
+            "output": data.get("features"),
+            "layers": (model.get("head") or {}).get("fused_layers"),
+            "max_length": data.get("max_length"),
+        }
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a recipe with model.target and data.train_files ({error}).") from error
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
     args = parser.parse_args(argv)
+    defaults = recipe_options(args.config) if args.config else {}
+    for name, value in {"layers": [], "max_length": 512, **{k: v for k, v in defaults.items() if v}}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]
+    if missing:
+        hint = " (and set the recipe's data.features to it)" if args.config and "--output" in missing else ""
+        parser.error(f"{' and '.join(missing)} must be given{hint}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train cache-features`."""
+    from fsd_train.data import read_answers
+
+    args = _arguments(argv)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
     target.watch(args.layers)
     target.check_lm_head()  # training with cached features has no layers to check it with

@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train import features as module
-from fsd_train.features import FeatureStore, WithFeatures, cache_features, length_batches, main, sequence_key
+from fsd_train.features import (
+    FeatureStore,
+    WithFeatures,
+    cache_features,
+    length_batches,
+    main,
+    recipe_options,
+    sequence_key,
+)
 from tests.train_toys import VOCAB, save_toy_target, toy_target, write_answers
 
 
@@ -132,3 +141,33 @@ def test_command_reads_a_growing_file(target: Target, tmp_path: Path, capsys: py
     rows = [json.loads(line) for line in lines]
     check(FeatureStore(tmp_path / "cache"), target, [row["prompt_ids"] + row["response_ids"] for row in rows])
     assert "6 sequences" in capsys.readouterr().err
+
+
+def test_command_reads_a_recipe(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_toy_target(tmp_path / "target")
+    answers = write_answers(tmp_path / "answers.jsonl", target, rows=6)
+    recipe: dict[str, Any] = {
+        "model": {"target": str(model), "head": {"fused_layers": [1]}},
+        "data": {"train_files": [str(answers)], "features": str(tmp_path / "cache"), "max_length": 12},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert main(["--config", str(path)]) == 0
+    store = FeatureStore(tmp_path / "cache")
+    assert store.layers == [1] and len(store) == 6 and store.tokens <= 6 * 12
+    assert main(["--config", str(path), "--output", str(tmp_path / "long"), "--max-length", "64"]) == 0
+    assert FeatureStore(tmp_path / "long").tokens > store.tokens
+    del recipe["data"]["features"]
+    path.write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit):
+        main(["--config", str(path)])
+    assert "--output must be given (and set the recipe's data.features to it)" in capsys.readouterr().err
+    path.write_text("model: {}")
+    with pytest.raises(DataError, match="not a recipe with model.target and data.train_files"):
+        main(["--config", str(path)])
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_say_what_to_cache(path: Path) -> None:
+    options = recipe_options(path)
+    assert options["target"] and options["data"] and options["max_length"]
