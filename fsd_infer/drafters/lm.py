@@ -98,17 +98,28 @@ class LMSession(DraftSession):
         self.text[:, 0] = first_tokens
         self.lengths = torch.ones(batch, dtype=torch.long)
         self.cached = torch.zeros_like(self.lengths)
-        self.drafted = 0
+        self.chain: DraftTree | None = None  # the last one, until the text has grown
+        self.agreed: Tensor | None = None  # [B] drafts of it that the text went on with; None: all that were accepted
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         offsets = torch.arange(tokens.shape[1])
         rows, columns = torch.nonzero(offsets < counts[:, None], as_tuple=True)
         self.text[rows, self.lengths[rows] + columns] = tokens[rows, columns]
         # Of the drafts, the model has read all but the last, and accepted ones lie in their final slots already.
-        self.cached = self.cached + (counts - 1).clamp(0, max(self.drafted - 1, 0))
+        read = 0 if self.chain is None else max(self.chain.tokens.shape[1] - 2, 0)
+        kept = counts - 1 if self.agreed is None else torch.minimum(counts - 1, self.agreed)
+        self.cached = self.cached + kept.clamp(0, read)
         self.lengths = self.lengths + counts
         self.cached = torch.minimum(self.cached, self.lengths - 1)  # the root is always read anew
-        self.drafted = 0
+        self.chain = self.agreed = None
+
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        """Another drafter's tokens, grafted on, may have led the text away from the chain."""
+        if self.chain is None or self.chain.rows is None:  # nobody asked for its nodes: it was verified as it is
+            return
+        drafts = torch.tensor([row.tokens[1:] for row in self.chain.rows])
+        depth = min(drafts.shape[1], tokens.shape[1])
+        self.agreed = (drafts[:, :depth] == tokens[:, :depth]).cumprod(1).sum(1)
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, request = self.drafter, self.request
@@ -134,17 +145,19 @@ class LMSession(DraftSession):
             if step == drafter.depth or not_believed(path_scores[-1][:, None], drafter.stop_below):
                 break
             logits = self._run(token[:, None], (self.lengths + step - 1)[:, None])[:, 0]
-        self.cached, self.drafted = self.lengths.clone(), len(tokens) - 1
-        return DraftTree.chain(
+        self.cached = self.lengths.clone()
+        self.chain = DraftTree.chain(
             torch.stack(tokens, 1),
             torch.stack(q_logits, 1),
             q_scores=None if request.greedy else torch.stack(q_scores, 1),
             scores=torch.stack(path_scores, 1),
         )
+        return self.chain
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.text, self.lengths, self.cached = self.text[rows], self.lengths[rows], self.cached[rows]
+        self.agreed = None if self.agreed is None else self.agreed[rows]
 
     def _run(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """Causal forward over tokens [B, M] written to consecutive slots [B, M] (on the CPU); logits [B, M, V] fp32."""
