@@ -25,6 +25,8 @@ from fsd_train.features import (
 )
 from tests.train_toys import VOCAB, save_toy_target, toy_target, write_answers
 
+RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
+
 
 def sequences(count: int = 20, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
