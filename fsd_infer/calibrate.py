@@ -220,9 +220,10 @@ def best_by_batch(
 
 
 def head_of(drafter: Drafter) -> EagleDrafter | None:
-    """The drafter whose tree can be chosen: itself, or what is grafted onto; None if that is no head."""
-    head = drafter.main if isinstance(drafter, GraftedDrafter) else drafter
-    return head if isinstance(head, EagleDrafter) else None
+    """The drafter whose tree can be chosen: itself, or what all is grafted onto; None if that is no head."""
+    while isinstance(drafter, GraftedDrafter):
+        drafter = drafter.main
+    return drafter if isinstance(drafter, EagleDrafter) else None
 
 
 def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, refresh: bool = False) -> TreeShape:
@@ -254,8 +255,8 @@ def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, 
     assert shape is not None, "a single row always drafts"
     head.shape = head.reshaped(shape).shape
     head.by_batch = {batch: shape for batch, shape in shapes.items() if batch > 1}
-    if isinstance(drafter, GraftedDrafter):
-        drafter.nodes = shape.nodes
+    while isinstance(drafter, GraftedDrafter):
+        drafter.nodes, drafter = shape.nodes, drafter.main
     return head.shape
 
 

@@ -15,6 +15,7 @@ from fsd_infer.calibrate import (
     best_by_batch,
     best_shape,
     calibration_prompts,
+    head_of,
     measure,
     rate,
     tune,
@@ -22,7 +23,7 @@ from fsd_infer.calibrate import (
 from fsd_infer.checkpoint import save_head
 from fsd_infer.cli import main
 from fsd_infer.commands import parse_tree
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter
+from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.head import EagleConfig, EagleHead
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 
@@ -208,6 +209,9 @@ def test_tune_reaches_the_head_in_a_graft_and_nothing_else(quick: Path, drafter:
     grafted = GraftedDrafter(drafter, LookupDrafter(VOCAB), 9)
     shape = tune(grafted, target, calibration_prompts(None, VOCAB))
     assert drafter.shape == shape and grafted.nodes == shape.nodes
+    grafted.nodes, twice = 9, GraftedDrafter(grafted, RecycleDrafter(VOCAB), 9)
+    assert head_of(twice) is drafter and tune(twice, target, [[1, 2]]) == shape
+    assert twice.nodes == grafted.nodes == shape.nodes
     with pytest.raises(FsdError, match="auto"):
         tune(NoDrafter(VOCAB), target, [[1, 2]])
     plain = FuzzyDecoder(target, NoDrafter(VOCAB)).load_drafter("lookup", "auto")
