@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,14 @@ from fsd_infer.errors import FsdError
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable
 LONGEST_PAUSE = 30.0  # seconds
+# Servers take what a request leaves open from the model's generation config (Qwen2.5's penalises repetition, also at
+# temperature 0). An answer is the target's own where nothing shapes its distribution:
+UNSHAPED: dict[str, Any] = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+# The same in fields that OpenAI's protocol lacks, and vLLM's for the answer's ids.
+EXTENSIONS: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+log = logging.getLogger(__name__)
 
 
 class ServerError(FsdError):
@@ -40,6 +48,9 @@ class ServerError(FsdError):
 
 class Server:
     """One server. Connections are kept open; threads may share it.
+
+    A completion takes fields of OpenAI's protocol and, apart from them, extensions of it. A server that refuses the
+    latter (status 400 or 422) and answers without them gets none from then on; a warning in the log says so.
 
     Args:
         url: e.g. ``http://localhost:8000``; ``/v1`` is added to an address without a path.
@@ -72,6 +83,7 @@ class Server:
             raise FsdError(f"server {url!r}: give its address, e.g. http://localhost:8000.")
         self.url = url
         self.timeout, self.attempts, self.pause = timeout, attempts, pause
+        self._takes_extensions = True
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._base = parts.path.rstrip("/") or "/v1"
         self._session = requests.Session()
@@ -93,12 +105,17 @@ class Server:
             raise ServerError(f"server {self.url} serves no model.")
         return found
 
-    def complete(self, body: dict[str, Any]) -> Any:
-        """The reply to one completions request, as JSON. Raises ServerError after the last try."""
+    def complete(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None = None) -> Any:
+        """The reply to one completions request, as JSON. Raises ServerError after the last try.
+
+        Args:
+            body: fields of OpenAI's protocol.
+            extensions: others, for servers that take them.
+        """
         attempt = 1
         while True:
             try:
-                return self._completion(body)
+                return self._completion(body, extensions)
             except ServerError as error:
                 if not error.may_pass or self.attempts <= 1:
                     raise
@@ -107,18 +124,18 @@ class Server:
             time.sleep(min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1.0))
             attempt += 1
 
-    def _completion(self, body: dict[str, Any]) -> Any:
-        reply = self._open("POST", "/completions", body)
+    def _completion(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None) -> Any:
+        reply = self._ask(body, extensions)
         try:
             return reply.json()
         except requests.JSONDecodeError as error:
             raise ServerError(f"server {self.url}: {self._base}/completions answered no JSON.") from error
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed completion as they arrive. Raises ServerError."""
+    def stream(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """The events of a streamed completion as they arrive; arguments as of :meth:`complete`. Raises ServerError."""
         done = False
         try:
-            with self._open("POST", "/completions", {**body, "stream": True}, stream=True) as reply:
+            with self._ask({**body, "stream": True}, extensions, stream=True) as reply:
                 # a chunk is read as it arrives; without chunks requests waits until it has the size, so take bytes then
                 for line in reply.iter_lines(chunk_size=1 << 20 if reply.raw.chunked else 1):
                     data = line.removeprefix(b"data:").strip()
@@ -134,8 +151,28 @@ class Server:
         if not done:
             raise ServerError(f"server {self.url} broke off an answer: is it still running?")
 
+    def _ask(
+        self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None, stream: bool = False
+    ) -> requests.Response:
+        """A completion, with the extensions if the server takes them. Raises ServerError."""
+        if extensions and self._takes_extensions:
+            try:
+                return self._open("POST", "/completions", {**body, **extensions}, stream)
+            except ServerError as error:
+                if error.status not in (400, 422):
+                    raise
+            reply = self._open("POST", "/completions", body, stream)  # raises where the extensions are not to blame
+            if self._takes_extensions:  # no other thread was first
+                self._takes_extensions = False
+                log.warning(
+                    "server %s refuses %s, which go beyond OpenAI's protocol, and is asked without them from now on; "
+                    "its own defaults apply", self.url, ", ".join(extensions),
+                )  # fmt: skip
+            return reply
+        return self._open("POST", "/completions", body, stream)
+
     def _open(
-        self, method: str, path: str, body: dict[str, Any] | None = None, stream: bool = False
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, stream: bool = False
     ) -> requests.Response:
         """The response with status 200. Raises ServerError otherwise."""
         try:
@@ -149,7 +186,7 @@ class Server:
             f"server {self.url} refused {self._base}{path} with status {reply.status_code}: {said}", reply.status_code
         )
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, stream: bool) -> requests.Response:
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, stream: bool) -> requests.Response:
         def send() -> requests.Response:
             return self._session.request(
                 method,

@@ -25,6 +25,7 @@ __all__ = [  # with the readers that belong to it, which have modules of their o
     "check_messages",
     "encode_chat",
     "encode_conversation",
+    "end_of_turn",
     "read_jsonl",
     "read_prompts",
     "row_id",
@@ -102,14 +103,16 @@ def encode_chat(
 
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Mapping[str, object]], complete: bool = True
-) -> tuple[list[int], list[int]]:
+) -> list[tuple[list[int], list[int]]]:
     """Token ids of a conversation with answers, and which of them the target would have had to produce.
 
     Every assistant turn is marked: its text and the token that ends it, not the template's opening of the turn nor what
     the template puts behind its end. Ids behind the last end are cut off, since no answer contains them.
 
     A template with generation markers (``{% generation %}``) says itself what the target produces. With any other a
-    turn's answer is what its ids add to those of the prompt before it, which is exact, or refused.
+    turn's answer is what its ids add to those of the prompt before it, which is exact, or refused. Where the ids of
+    earlier turns change as a conversation grows (Qwen3's template shows thoughts in the last answer only), no one
+    sequence holds what decoding sees at every turn: each assistant turn is a sequence of its own then.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -117,12 +120,13 @@ def encode_conversation(
         complete: False if the last answer was cut off by a length limit; its end token is then left out too.
 
     Returns:
-        (ids, loss_mask), two lists of one length; the mask is 1 on answer tokens, 0 elsewhere.
+        Sequences (ids, loss_mask), mostly one; else one per assistant turn, in their order. The lists of a pair are
+        of one length; the mask is 1 on answer tokens, 0 elsewhere.
 
     Raises:
         DataError: no assistant turn at the end, or one at the beginning; a template without markers under which the
-            ids of a prompt are not a prefix of the ids of the conversation that continues it (then what is trained is
-            not what decoding sees); or markers that leave out a turn.
+            ids of a prompt are not a prefix of those of the same turns with their answer (then what is trained is not
+            what decoding sees); or markers that leave out a turn.
     """
     turns = check_messages(messages)
     if turns[-1]["role"] != "assistant" or turns[0]["role"] == "assistant":
@@ -132,10 +136,18 @@ def encode_conversation(
         answer = _encode_text(tokenizer, turns[-1]["content"])
         if complete and tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
-        return prompt + answer, [0] * len(prompt) + [1] * len(answer)
+        return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
 
-    marked = getattr(tokenizer, "is_fast", False) and _MARKER.search(tokenizer.get_chat_template())
-    whole, spans = _spans_by_markers(tokenizer, turns) if marked else _spans_by_prefix(tokenizer, turns)
+    marked = bool(getattr(tokenizer, "is_fast", False) and _MARKER.search(tokenizer.get_chat_template()))
+    found = [_spans_by_markers(tokenizer, turns)] if marked else _spans_by_prefix(tokenizer, turns)
+    last = len(found) - 1
+    return [_masked(tokenizer, *one, marked, complete or number < last) for number, one in enumerate(found)]
+
+
+def _masked(
+    tokenizer: Any, whole: list[int], spans: Sequence[tuple[int, int]], marked: bool, complete: bool
+) -> tuple[list[int], list[int]]:
+    """(ids, loss mask) up to the last answer's end, of ids with assistant turns at ``spans``."""
     enders = special_ids(tokenizer)
     mask = [0] * len(whole)
     end = 0
@@ -151,29 +163,32 @@ def encode_conversation(
     return whole[:end], mask[:end]
 
 
-def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> tuple[list[int], list[tuple[int, int]]]:
-    """(ids, where each assistant turn begins and ends), from the ids of shorter conversations."""
-    whole = _encode_text(tokenizer, _render(tokenizer, turns, False))
-    spans = []
+_Spans = tuple[list[int], list[tuple[int, int]]]  # ids, and where assistant turns begin and end in them
+
+
+def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
+    """From the ids of prompts and of the same turns with their answer: one sequence, or one per assistant turn."""
+    answered: list[_Spans] = []
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
         prompt = encode_chat(tokenizer, turns[:number])
-        last = number == len(turns) - 1
-        closed = whole if last else _encode_text(tokenizer, _render(tokenizer, turns[: number + 1], False))
-        for what, part in (("prompt before", prompt), ("conversation up to", closed)):
-            if whole[: len(part)] != part:
-                raise DataError(
-                    f"chat template: the ids of the {what} assistant turn {number} are not a prefix of the whole "
-                    "conversation's ids, so training would not see what decoding sees. Train on rows that carry "
-                    "prompt_ids and response_ids (`fsd-train regenerate` writes them), or mend the template."
-                )
-        spans.append((len(prompt), len(closed)))
-    return whole, spans
+        closed = _encode_text(tokenizer, _render(tokenizer, turns[: number + 1], False))
+        if closed[: len(prompt)] != prompt:
+            raise DataError(
+                f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
+                "prompt and answer, so training would not see what decoding sees. Train on rows that carry prompt_ids "
+                "and response_ids (`fsd-train regenerate` writes them), or mend the template."
+            )
+        answered.append((closed, [(len(prompt), len(closed))]))
+    whole = answered[-1][0]
+    if all(whole[: len(part)] == part for part, _ in answered):
+        return [(whole, [span for _, spans in answered for span in spans])]
+    return answered
 
 
-def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> tuple[list[int], list[tuple[int, int]]]:
-    """(ids, where each assistant turn begins and ends), from the template's generation markers."""
+def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
+    """From the template's generation markers."""
     try:
         found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     except TemplateError as error:
@@ -188,6 +203,20 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> tuple[list[in
             "Mend the template, or remove rows with empty answers."
         )
     return list(found["input_ids"]), spans
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that the chat template writes behind an answer; where it writes none, the tokenizer's eos (or None)."""
+    if getattr(tokenizer, "chat_template", None):
+        word = "Rhubarb"  # which no template says of itself
+        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}]
+        behind = _render(tokenizer, turns, False).partition(word)[2]
+        special = special_ids(tokenizer)
+        for token in _encode_text(tokenizer, behind):
+            if token in special:
+                return token
+    own: int | None = tokenizer.eos_token_id
+    return own
 
 
 def special_ids(tokenizer: Any) -> set[int]:

@@ -1,4 +1,4 @@
-"""What answers prompts for training: the target run here by transformers, or a server that speaks OpenAI's protocol."""
+"""What answers prompts for training: the target run here by our engine, or a server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
 
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.openai_client import Server, ServerError
-from fsd_infer.prompts import Message
-from fsd_infer.token_ids import eos_ids, left_pad
+from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
+from fsd_infer.prompts import Message, end_of_turn
+from fsd_infer.rules import parse_rule
+from fsd_infer.token_ids import eos_ids
+
+RULE = "exact"  # of answers made here: the target's own law, whatever drafts
+_ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an answer: vLLM's, SGLang's
 
 
 @dataclass(frozen=True)
@@ -56,58 +62,49 @@ def stable_seed(*parts: object) -> int:
 
 
 class LocalBackend:
-    """Batched `generate` of the frozen target, left-padded.
+    """Batches through this package's engine: the frozen target with a drafter, under the rule `exact`.
 
-    A batch is always generated whole, also when a resumed run lacks only some of its rows, so that padding, and with it
-    rounding and the random draws, are those of an uninterrupted run.
+    A batch is always generated whole, also when a resumed run lacks only some of its rows, and by a drafter that knows
+    of no other, so that rounding, trees and the random draws are those of an uninterrupted run.
 
     Args:
-        model, tokenizer: the target.
+        decoder: the target, with its tokenizer, and the drafter.
         max_new_tokens: limit per answer.
         seed: with the batch's ids, the seed of its random draws.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int, seed: int) -> None:
-        self.model = model.eval()
-        self.tokenizer = tokenizer
+    def __init__(self, decoder: FuzzyDecoder, max_new_tokens: int, seed: int) -> None:
+        self.decoder, self.tokenizer = decoder, decoder.tokenizer
+        self.rule = parse_rule(RULE)
         self.max_new_tokens = max_new_tokens
         self.seed = seed
-        self.eos_ids = end_ids(tokenizer, model.generation_config)
+        self.eos_ids = frozenset(end_ids(self.tokenizer, decoder.target.model.generation_config))
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
         for batch in batches:
             if any(job.id not in done for job in batch):
                 yield self._batch(batch)
 
-    @torch.inference_mode()
     def _batch(self, batch: Sequence[Job]) -> list[Answer]:
-        device = self.model.device
-        pad = self.tokenizer.pad_token_id
-        pad = pad if pad is not None else min(self.eos_ids, default=0)
-        ids, mask = left_pad([job.prompt_ids for job in batch], pad, device)
+        target, drafter = self.decoder.target, self.decoder.drafter
+        drafter.forget()
         temperature = batch[0].temperature
-        # every shaping of the distribution is switched off: the answers are to be the target's own
-        config = GenerationConfig(
+        seed = stable_seed(self.seed, *(job.id for job in batch))
+        # Not by `generate`, which takes what a request leaves open from the model's generation config: the temperature
+        # alone shapes the distribution, so that the answers are the target's own.
+        request = Request(
+            prompts=[job.prompt_ids for job in batch],
             max_new_tokens=self.max_new_tokens,
-            do_sample=temperature > 0,
-            temperature=temperature if temperature > 0 else 1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            eos_token_id=sorted(self.eos_ids) or None,
-            pad_token_id=pad,
+            greedy=temperature == 0,
+            processors=LogitsProcessorList([TemperatureLogitsWarper(temperature)]) if temperature > 0 else None,
+            eos_token_ids=self.eos_ids,
+            generator=torch.Generator(target.device).manual_seed(seed),
         )
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(stable_seed(self.seed, *(job.id for job in batch)))
-            out = self.model.generate(ids, attention_mask=mask, generation_config=config)
-        return [self._finish(job, row) for job, row in zip(batch, out[:, ids.shape[1] :].tolist())]
-
-    def _finish(self, job: Job, tokens: list[int]) -> Answer:
-        end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
-        kept = tokens if end is None else tokens[: end + 1]
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        return Answer(job, text, kept, "length" if end is None else "stop")
+        made = decode(target, drafter, self.rule, request)
+        return [
+            Answer(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
+            for job, ids, row in zip(batch, made.sequences, made.stats.rows)
+        ]
 
 
 class EndpointBackend:
@@ -117,6 +114,8 @@ class EndpointBackend:
         urls: the servers' addresses, with or without /v1; each request goes to the least busy.
         model: the name under which it serves the target.
         tokenizer: the target's, for the end token and for servers that return text only.
+        generation_config: the target's, for the tokens that end an answer beside the tokenizer's eos and the end of
+            turn of its chat template; None: these two alone.
         max_new_tokens: limit per answer.
         seed: with the row's id, the seed of each request; None sends none (some servers cannot seed requests).
         concurrency: requests in flight at once.
@@ -132,6 +131,7 @@ class EndpointBackend:
         urls: str | Sequence[str],
         model: str,
         tokenizer: Any,
+        generation_config: GenerationConfig | None,
         max_new_tokens: int,
         seed: int | None,
         concurrency: int = 64,
@@ -150,7 +150,8 @@ class EndpointBackend:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.concurrency, self.group = concurrency, group
-        self.eos_ids = end_ids(tokenizer, None)
+        self.end_of_turn = end_of_turn(tokenizer)
+        self.eos_ids = end_ids(tokenizer, generation_config)
         self._in_flight = [0] * len(self.servers)
         self._lock = threading.Lock()
 
@@ -199,13 +200,12 @@ class EndpointBackend:
             "prompt": job.prompt_ids,
             "max_tokens": self.max_new_tokens,
             "temperature": job.temperature,
-            "top_p": 1.0,
-            "return_token_ids": True,
+            **UNSHAPED,
         }
         if job.temperature > 0 and self.seed is not None:
             body["seed"] = stable_seed(self.seed, job.id)
         try:
-            reply = server.complete(body)
+            reply = server.complete(body, EXTENSIONS)
         except ServerError as error:
             if not error.may_pass:
                 raise
@@ -223,9 +223,14 @@ class EndpointBackend:
         ids_from = "target"
         if ids is None:
             ids, ids_from = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "text"
-        if reason == "stop" and self.eos_ids and (not ids or ids[-1] not in self.eos_ids):
-            ids = [*ids, self.tokenizer.eos_token_id]  # some servers keep the end token to themselves
+        if reason == "stop":
+            ids = self._ended(ids, choice)
         return Answer(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
+
+    def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
+        """An answer's ids with the token that ended it, which some servers keep to themselves."""
+        end = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), self.end_of_turn)
+        return ids if end is None or (ids and ids[-1] in {end, self.end_of_turn, *self.eos_ids}) else [*ids, end]
 
 
 def end_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> set[int]:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Item(TypedDict):
-    """One conversation: ``input_ids`` and ``loss_mask`` [M]; ``index``: place in the dataset; ``id``: its row's."""
+    """One sequence: ``input_ids`` and ``loss_mask`` [M]; ``index``: place in the dataset; ``id``: its row's."""
 
     index: int
     id: str
@@ -34,7 +34,7 @@ class Item(TypedDict):
 
 
 class Batch(TypedDict):
-    """Right-padded conversations: tensors [B, M]; ``index`` [B]; ``ids`` the rows' ids."""
+    """Right-padded sequences: tensors [B, M]; ``index`` [B]; ``ids`` the rows' ids."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -45,10 +45,10 @@ class Batch(TypedDict):
 
 
 class AnswersDataset(Dataset[Item]):
-    """Conversations in memory, in the order of their files; the index of a row never changes while the files do not.
+    """Sequences in memory, in the order of their files; the index of one never changes while the files do not.
 
     Args:
-        rows: (id, ids, loss mask) per conversation.
+        rows: (id of the row, ids, loss mask) per sequence.
     """
 
     def __init__(self, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
@@ -90,8 +90,8 @@ class AnswersDataset(Dataset[Item]):
         return sum(int(mask.sum()) for mask in self._masks)
 
 
-def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of one row of answers.
+def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> list[tuple[list[int], list[int]]]:
+    """Token ids and loss mask of one row of answers: one sequence, or several as `encode_conversation` has it.
 
     Rows with ``prompt_ids`` and ``response_ids`` are taken as they are: these are the target's own tokens. Others are
     conversations (see :func:`fsd_infer.conversations.row_conversation`) and encoded with the chat template, as decoding
@@ -107,7 +107,7 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> tu
     """
     if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
         prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
-        return prompt + response, [0] * len(prompt) + [1] * len(response)
+        return [(prompt + response, [0] * len(prompt) + [1] * len(response))]
     if tokenizer is None:
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer was given to encode the text.")
     try:
@@ -142,8 +142,8 @@ def read_answers(
     Args:
         paths: files or directories, see :func:`fsd_infer.rowfiles.read_rows`.
         tokenizer: for rows without ids.
-        max_length: longer conversations are cut to their first tokens, and left out if no answer token remains.
-        validation_fraction: share of the prompts that goes to the second dataset.
+        max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
+        validation_fraction: share of the prompts that goes to the second dataset, all sequences of a row together.
         vocab_size: the target's; ids beyond it are an error.
 
     Returns:
@@ -155,21 +155,25 @@ def read_answers(
     parts: tuple[list[Any], list[Any]] = ([], [])
     for path in paths:
         for row in read_rows(path):
-            ids, mask = encode_row(row.values, tokenizer, row.where)
-            if vocab_size is not None and max(ids) >= vocab_size:
+            sequences = encode_row(row.values, tokenizer, row.where)
+            highest = max(max(ids) for ids, _ in sequences)
+            if vocab_size is not None and highest >= vocab_size:
                 raise DataError(
-                    f"{row.where}: token id {max(ids)} is outside the target's vocabulary of {vocab_size}. "
+                    f"{row.where}: token id {highest} is outside the target's vocabulary of {vocab_size}. "
                     "Regenerate the answers with this target."
                 )
-            if not any(mask[:max_length]):
+            kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
+            if not kept:
                 continue
             # what was asked, without the answers: by text where there is one, since ids depend on the target
             asked = row_questions(row.values, row.where)
+            ids, mask = kept[0]
             key: Any = [(turn["role"], turn["content"]) for turn in asked] or ids[: mask.index(1)]
             name = row.values.get("id")
             if not isinstance(name, str):
                 name = row_id(row.file.name, row.number, asked)
-            parts[held_out(key, validation_fraction)].append((name, ids[:max_length], mask[:max_length]))
+            side = parts[held_out(key, validation_fraction)]
+            side += [(name, ids[:max_length], mask[:max_length]) for ids, mask in kept]
     if not parts[0]:
         raise DataError(f"{', '.join(map(str, paths))}: no row to train on (max_length {max_length}).")
     return AnswersDataset(parts[0]), AnswersDataset(parts[1])
@@ -211,7 +215,7 @@ class AnswersDataModule(LightningDataModule):
             the `datasets` library: see docs/training-data.md.
         validation_files: rows to validate on; without them a share of the training prompts is held out.
         validation_fraction: that share, chosen by the hash of the prompt.
-        max_length: tokens per conversation at most; longer ones are cut.
+        max_length: tokens per sequence at most; longer ones are cut.
         batch_tokens: padded tokens per training batch.
         validation_batch_tokens: the same for validation; as ``batch_tokens`` by default.
         tokenizer: built-in name, directory or hub id; needed only for rows without token ids.

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsd_infer.cli import positive
+from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import read_json, write_json
+from fsd_infer.models import builtin_dir, is_builtin, parse_dtype
 from fsd_infer.openai_client import API_KEY
 from fsd_infer.prompts import encode_chat, read_jsonl, read_prompts
 from fsd_infer.rowfiles import rows_digest
-from fsd_train.backends import Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
+from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
 
 WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample
 
@@ -261,6 +264,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=positive, default=32)
     p.add_argument("--dtype", help="of the local target: bfloat16, float32, ...")
     p.add_argument("--device", help="of the local target")
+    p.add_argument(
+        "--drafter", default="none",
+        help="of the local target: what fsd-infer takes, e.g. shipped or shipped+lookup; the answers' law is the "
+        "target's own with any (%(default)s)",
+    )  # fmt: skip
     p.add_argument("--endpoint", metavar="URL", nargs="+", help="let OpenAI-compatible servers generate instead")
     p.add_argument("--endpoint-model", metavar="NAME", help="name under which the server knows the target")
     p.add_argument("--concurrency", type=positive, default=64, help="requests in flight at the endpoint")
@@ -293,10 +301,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> Counter[str]:
     """`main` with parsed arguments. Raises FsdError on bad input."""
-    model, tokenizer = _load(args)
+    backend = _endpoint(args) if args.endpoint else _local(args)
     plan = plan_jobs(
         args.prompts,
-        tokenizer,
+        backend.tokenizer,
         temperatures=args.temperature,
         max_prompt_tokens=args.max_prompt_tokens,
         limit=args.limit,
@@ -304,52 +312,59 @@ def run(args: argparse.Namespace) -> Counter[str]:
         seed=args.seed,
         batch_size=args.batch_size,
     )
-    backend: Backend
-    if args.endpoint:
-        key = os.environ.get(args.api_key_env, "")
-        backend = EndpointBackend(
-            args.endpoint, args.endpoint_model or args.target, tokenizer, args.max_new_tokens,
-            None if args.no_request_seeds else args.seed, args.concurrency,
-            args.batch_size, key,
-        )  # fmt: skip
-    else:
-        window = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(backend, LocalBackend):
+        window = backend.decoder.target.max_positions
         longest = max((len(job.prompt_ids) for batch in plan.batches for job in batch), default=0)
         if window is not None and longest + args.max_new_tokens > window:
             raise ContextLengthError(
                 f"a prompt of {longest} tokens and {args.max_new_tokens} new ones exceed the target's context of "
                 f"{window}. Lower --max-prompt-tokens or --max-new-tokens."
             )
-        backend = LocalBackend(model, tokenizer, args.max_new_tokens, args.seed)
     return regenerate(plan, backend, AnswerFile(args.output, _settings(args)), progress=not args.quiet)
 
 
+def _local(args: argparse.Namespace) -> LocalBackend:
+    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device)
+    return LocalBackend(decoder, args.max_new_tokens, args.seed)
+
+
+def _endpoint(args: argparse.Namespace) -> EndpointBackend:
+    """Of the target itself only the tokenizer and the generation config are needed."""
+    directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise FsdError(f"target {args.target!r}: no tokenizer found ({error}).") from error
+    return EndpointBackend(
+        args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
+        args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,
+        args.batch_size, os.environ.get(args.api_key_env, ""),
+    )  # fmt: skip
+
+
+def _generation_config(directory: str | Path) -> GenerationConfig | None:
+    """The target's, read as transformers does; None where there is a tokenizer alone."""
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:  # the model has no such file: what is said of generation is in its config
+        pass
+    try:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory))
+    except (OSError, ValueError):
+        return None
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the answers depend on. Where they are generated is not part of it, except that batches shape local ones."""
+    """What the answers depend on. Where they are made is not part of it, but batches and drafts shape local ones."""
     names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "limit_per_file", "seed"]
     settings = {name: getattr(args, name) for name in names}
     settings["backend"] = "endpoint" if args.endpoint else "local"
     if args.endpoint:
         settings["endpoint_model"] = args.endpoint_model
     else:
-        settings.update(batch_size=args.batch_size, dtype=args.dtype)
+        settings.update(batch_size=args.batch_size, dtype=args.dtype, rule=RULE, drafter=args.drafter)
     settings["prompts"] = {Path(path).name: rows_digest(path) for path in args.prompts}
     return settings
-
-
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(model or None, tokenizer): with an endpoint only the tokenizer is needed."""
-    from fsd_infer.models import builtin_dir, is_builtin, load_target
-
-    if not args.endpoint:
-        return load_target(args.target, dtype=args.dtype, device=args.device)
-    from transformers import AutoTokenizer
-
-    directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
-    try:
-        return None, AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise FsdError(f"target {args.target!r}: no tokenizer found ({error}).") from error
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Behaviour:
 
     Attributes:
         answer: prompt ids and a limit -> new ids.
-        tells_ids: whether it sends token ids (else ``return_token_ids`` is refused, as an unknown field).
+        tells_ids: whether it sends token ids (else a request with ``return_token_ids`` is refused: an unknown field).
         answers_left: it breaks off in the middle of an answer once it has given so many; None: never.
         burst: tokens per event.
     """

@@ -17,6 +17,7 @@ from fsd_infer.bench.server import Server
 from fsd_infer.cli import main
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import UnknownNameError
+from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from tests.bench_toys import Toy, save_toy
 from tests.openai_server import Behaviour, made_up, serving
 
@@ -132,6 +133,8 @@ def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Beh
     assert record["ratios"]["theirs"]["plain"]["tokens_per_second"]["pairs"] == 4
     assert len(greedy.requests) == 1 + 4 * 2  # warm-up, then every prompt twice
     assert all(body["temperature"] == 0 and body["max_tokens"] == NEW for body in greedy.requests[1:])
+    # nothing of the model's generation config may shape what is compared with the target's own greedy answers
+    assert all({**body, **UNSHAPED, **EXTENSIONS} == body for body in greedy.requests)
 
 
 def test_server_that_counts_but_does_not_tell_ids(toy: Toy) -> None:
@@ -140,6 +143,7 @@ def test_server_that_counts_but_does_not_tell_ids(toy: Toy) -> None:
         record = toy_run(toy, [f"server:{url}/v1/"], limit=2, log_likelihood=True)
     facts = record["methods"][f"server:{url}/v1/"]
     assert facts["answer_tokens"] == NEW and facts["tokens_per_second"] > 0
+    assert not any(field in body for body in behaviour.requests for field in EXTENSIONS)  # a strict server
     assert facts["identical_to_baseline"] is None and facts["log_likelihood_per_token"] is None
     assert record["prompts"][0]["methods"][f"server:{url}/v1/"][0]["tokens_sha256"] is None
 

@@ -16,7 +16,7 @@ from fsd_train.cli import COMMANDS
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate, encode_row, held_out, read_answers
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
-from tests.text_toys import FORGETFUL, save_tiny_chat_target, tiny_tokenizer, write_rows
+from tests.text_toys import OTHERWISE, THINKING, save_tiny_chat_target, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}
 BOT = {"role": "assistant", "content": "it is there"}
@@ -37,7 +37,7 @@ def answers(path: Path, count: int = 60) -> Path:
 
 def test_rows_with_ids_are_taken_as_they_are() -> None:
     row = {"prompt_ids": [4, 5, 6], "response_ids": [7, 2], "messages": [USER], "response": "unused"}
-    assert encode_row(row, None) == ([4, 5, 6, 7, 2], [0, 0, 0, 1, 1])
+    assert encode_row(row, None) == [([4, 5, 6, 7, 2], [0, 0, 0, 1, 1])]
 
 
 def test_rows_of_text_get_the_ids_that_decoding_sees() -> None:
@@ -49,13 +49,13 @@ def test_rows_of_text_get_the_ids_that_decoding_sees() -> None:
     assert encode_row({"messages": [USER], "response": BOT["content"]}, tokenizer) == regenerated
     assert encode_row({"messages": [USER, BOT]}, tokenizer) == regenerated
     assert encode_row({"prompt": USER["content"], "response": BOT["content"]}, tokenizer) == regenerated
-    cut, _ = encode_row({"messages": [USER], "response": BOT["content"], "finish_reason": "length"}, tokenizer)
+    [(cut, _)] = encode_row({"messages": [USER], "response": BOT["content"], "finish_reason": "length"}, tokenizer)
     assert cut == prompt + answer
 
 
 def test_every_assistant_turn_is_in_the_mask() -> None:
     tokenizer = tiny_tokenizer()
-    ids, mask = encode_row({"messages": [USER, BOT, USER, BOT]}, tokenizer)
+    [(ids, mask)] = encode_row({"messages": [USER, BOT, USER, BOT]}, tokenizer)
     answer = [*tokenizer(BOT["content"])["input_ids"], tokenizer.eos_token_id]
     assert [token for token, kept in zip(ids, mask, strict=True) if kept] == answer * 2
     assert sum(b > a for a, b in zip(mask, mask[1:], strict=False)) == 2  # two stretches
@@ -84,11 +84,31 @@ def test_malformed_rows_name_file_and_line(tmp_path: Path, row: str, problem: st
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_a_forgetful_template_is_refused_by_file_and_line(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, BOT]}, {"messages": [USER, BOT, USER, BOT]}])
+def test_a_template_that_breaks_even_one_answer_is_refused_by_file_and_line(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [1], "response_ids": [2]}, {"messages": [USER, BOT]}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataError, match="not a prefix") as caught:
-        read_answers([path], tiny_tokenizer(FORGETFUL))
+        read_answers([path], tiny_tokenizer(OTHERWISE))
     assert str(caught.value).startswith(f"{path}:2: ")
+
+
+def test_the_turns_of_a_conversation_are_trained_on_apart_where_the_template_needs_it(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(THINKING)
+    turns = [[{**USER, "content": f"the cat {10 + i}"}, BOT, USER, BOT] for i in range(40)]
+    rows: list[Any] = [{"id": f"row{i}", "messages": four} for i, four in enumerate(turns[:20])]
+    # the other form of rows, whose side is decided by the first prompt's ids
+    rows += [{"id": f"row{i + 20}", "prompt": four[:3], "response": "it is"} for i, four in enumerate(turns[20:])]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    train, held = read_answers([path], tokenizer, validation_fraction=0.3)
+    for side in (train, held):  # both turns of a row on one side, one after the other
+        assert side.row_ids[::2] == side.row_ids[1::2]
+    assert not set(train.row_ids) & set(held.row_ids) and len(train) + len(held) == 80 and 8 < len(held) < 40
+    first, second = (train[i]["input_ids"].tolist() for i in (0, 1))
+    asked = turns[int(train.row_ids[0].removeprefix("row"))]
+    before, later = (encode_chat(tokenizer, asked[:count]) for count in (1, 3))
+    assert first[: len(before)] == before and second[: len(later)] == later
+    cut, _ = read_answers([path], tokenizer, max_length=len(later))
+    assert cut.row_ids == [f"row{i}" for i in range(40)]  # the later turns have no answer token left
 
 
 def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -74,6 +75,47 @@ def test_what_no_retry_mends_is_asked_once(status: int) -> None:
         with pytest.raises(ServerError, match=f"with status {status}: no"):
             Server(url, attempts=5, pause=0.001).complete(BODY)
     assert len(seen) == 1
+
+
+def strict(status: int) -> Any:
+    """A server that takes OpenAI's fields alone and streams."""
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if "top_k" in body or body["max_tokens"] > 9:
+            return status, b"unknown field or too long"
+        return 200, b'data: {"choices": [1]}\n\ndata: [DONE]\n\n' if body.get("stream") else DONE
+
+    return reply
+
+
+@pytest.mark.parametrize("status", [400, 422])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_extensions_that_are_refused_are_left_out_from_then_on(
+    status: int, streamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(server: Server, **more: Any) -> Any:
+        body = {**BODY, **more}
+        return list(server.stream(body, {"top_k": -1})) if streamed else server.complete(body, {"top_k": -1})
+
+    with replying(strict(status)) as (url, seen), caplog.at_level(logging.WARNING):
+        server = Server(url)
+        for _ in range(3):  # refused with and without: the extension is not to blame
+            with pytest.raises(ServerError, match=f"status {status}: .*too long"):
+                ask(server, max_tokens=99)
+        assert ["top_k" in body for body in seen] == [True, False] * 3 and not caplog.records
+        assert [ask(server) for _ in range(3)] == [[{"choices": [1]}] if streamed else DONE] * 3
+        assert ["top_k" in body for body in seen[6:]] == [True, False, False, False]
+        ask(Server(url))  # another server is asked for itself
+        assert "top_k" in seen[-2]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and url in told[0] and "top_k" in told[0]
+
+
+def test_extensions_are_sent_to_servers_that_take_them() -> None:
+    with replying(lambda body, number: good(body, number) if number > 1 else (503, b"busy")) as (url, seen):
+        server = Server(url, attempts=2, pause=0.001)
+        assert [server.complete(BODY, {"top_k": -1}) for _ in range(2)] == [DONE] * 2
+    assert [body["top_k"] for body in seen] == [-1] * 3
 
 
 def test_a_connection_that_the_server_has_closed_is_opened_anew() -> None:

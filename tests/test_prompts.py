@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fsd_infer.errors import DataError
-from fsd_infer.prompts import encode_chat, encode_conversation, read_prompts, row_messages
-from tests.text_toys import CHATML, FORGETFUL, tiny_tokenizer, write_rows
+from fsd_infer.prompts import encode_chat, encode_conversation, end_of_turn, read_prompts, row_messages
+from tests.text_toys import CHATML, FORGETFUL, OTHERWISE, THINKING, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}
 BOT = {"role": "assistant", "content": "it is there"}
@@ -84,7 +84,7 @@ def test_encode_chat_is_the_template_itself() -> None:
 
 def test_training_and_decoding_see_identical_ids() -> None:
     tokenizer = tiny_tokenizer()
-    ids, mask = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
+    [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
     first, second = encode_chat(tokenizer, [USER]), encode_chat(tokenizer, [USER, BOT, MORE])
     assert ids[: len(first)] == first and ids[: len(second)] == second
     answer = tokenizer("sat on the mat")["input_ids"] + [tokenizer.eos_token_id]
@@ -96,16 +96,44 @@ def test_training_and_decoding_see_identical_ids() -> None:
 
 def test_an_answer_cut_by_length_has_no_end_token() -> None:
     tokenizer = tiny_tokenizer()
-    whole, _ = encode_conversation(tokenizer, [USER, BOT])
-    cut, mask = encode_conversation(tokenizer, [USER, BOT], complete=False)
+    [(whole, _)] = encode_conversation(tokenizer, [USER, BOT])
+    [(cut, mask)] = encode_conversation(tokenizer, [USER, BOT], complete=False)
     assert cut == whole[:-1] and mask[-1] == 1
 
 
-def test_template_without_the_prefix_property_is_refused() -> None:
-    tokenizer = tiny_tokenizer(FORGETFUL)
-    encode_conversation(tokenizer, [USER, BOT])  # one answer: nothing is forgotten
-    with pytest.raises(DataError, match="not a prefix"):
-        encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("template", [THINKING, FORGETFUL])
+def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(template: str, complete: bool) -> None:
+    tokenizer = tiny_tokenizer(template)
+    assert len(encode_conversation(tokenizer, [USER, BOT])) == 1  # one answer: no turn is an earlier one
+    turns = [USER, BOT, MORE, LAST]
+    found = encode_conversation(tokenizer, turns, complete)
+    thought = "<think>\n\n</think>\n\n" if template == THINKING else ""
+    said = [thought + BOT["content"] + "<|end|>", thought + LAST["content"] + ("<|end|>" if complete else "")]
+    for (ids, mask), before, answer in zip(found, (turns[:1], turns[:3]), said, strict=True):
+        prompt = encode_chat(tokenizer, before)  # what decoding sees at that turn
+        assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+        assert tokenizer.decode(ids[len(prompt) :]) == answer
+
+
+def test_a_template_under_which_no_answer_continues_its_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="prompt before assistant turn 1 are not a prefix"):
+        encode_conversation(tiny_tokenizer(OTHERWISE), [USER, BOT, MORE, LAST])
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|end|>"),
+        (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
+        (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # a text's end behind that of the turn
+        (CHATML.replace("<|end|>", ""), "<|end|>"),  # none: the tokenizer's eos
+        (None, "<|end|>"),
+    ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(template: str | None, end: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
 
 
 def test_tokens_that_merge_across_the_boundary_are_refused() -> None:
@@ -121,7 +149,7 @@ def test_without_a_template() -> None:
     tokenizer = tiny_tokenizer(None)
     plain = tokenizer(USER["content"])["input_ids"]
     assert encode_chat(tokenizer, [USER]) == plain
-    ids, mask = encode_conversation(tokenizer, [USER, BOT])
+    [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT])
     answer = tokenizer(BOT["content"])["input_ids"] + [tokenizer.eos_token_id]
     assert ids == plain + answer and mask == [0] * len(plain) + [1] * len(answer)
     with pytest.raises(DataError, match="no chat template"):
@@ -144,7 +172,7 @@ def test_builtin_target_keeps_the_prefix_property(builtin_target_dir: Path) -> N
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(builtin_target_dir)
-    ids, mask = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
+    [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
     assert ids[: mask.index(1)] == encode_chat(tokenizer, [USER])
     assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == (
         "it is there<|im_end|>sat on the mat<|im_end|>"

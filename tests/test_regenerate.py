@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsd_infer.errors import FsdError
+from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from fsd_infer.prompts import encode_chat
 from fsd_train.backends import EndpointBackend, Job
 from fsd_train.regenerate import main, pick_temperature, plan_jobs
 from tests.openai_server import Reply, replying
-from tests.text_toys import save_tiny_chat_target, tiny_tokenizer, write_rows
+from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
 
 WORDS = "the cat sat on the mat what is the answer to that it is there".split()
 
@@ -72,17 +73,39 @@ def test_answers_are_the_targets_own(tmp_path: Path, target: Path) -> None:
     assert (row["temperature"], row["source"], row["ids_from"]) == (0.0, "p", "target")
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.9"])
-def test_resumes_exactly_from_any_cut(tmp_path: Path, target: Path, temperature: str) -> None:
+def test_nothing_but_the_temperature_shapes_the_answers(tmp_path: Path, target: Path) -> None:
+    prompts, expected = prompts_file(tmp_path, 6), tmp_path / "expected.jsonl"
+    assert main(command(target, prompts, expected, "--temperature", "0", "0.9")) == 0
+    shaping = save_tiny_chat_target(tmp_path / "shaping")
+    config = GenerationConfig.from_pretrained(shaping)
+    config.update(do_sample=True, top_k=2, min_p=0.5, repetition_penalty=1.5, no_repeat_ngram_size=1)
+    config.save_pretrained(shaping)
+    assert main(command(shaping, prompts, tmp_path / "a.jsonl", "--temperature", "0", "0.9")) == 0
+    assert read(tmp_path / "a.jsonl") == read(expected)
+
+
+def test_drafts_change_no_answer_and_are_noted(tmp_path: Path, target: Path) -> None:
+    prompts, plain, drafted = prompts_file(tmp_path, 9), tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"
+    assert main(command(target, prompts, plain)) == 0
+    assert main(command(target, prompts, drafted, "--drafter", "lookup")) == 0
+    assert read(drafted) == read(plain)
+    notes = [json.loads(path.with_suffix(".meta.json").read_text()) for path in (plain, drafted)]
+    assert [(note["rule"], note["drafter"]) for note in notes] == [("exact", "none"), ("exact", "lookup")]
+
+
+# recycling drafts by what earlier requests saw, which a resumed run has not seen
+@pytest.mark.parametrize(("temperature", "drafter"), [("0", "none"), ("0.9", "none"), ("0.9", "recycle")])
+def test_resumes_exactly_from_any_cut(tmp_path: Path, target: Path, temperature: str, drafter: str) -> None:
     prompts = prompts_file(tmp_path, 14)
     whole = tmp_path / "whole.jsonl"
-    assert main(command(target, prompts, whole, "--temperature", temperature)) == 0
+    options = ["--temperature", temperature, "--drafter", drafter]
+    assert main(command(target, prompts, whole, *options)) == 0
     expected, raw = read(whole), whole.read_bytes()
     for cut in (0, 1, len(raw) // 3, len(raw) // 2 + 1, len(raw) - 1, len(raw)):
         part = tmp_path / f"cut{cut}.jsonl"
         part.write_bytes(raw[:cut])  # what a killed run leaves: whole lines and at most one torn one
         part.with_suffix(".meta.json").write_text(whole.with_suffix(".meta.json").read_text())
-        assert main(command(target, prompts, part, "--temperature", temperature)) == 0
+        assert main(command(target, prompts, part, *options)) == 0
         assert read(part) == expected
 
 
@@ -183,8 +206,11 @@ def job(index: int = 0, temperature: float = 0.0) -> Job:
     return Job(f"id{index}", messages, encode_chat(tiny_tokenizer(), messages), temperature, "p")
 
 
-def backend(url: str | list[str], **options: Any) -> EndpointBackend:
-    return EndpointBackend(url, "toy", tiny_tokenizer(), 12, **{"seed": 1, "pause": 0.001, "concurrency": 4, **options})
+def backend(
+    url: str | list[str], template: str = CHATML, config: GenerationConfig | None = None, **options: Any
+) -> EndpointBackend:
+    chosen = {"seed": 1, "pause": 0.001, "concurrency": 4, **options}
+    return EndpointBackend(url, "toy", tiny_tokenizer(template), config, 12, **chosen)
 
 
 def test_endpoint_sends_ids_and_takes_ids(tmp_path: Path, target: Path) -> None:
@@ -201,6 +227,8 @@ def test_endpoint_sends_ids_and_takes_ids(tmp_path: Path, target: Path) -> None:
         request = requests[tuple(row["prompt_ids"])]
         assert request["path"] == "/v1/completions" and request["model"] == "toy" and request["max_tokens"] == 12
         assert request["temperature"] == row["temperature"]
+        assert {**request, **UNSHAPED, **EXTENSIONS} == request
+        assert (request["top_k"], request["min_p"], request["repetition_penalty"]) == (-1, 0, 1)
         assert ("seed" in request) == (row["temperature"] > 0)
         assert row["response_ids"] == [5 + row["prompt_ids"][-7] % 50, 60, 0] and row["ids_from"] == "target"
 
@@ -219,6 +247,60 @@ def test_endpoint_completes_the_end_token() -> None:
     with replying(lambda body, n: completion(body, token_ids=[9, 8], finish_reason="length")) as (url, _):
         answer = backend(url).ask(job(), backend(url).servers[0])
     assert (answer.response_ids, answer.finish_reason) == ([9, 8], "length")
+
+
+def test_endpoint_that_takes_no_extensions_is_asked_without_them() -> None:
+    def strict(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        known = {"path", "key", "model", "prompt", "max_tokens", "temperature", "seed", *UNSHAPED}
+        if body.keys() - known:
+            return 422, {"error": "unknown field"}
+        return completion(body, token_ids=None, prompt_token_ids=None)
+
+    with replying(strict) as (url, asked):
+        jobs = [job(i, temperature=0.8) for i in range(5)]
+        answers = [a for group in backend(url, concurrency=1).answer([jobs], set()) for a in group]
+    assert len(answers) == 5 and len(asked) == 6
+
+
+# as under Gemma's, a turn ends by another token (2) than the tokenizer's eos (0)
+PAD_ENDS_TURNS = CHATML.replace("<|end|>", "<|pad|>")
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"token_ids": [50, 51, 2]}, [50, 51, 2]),  # the template's end of turn
+        ({"token_ids": [50, 51, 60]}, [50, 51, 60]),  # one of the generation config's
+        ({"token_ids": [50, 51, 0]}, [50, 51, 0]),  # the tokenizer's eos
+        ({"token_ids": [50, 51, 61], "stop_reason": 61}, [50, 51, 61]),  # one that the server alone knows
+        ({"token_ids": [50, 51], "stop_reason": 60}, [50, 51, 60]),
+        ({"token_ids": [50, 51], "matched_stop": 60}, [50, 51, 60]),
+        ({"token_ids": [50, 51], "stop_reason": None}, [50, 51, 2]),
+        ({"token_ids": [50, 51], "stop_reason": "text"}, [50, 51, 2]),
+        ({"token_ids": []}, [2]),
+        ({"token_ids": [50, 51], "stop_reason": 60, "finish_reason": "length"}, [50, 51]),
+    ],
+)
+def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, Any], expected: list[int]) -> None:
+    config = GenerationConfig(eos_token_id=[0, 60])
+    with replying(lambda body, n: completion(body, **reply)) as (url, _):
+        asking = backend(url, PAD_ENDS_TURNS, config)
+        assert asking.ask(job(), asking.servers[0]).response_ids == expected
+
+
+@pytest.mark.parametrize("kept_in", ["generation_config.json", "config.json", ""])
+def test_endpoint_reads_the_targets_end_tokens(tmp_path: Path, kept_in: str) -> None:
+    target = save_tiny_chat_target(tmp_path / "target")
+    for name in {"generation_config.json", "config.json"} - {kept_in}:
+        (target / name).unlink()
+    if kept_in:
+        facts = json.loads((target / kept_in).read_text())
+        (target / kept_in).write_text(json.dumps({**facts, "eos_token_id": [0, 60]}))
+    prompts, output = prompts_file(tmp_path, 1), tmp_path / "a.jsonl"
+    with replying(lambda body, n: completion(body, token_ids=[50, 60])) as (url, _):
+        assert main(command(target, prompts, output, "--endpoint", url)) == 0
+    [row] = read(output).values()
+    assert row["response_ids"] == ([50, 60] if kept_in else [50, 60, 0])
 
 
 def test_endpoint_retries_then_gives_up_keeping_what_is_done() -> None:

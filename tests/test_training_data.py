@@ -127,7 +127,7 @@ def test_every_kind_of_file_holds_the_same_rows(tmp_path: Path, kind: str) -> No
     found, _ = read_answers([path], tokenizer)
     assert found.row_ids == ["first", "second"]
     for number, turns in enumerate((TURNS, TURNS[:3])):
-        ids, mask = encode_conversation(tokenizer, turns)
+        [(ids, mask)] = encode_conversation(tokenizer, turns)
         assert found[number]["input_ids"].tolist() == ids and found[number]["loss_mask"].tolist() == mask
     prompts = list(read_prompts(path))
     assert [row.messages for row in prompts] == [TURNS[:-1], TURNS[:2]]
@@ -207,13 +207,13 @@ WITH_NEWLINE = marked(OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE)
 def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) -> None:
     expected = encode_conversation(tiny_tokenizer(CHATML), TURNS, complete)
     assert encode_conversation(tiny_tokenizer(WITH_END), TURNS, complete) == expected
-    ids, mask = expected
+    [(ids, mask)] = expected
     assert sum(b > a for a, b in zip(mask, mask[1:])) == 2
 
 
 def test_what_follows_the_end_is_no_answer_even_where_a_marker_holds_it() -> None:
     tokenizer = tiny_tokenizer(WITH_NEWLINE)
-    ids, mask = encode_conversation(tokenizer, [ASK, TELL, MORE, LAST])
+    [(ids, mask)] = encode_conversation(tokenizer, [ASK, TELL, MORE, LAST])
     assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == (
         "it is there<|end|>sat on the mat<|end|>"
     )
@@ -222,14 +222,14 @@ def test_what_follows_the_end_is_no_answer_even_where_a_marker_holds_it() -> Non
 def test_markers_allow_templates_that_shorten_earlier_answers() -> None:
     shortened = marked(OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE)
     tokenizer = tiny_tokenizer(shortened)
-    ids, mask = encode_conversation(tokenizer, [ASK, TELL, MORE, LAST])
+    [(ids, mask)] = encode_conversation(tokenizer, [ASK, TELL, MORE, LAST])
     assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == "there<|end|>sat on the mat<|end|>"
 
 
 def test_a_block_without_the_end_is_taken_as_it_is() -> None:
     tokenizer = tiny_tokenizer(marked(OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}"))
     inside = {"role": "assistant", "content": "it is <|start|> there"}  # a special token within the answer
-    ids, mask = encode_conversation(tokenizer, [ASK, TELL, MORE, inside])
+    [(ids, mask)] = encode_conversation(tokenizer, [ASK, TELL, MORE, inside])
     assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == "it is thereit is <|start|> there"
 
 
@@ -251,7 +251,8 @@ def test_a_conversation_does_not_begin_with_an_answer() -> None:
 def test_rows_without_a_finish_reason_are_whole() -> None:
     tokenizer = tiny_tokenizer()
     row = {"prompt": "the cat", "completion": "it is", "finish_reason": None}
-    assert encode_row(row, tokenizer)[0][-1] == tokenizer.eos_token_id
+    [(ids, _)] = encode_row(row, tokenizer)
+    assert ids[-1] == tokenizer.eos_token_id
 
 
 # padding

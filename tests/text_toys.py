@@ -20,6 +20,15 @@ FORGETFUL = (
     "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% endif %}{{ '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
+# shows an empty thought in the last answer only, as Qwen3's does
+THINKING = CHATML.replace(
+    "{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}",
+    "{{ '<|start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|end|>\n' }}",
+)
+# opens an answered turn in other words than it asks for an answer
+OTHERWISE = CHATML.replace("{{ '<|start|>assistant\n' }}", "{{ '<|start|>bot\n' }}")
 CORPUS = [
     "the cat sat on the mat",
     "what is the answer to that",

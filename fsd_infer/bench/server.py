@@ -10,16 +10,17 @@ import time
 from typing import Any
 
 from fsd_infer.bench.base import Answer, Method, TimedRun
-from fsd_infer.openai_client import Server, ServerError
+from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 
 __all__ = ["Server", "ServerError", "ServerMethod"]
 
 
 class ServerMethod(Method):
-    """A server's completions at the same temperature, on the same prompt token ids.
+    """A server's completions at the same temperature and without other shaping, on the same prompt token ids.
 
     Tokens are the ids the server sends where it does (vLLM: ``return_token_ids``), else its ``usage`` counts them and
     their ids are unknown. Target forwards are unknown either way. Prefill is the time until the first tokens arrive.
+    A server that refuses the fields beyond OpenAI's protocol does so at the first answer, which the warm-up gets.
 
     Args:
         name: of the method.
@@ -38,7 +39,6 @@ class ServerMethod(Method):
             known = ", ".join(row["id"] for row in served)
             raise ServerError(f"server {server.url} does not serve {model!r}. It serves: {known}.")
         self.model, self.owner = chosen["id"], chosen.get("owned_by")
-        self.asks_for_ids = True
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         body = {
@@ -46,27 +46,16 @@ class ServerMethod(Method):
             "prompt": prompts[0] if len(prompts) == 1 else prompts,
             "max_tokens": options["max_new_tokens"],
             "temperature": (options.get("temperature") or 1.0) if options.get("do_sample") else 0.0,
-            "top_p": 1.0,
             "seed": seed,
             "stream_options": {"include_usage": True},
+            **UNSHAPED,
         }
-        try:
-            return self._timed(body, len(prompts))
-        except ServerError as error:
-            # servers that refuse unknown fields: once more without the one that is vLLM's own
-            if not self.asks_for_ids or error.status not in (400, 422):
-                raise
-            self.asks_for_ids = False
-            return self._timed(body, len(prompts))
-
-    def _timed(self, body: dict[str, Any], count: int) -> TimedRun:
-        if self.asks_for_ids:
-            body = {**body, "return_token_ids": True}
+        count = len(prompts)
         ids: list[list[int]] = [[] for _ in range(count)]
         reasons = ["length"] * count
         told_ids, usage, first = True, None, None
         start = time.perf_counter()
-        for event in self.server.stream(body):
+        for event in self.server.stream(body, EXTENSIONS):
             usage = event.get("usage") or usage
             for choice in event.get("choices") or []:
                 new = choice.get("token_ids")
