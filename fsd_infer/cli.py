@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, add, help in (
         ("generate", _generate_options, "answer one prompt"),
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
-        ("warmup", _warmup_options, "choose the fastest draft tree ahead of the first `--tree auto`"),
+        ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
         ("quickstart", _quickstart_options, "fetch the built-in model, train for a minute, decode and compare"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
