@@ -137,7 +137,7 @@ def _ratio(
 def _at_most(what: str, shares: Mapping[str, float | None], wanted: float) -> Goal:
     """A bound on a share by method; it holds if it holds for every method that tells."""
     told = {name: share for name, share in shares.items() if share is not None}
-    what += f" ({', '.join(f'`{name}`' for name in told or shares)})"
+    what += f" ({', '.join(f'`{name}`' for name in told or shares)})" if shares else ""
     if not told:
         return Goal(what, f"≤ {100 * wanted:.0f} %", "not measured", None)
     reached = ", ".join(f"{100 * share:.1f} %" for share in told.values())

@@ -167,7 +167,9 @@ def test_command_reads_a_recipe(target: Target, tmp_path: Path, capsys: pytest.C
         main(["--config", str(path)])
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_recipes_say_what_to_cache(path: Path) -> None:
     options = recipe_options(path)
     assert options["target"] and options["data"] and options["max_length"]
