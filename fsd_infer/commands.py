@@ -157,6 +157,7 @@ def bench(args: argparse.Namespace) -> int:
         warmup=not args.no_warmup,
         log_likelihood=args.log_likelihood,
         baselines=_words(args.baseline or ""),
+        score=args.score,
     )
     print(bench_table(record))
     if args.json:
