@@ -218,7 +218,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     batched = [] if args.no_batches else batch_methods(methods)
     if not batched:
         return 0
-    _say("batches ...")
+    _say("measuring batches ...")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of the package benchmarks
     command, environment = batch_command(args, work, batched), {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, check=False, cwd=work.directory, env=environment).returncode

@@ -59,7 +59,10 @@ def serve_command(
     python: Path, model: Path, port: int, cuda: bool, speculation: dict[str, object] | None = None
 ) -> list[str]:
     """The command line of one server: bf16, compiled, one sequence at a time, nothing remembered between requests."""
-    limit = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings", 2048)
+    from transformers import PretrainedConfig
+
+    # of a directory or, like vLLM itself, of a hub id
+    limit = PretrainedConfig.get_config_dict(str(model))[0].get("max_position_embeddings", 2048)
     launch = ["-m", "vllm.entrypoints.cli.main"] if cuda else [str(Path(__file__).with_name("vllm_cpu.py"))]
     command = [str(python), *launch, "serve", str(model), "--served-model-name", model.name]
     command += ["--host", "127.0.0.1", "--port", str(port)]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
 from benchmarks import batch_throughput, compare, vllm_server
 from benchmarks.vllm_server import (
@@ -240,6 +241,10 @@ def test_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     share = float(cuda[cuda.index("--gpu-memory-utilization") + 1])
     assert len(compare.SERVERS) * share <= 0.6, "what the servers leave is for the models of the other methods, twice"
     assert "--gpu-memory-utilization" not in cpu
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainedConfig, "get_config_dict", lambda name: ({"max_position_embeddings": len(name)}, {}))
+        hub = serve_command(Path("py"), Path("owner/model"), 5, cuda=True)
+    assert "owner/model" in hub and hub[hub.index("--max-model-len") + 1] == "11", "no directory is needed"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     environment = serve_environment(2)
