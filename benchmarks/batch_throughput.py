@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Its options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batch_throughput", description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", default="smollm2-135m", help="(%(default)s)")
+    parser.add_argument("--drafter", help="head of the target (default: the one shipped with it)")
     parser.add_argument("--methods", default="plain,exact,exact+lookup=exact@shipped+lookup", help="(%(default)s)")
     parser.add_argument("--sizes", default="1,2,4,8", help="(%(default)s)")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
@@ -95,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         settings = Settings(
-            args.prompts, args.methods.split(","), target=args.target, tree=parse_tree(args.tree), dtype=args.dtype,
-            limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens, repeat=args.repeat,
-            threads=args.threads, baselines=["plain"] if "plain" in args.methods.split(",") else [],
+            args.prompts, args.methods.split(","), target=args.target, drafter=args.drafter, tree=parse_tree(args.tree),
+            dtype=args.dtype, limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens,
+            repeat=args.repeat, threads=args.threads, baselines=["plain"] if "plain" in args.methods.split(",") else [],
         )  # fmt: skip
         record = measure(settings, sizes, progress=True)
     except FsdError as error:

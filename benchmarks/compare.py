@@ -2,6 +2,7 @@
 
 Writes benchmarks/results/compare-TARGET.json and prints which goals it reaches. vLLM lives in an environment of its
 own, made on the first run; where it cannot be installed or started, one line says so and the others are measured.
+Then, without the servers, memory and the cost of a forward, and batches (benchmarks/batch_throughput.py) are measured.
 
 Run: python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY]
 """
@@ -31,10 +32,13 @@ from benchmarks.vllm_server import (
     version_of,
 )
 from benchmarks.workplace import Workplace, shown_command
+from fsd_infer.bench import parse_methods
+from fsd_infer.drafters.loading import FREE
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILT_IN = "smollm2-135m"
 IDLE = 0.05  # share of a core that a waiting server may take without a word
 SERVERS: dict[str, dict[str, Any] | None] = {"vllm": None, "vllm-ngram": NGRAM}
 
@@ -42,7 +46,7 @@ SERVERS: dict[str, dict[str, Any] | None] = {"vllm": None, "vllm-ngram": NGRAM}
 def build_parser() -> argparse.ArgumentParser:
     """Its options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--target", default="smollm2-135m", help="(%(default)s)")
+    parser.add_argument("--target", default=BUILT_IN, help="(%(default)s)")
     parser.add_argument("--drafter", help="head of the target (default: the one shipped with it)")
     parser.add_argument("--assistant", metavar="DIR", help="small model of the target's vocabulary")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
@@ -55,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", help="of ours and transformers' (default: all that the target has drafters for)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="directory of the record")
     parser.add_argument("--no-profile", action="store_true", help="leave out memory and the cost of a forward")
+    parser.add_argument("--no-batches", action="store_true", help="leave out the throughput of batches")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--vllm-env", type=Path, default=ROOT / ".venv-vllm", help="made if it is not there")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment that has vLLM; nothing is installed")
@@ -102,6 +107,32 @@ def bench_command(
     command += ["--json", str(inside)]
     command += ["--baseline", ",".join(baselines)] if baselines else []
     return command + (["--resume"] if record.with_name(record.name + ".partial.jsonl").exists() else [])
+
+
+def batch_methods(methods: Sequence[str]) -> list[str]:
+    """Those to measure in batches: plain decoding and exact drafting, with models where there are any.
+
+    Empty where either kind is missing: there is nothing to compare.
+    """
+    specs = {text: parse_methods([text])[0] for text in methods}
+    plain = [text for text, spec in specs.items() if spec.kind == "plain"]
+    exact = [text for text, spec in specs.items() if spec.kind == "exact" and spec.drafter != "none"]
+    modelled = [text for text in exact if not set((specs[text].drafter or "shipped").split("+")) <= set(FREE)]
+    return plain + (modelled or exact) if plain and exact else []
+
+
+def batch_command(args: argparse.Namespace, work: Workplace, methods: Sequence[str]) -> list[str]:
+    """`benchmarks.batch_throughput` on twice as many prompts, to be started in the workplace."""
+    count = 2 * args.limit
+    of_target = record_path(args).stem.removeprefix("compare")
+    name = "batch-throughput" + ("" if of_target == f"-{BUILT_IN}" else of_target)
+    command = [os.path.abspath(sys.executable), "-m", "benchmarks.batch_throughput"]
+    command += ["--prompts", work.link(args.prompts), "--limit", str(count), "--every", str(max(args.every // 2, 1))]
+    command += ["--sizes", ",".join(str(size) for size in (1, 2, 4, 8) if count % size == 0)]
+    command += ["--max-new-tokens", str(args.max_new_tokens), "--tree", args.tree, "--threads", str(args.threads)]
+    command += ["--target", work.link(args.target), "--methods", ",".join(methods)]
+    command += ["--drafter", work.link(args.drafter)] if args.drafter else []
+    return [*command, "--json", str(Path(work.link(args.output)) / f"{name}.json")]
 
 
 def start_servers(args: argparse.Namespace, stack: ExitStack) -> dict[str, dict[str, Any]]:
@@ -184,7 +215,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         command = [os.path.abspath(sys.executable), "-m", "fsd_infer.bench.profile", str(record.resolve())]
         subprocess.run(command, check=False, cwd=work.directory)
     print_goals([record])
-    return 0
+    batched = [] if args.no_batches else batch_methods(methods)
+    if not batched:
+        return 0
+    _say("measuring batches ...")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of the package benchmarks
+    command, environment = batch_command(args, work, batched), {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, check=False, cwd=work.directory, env=environment).returncode
 
 
 def _say(text: str) -> None:

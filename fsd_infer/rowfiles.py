@@ -1,4 +1,4 @@
-"""Rows of data files: JSON lines, Parquet, and the directories that the `datasets` library writes.
+"""Rows of data files: JSON lines, JSON arrays, Parquet, and the directories that the `datasets` library writes.
 
 pyarrow and datasets come with the extra `train` and are imported only where a file asks for them.
 """
@@ -39,7 +39,8 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     Args:
         path: a .parquet file; a directory of `Dataset.save_to_disk` (of several splits, ``train`` is read); a
             directory that holds .parquet files, itself or in a folder ``data`` (where their names begin with a split's
-            name, those of ``train`` are read); any other file is taken for JSON lines, gzip-compressed or not.
+            name, those of ``train`` are read); a .json file of an array of objects; any other file is taken for JSON
+            lines, gzip-compressed or not.
 
     Raises:
         DataError: nothing there, a file that cannot be read, no split ``train`` among several, a line that is not a
@@ -54,6 +55,9 @@ def read_rows(path: str | Path) -> Iterator[Row]:
             yield from _parquet_rows(file)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
+    elif path.suffix == ".json" and _is_array(path):
+        for number, item in enumerate(_value(path.read_bytes(), str(path)), start=1):
+            yield Row(path, number, _object(item, f"{path}:{number}"))
     else:
         for line, values in read_jsonl(path):
             yield Row(path, line, values)
@@ -73,7 +77,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with gzip.open(path, "rb") if packed else open(path, "rb") as lines:
             for line, raw in enumerate(lines, start=1):
                 if raw.strip():
-                    yield line, _parse(raw, f"{path}:{line}")
+                    yield line, _object(_value(raw, f"{path}:{line}"), f"{path}:{line}")
     except (OSError, EOFError, zlib.error) as error:  # a truncated gzip file raises EOFError or zlib.error
         if not path.is_file():
             raise DataError(f"{path}: no such file. Give the path of a .jsonl or .jsonl.gz file.") from error
@@ -91,18 +95,29 @@ def rows_digest(path: str | Path) -> str:
     return whole.hexdigest()
 
 
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
+def _value(raw: bytes, where: str) -> Any:
     try:
-        row = json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
         ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}). Mend or remove the line.") from error
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}. Write one object per line.")
     return row
+
+
+def _is_array(path: Path) -> bool:
+    """Does the file's first character open a JSON array?"""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(64).lstrip()[:1] == b"["
 
 
 def _parquet_files(directory: Path) -> list[Path]:

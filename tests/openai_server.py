@@ -26,12 +26,14 @@ class Behaviour:
         tells_ids: whether it sends token ids (else a request with ``return_token_ids`` is refused: an unknown field).
         answers_left: it breaks off in the middle of an answer once it has given so many; None: never.
         burst: tokens per event.
+        text: of every event.
     """
 
     answer: Callable[[list[int], int], list[int]]
     tells_ids: bool = True
     answers_left: int | None = None
     burst: int = 1
+    text: str = "x"
     requests: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -61,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             made = behaviour.answer(prompt, body["max_tokens"])
             count += len(made)
             for start in range(0, len(made), behaviour.burst):
-                choice: dict[str, Any] = {"index": index, "text": "x", "finish_reason": None}
+                choice: dict[str, Any] = {"index": index, "text": behaviour.text, "finish_reason": None}
                 if behaviour.tells_ids:
                     choice["token_ids"] = made[start : start + behaviour.burst]
                 if start + behaviour.burst >= len(made):

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
-from benchmarks import compare, vllm_server
+from benchmarks import batch_throughput, compare, vllm_server
 from benchmarks.vllm_server import (
     NGRAM,
     ServerProcess,
@@ -237,6 +238,13 @@ def test_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cpu[cpu.index("--max-model-len") + 1] == "512"
     cuda = serve_command(Path("py"), model, 5, cuda=True)
     assert "uni" not in cuda and "--speculative-config" not in cuda
+    share = float(cuda[cuda.index("--gpu-memory-utilization") + 1])
+    assert len(compare.SERVERS) * share <= 0.6, "what the servers leave is for the models of the other methods, twice"
+    assert "--gpu-memory-utilization" not in cpu
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainedConfig, "get_config_dict", lambda name: ({"max_position_embeddings": len(name)}, {}))
+        hub = serve_command(Path("py"), Path("owner/model"), 5, cuda=True)
+    assert "owner/model" in hub and hub[hub.index("--max-model-len") + 1] == "11", "no directory is needed"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     environment = serve_environment(2)
@@ -287,22 +295,25 @@ def test_run_takes_place_where_models_are_named_by_their_last_part(tmp_path: Pat
     )
 
 
-def test_finished_record_tells_its_command_and_servers_and_nothing_of_the_machine(
-    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_vllm(monkeypatch, tmp_path)
-    port = free_ports()
+def made_up_record() -> dict[str, Any]:
     facts = {"by": "fsd_infer", "rule": {"rule": "exact"}, "drafter": {"name": "none"}, "tokens_per_second": 2.0}
     settings = {"target": "model", "dtype": "bf16", "limit": 8, "prompts": "p", "max_new_tokens": 4, "repeat": 1}
     ratio = {"median": 1.5, "low": 1.4, "high": 1.6, "pairs": 3}
     ratios = {"vllm": {"plain": {"tokens_per_second": ratio, "decode_tokens_per_second": ratio}}}
-    record = {
+    return {
         "methods": {"plain": facts},
         "ratios": ratios,
         "settings": {**settings, "temperature": 0.0},
         "environment": {"command": "fsd-infer bench --target model"},
     }
-    write = f"import pathlib; pathlib.Path('results/compare-model.json').write_text({json.dumps(record)!r})"
+
+
+def test_finished_record_tells_its_command_and_servers_and_nothing_of_the_machine(
+    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_vllm(monkeypatch, tmp_path)
+    port = free_ports()
+    write = f"import pathlib; pathlib.Path('results/compare-model.json').write_text({json.dumps(made_up_record())!r})"
 
     def command(args: Any, work: Workplace, *_: Any) -> list[str]:
         args.output.mkdir()
@@ -321,6 +332,49 @@ def test_finished_record_tells_its_command_and_servers_and_nothing_of_the_machin
     said = capsys.readouterr()
     assert "| `plain` / `vllm` | ≥ 0.9 | 1.50 (1.40–1.60); behind the prefill 1.50 | yes |" in said.out
     assert "vllm takes 25 % of a core while nobody asks it" in said.err
+
+
+def test_batches_are_measured_behind_the_servers(
+    model: Path, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    commands: list[list[str]] = []
+
+    def run(command: list[str], cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        if len(commands) == 1:
+            (results / "compare-model.json").write_text(json.dumps(made_up_record()))
+            return subprocess.CompletedProcess(command, 0)
+        assert str(tmp_path) in more["env"]["PYTHONPATH"].split(os.pathsep) and (cwd / "model").exists()
+        return subprocess.CompletedProcess(command, 5)
+
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    prompts = tmp_path / "asked.jsonl"
+    prompts.touch()
+    argv = ["--target", str(model), "--output", str(results), "--prompts", str(prompts), "--limit", "6"]
+    argv += ["--no-vllm", "--no-profile"]
+    assert compare.main(argv) == 5, "a failure is not hidden"
+    assert commands[1][1:3] == ["-m", "benchmarks.batch_throughput"]
+    assert not any(str(tmp_path) in word for word in commands[1][1:]), "nothing of the machine"
+    asked = batch_throughput.build_parser().parse_args(commands[1][3:])
+    assert (asked.limit, asked.every, asked.sizes) == (12, 15, "1,2,4"), "sizes that twelve prompts fill"
+    assert asked.methods == "plain,exact@lookup,exact@lookup+recycle"
+    assert (asked.target, str(asked.prompts)) == ("model", "asked.jsonl")
+    assert str(asked.json) == "results/batch-throughput-model.json"
+
+    commands.clear()
+    assert compare.main([*argv, "--no-batches"]) == 0 and len(commands) == 1
+
+
+def test_methods_of_batches(tmp_path: Path) -> None:
+    shipped = compare.own_methods("smollm2-135m", None, None, ["0.3"])
+    assert ",".join(compare.batch_methods(shipped)) == batch_throughput.build_parser().get_default("methods")
+    assert compare.batch_methods(["plain", "exact@lookup", "exact@small+lookup"]) == ["plain", "exact@small+lookup"]
+    assert compare.batch_methods(["plain", "hf-generate", "fuzzy:js:0.3", "exact@none"]) == []
+    args = compare.build_parser().parse_args([])
+    command = compare.batch_command(args, Workplace(tmp_path), shipped)
+    assert command[-1] == "results/batch-throughput.json" and "16" in command and "1,2,4,8" in command
 
 
 def test_target_that_is_not_there_is_told_in_one_line(

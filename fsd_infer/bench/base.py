@@ -20,6 +20,8 @@ class Answer:
         finish_reason: "stop" or "length".
         log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
         counted: number of new tokens where ``tokens`` is None.
+        text: of the answer where ``tokens`` is None.
+        score: 1 where the answer is right, 0 where it is not; None where its prompt has no reference.
     """
 
     tokens: list[int] | None
@@ -31,6 +33,8 @@ class Answer:
     finish_reason: str = "length"
     log_likelihood: float | None = None
     counted: int = 0
+    text: str | None = None
+    score: float | None = None
 
     @property
     def length(self) -> int:

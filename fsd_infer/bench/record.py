@@ -60,7 +60,7 @@ def build_record(
     seed: int = 0,
     baselines: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The parts ``methods``, ``baseline``, ``ratios`` and ``prompts`` of a benchmark's record.
+    """The parts ``methods``, ``baseline``, ``ratios``, ``differences`` and ``prompts`` of a benchmark's record.
 
     Speeds are medians over prompts (groups, in batches) of medians over repeats, in new tokens per second of wall
     time; ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau``
@@ -72,6 +72,11 @@ def build_record(
     has. A ratio is the method's speed / the baseline's on the same prompt (seconds: the baseline's / the method's,
     above 1 is faster): its median over prompts, with a 95 % percentile bootstrap interval over prompts. What a method
     does not tell (a server its forwards) is None.
+
+    ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_infer.bench.score`), None
+    where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
+    ``score`` and ``log_likelihood_per_token``, and ``differences[BASELINE][METHOD]`` that of the method's less the
+    baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; what was not measured is not there.
 
     Args:
         prompts: all that the turns' indices mean.
@@ -97,12 +102,17 @@ def build_record(
         whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
         whole.update(_phases(name, turns))
         whole.update(description)
+        whole["intervals"] = _intervals(name, turns, seed)
         whole["categories"] = parts
         made[name] = whole
     return {
         "methods": made,
         "baseline": baseline,
         "ratios": {against: _ratios(cells, against, seed) for against in compared},
+        "differences": {
+            against: {name: _intervals(name, turns, seed, against) for name in methods if name != against}
+            for against in compared
+        },
         "prompts": _prompt_rows(prompts, methods, turns),
     }
 
@@ -182,6 +192,7 @@ def _summary(
         "gate_open_fraction": per_token(lambda answer: answer.gate_open_fraction),
         "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
         "divergence_spent": mean([answer.divergence_spent for answer in answers]),
+        "score": mean([answer.score for answer in answers]),
         "log_likelihood_per_token": (
             sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
             if likelihoods
@@ -214,6 +225,69 @@ def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     return {"median": statistics.median(values), "low": float(low), "high": float(high), "pairs": len(values)}
 
 
+# what is averaged over answers by quantity: (value, weight), None where an answer has none
+AVERAGES: dict[str, Callable[[Answer], tuple[float, float] | None]] = {
+    "score": lambda answer: None if answer.score is None else (answer.score, 1.0),
+    "log_likelihood_per_token": lambda answer: (
+        None if answer.log_likelihood is None else (answer.log_likelihood, float(answer.length))
+    ),
+}
+
+
+def _intervals(name: str, turns: Sequence[Turn], seed: int, baseline: str | None = None) -> dict[str, Any]:
+    """Of each measured one of :data:`AVERAGES`: :func:`mean_interval` of the method, or of it less the baseline."""
+    found = {}
+    for quantity, value in AVERAGES.items():
+        own = _sums(name, turns, value)
+        other = own if baseline is None else _sums(baseline, turns, value)
+        shared = [index for index in own if index in other]
+        if shared:
+            against = None if baseline is None else [other[index] for index in shared]
+            found[quantity] = mean_interval([own[index] for index in shared], against, seed)
+    return found
+
+
+def _sums(
+    name: str, turns: Sequence[Turn], value: Callable[[Answer], tuple[float, float] | None]
+) -> dict[int, tuple[float, float]]:
+    """By prompt: Σ value · weight and Σ weight over its answers that have one."""
+    sums: dict[int, tuple[float, float]] = {}
+    for turn in turns:
+        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True):
+            found = value(answer)
+            if found is not None:
+                total, weights = sums.get(index, (0.0, 0.0))
+                sums[index] = total + found[0] * found[1], weights + found[1]
+    return sums
+
+
+def mean_interval(
+    own: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]] | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Σ sums / Σ weights with its 95 % percentile bootstrap interval over prompts.
+
+    Args:
+        own: (sum, weight) by prompt, at least one.
+        other: of the same prompts; given, the interval is that of the difference, own less other.
+        seed: of the bootstrap.
+
+    Returns:
+        {"mean", "low", "high", "prompts"}
+    """
+    drawn = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
+
+    def means(pairs: Sequence[tuple[float, float]], which: np.ndarray) -> Any:
+        sums, weights = np.asarray(pairs).T
+        return sums[which].sum(-1) / weights[which].sum(-1)
+
+    everything = np.arange(len(own))
+    centre, drawn_means = means(own, everything), means(own, drawn)
+    if other is not None:
+        centre, drawn_means = centre - means(other, everything), drawn_means - means(other, drawn)
+    low, high = np.quantile(drawn_means, (0.025, 0.975))
+    return {"mean": float(centre), "low": float(low), "high": float(high), "prompts": len(own)}
+
+
 def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"id": p.id, "category": p.category, "where": p.where, "prompt_tokens": len(p.ids), "methods": {}}
@@ -241,6 +315,7 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "gate_accepted_fraction": answer.gate_accepted_fraction,
         "divergence_spent": answer.divergence_spent,
         "log_likelihood_per_token": answer.log_likelihood,
+        "score": answer.score,
         "finish_reason": answer.finish_reason,
         "tokens_sha256": (
             None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.partial import PartialFile
 from fsd_infer.bench.record import BenchPrompt, Turn, build_record, choose_baselines, jsonable
+from fsd_infer.bench.score import AUTO, Reference, check_score, read_references
 from fsd_infer.bench.server import ServerError
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
@@ -33,7 +34,8 @@ class Settings:
     """What is measured, and how.
 
     Attributes:
-        prompts: .jsonl or .jsonl.gz file; rows with `turns` (the first is asked), `prompt`, `question` or `messages`.
+        prompts: .jsonl, .jsonl.gz or .json file; rows with `turns` (the first is asked), `prompt`, `question`,
+            `instruction` or `messages`.
         methods: see :mod:`fsd_infer.bench.methods`.
         target, drafter, dtype, device, tree: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
         limit: only the first so many prompts; None for all.
@@ -48,6 +50,7 @@ class Settings:
         log_likelihood: also report the target's mean log-likelihood per token, from untimed forwards over the answers.
         baselines: names of the methods that the others are compared with; by default hf-generate and plain where they
             are measured.
+        score: which references of the rows the answers are held against, see :mod:`fsd_infer.bench.score`.
     """
 
     prompts: str | Path
@@ -68,11 +71,13 @@ class Settings:
     warmup: bool = True
     log_likelihood: bool = False
     baselines: Sequence[str] = ()
+    score: str = AUTO
 
     def check(self) -> None:
         """Raises FsdError for what can be refused before anything is loaded."""
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         parse_dtype(self.dtype)
+        check_score(self.score)
         for name in ("limit", "every", "max_new_tokens", "repeat", "batch_size", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -119,13 +124,14 @@ def run(
     settings = Settings(prompts, methods, **options)
     settings.check()
     rows = read_rows(settings)
+    references = read_references(rows, settings.score)
     partial = None
     if json_path is not None:
         asked_for = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
-        measured = {key: value for key, value in settings.to_dict().items() if key != "baselines"}
+        measured = {key: value for key, value in settings.to_dict().items() if key not in ("baselines", "score")}
         partial = PartialFile(json_path, jsonable({**measured, "rows_sha256": asked_for}), resume)
     try:
-        record = _measure(settings, rows, partial, progress)
+        record = _measure(settings, rows, references, partial, progress)
     except ServerError as error:
         if partial is None:
             raise
@@ -145,7 +151,11 @@ def run(
 
 
 def _measure(
-    settings: Settings, rows: Sequence[PromptRow], partial: PartialFile | None, progress: bool
+    settings: Settings,
+    rows: Sequence[PromptRow],
+    references: Sequence[Reference | None],
+    partial: PartialFile | None,
+    progress: bool,
 ) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -155,6 +165,7 @@ def _measure(
     turns = take_turns(settings, made, asked, partial, progress)
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), asked, turns)
+    _add_scores(models.tokenizer, references, turns)
     described = {method.name: method.describe() for method in made}
     record = build_record(asked, described, turns, settings.seed, settings.baselines)
     record["settings"] = settings.to_dict()
@@ -264,3 +275,16 @@ def _add_log_likelihoods(target: Target, prompts: Sequence[BenchPrompt], turns: 
     for alike, score in zip(answers.values(), scores, strict=True):
         for answer in alike:
             answer.log_likelihood = score
+
+
+def _add_scores(tokenizer: Any, references: Sequence[Reference | None], turns: Sequence[Turn]) -> None:
+    """Every answer to a prompt with a reference is held against it, but those of unknown text."""
+    for turn in turns:
+        for run_ in turn.runs.values():
+            for index, answer in zip(turn.prompts, run_.answers, strict=True):
+                reference, text = references[index], answer.text
+                if reference is None:
+                    continue
+                if answer.tokens is not None:
+                    text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                answer.score = None if text is None else reference.score(text)

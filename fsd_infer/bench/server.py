@@ -52,7 +52,7 @@ class ServerMethod(Method):
         }
         count = len(prompts)
         ids: list[list[int]] = [[] for _ in range(count)]
-        reasons = ["length"] * count
+        texts, reasons = [""] * count, ["length"] * count
         told_ids, usage, first = True, None, None
         start = time.perf_counter()
         for event in self.server.stream(body, EXTENSIONS):
@@ -63,6 +63,7 @@ class ServerMethod(Method):
                     first = first or time.perf_counter()
                     told_ids = told_ids and new is not None
                 ids[choice.get("index", 0)] += new or []
+                texts[choice.get("index", 0)] += choice.get("text") or ""
                 if choice.get("finish_reason"):
                     reasons[choice.get("index", 0)] = "stop" if choice["finish_reason"] == "stop" else "length"
         seconds = time.perf_counter() - start
@@ -72,8 +73,8 @@ class ServerMethod(Method):
             share, left = divmod(int(usage["completion_tokens"]), count)
             counts = [share + (index < left) for index in range(count)]
             answers = [
-                Answer(None, None, None, finish_reason=why, counted=made)
-                for made, why in zip(counts, reasons, strict=True)
+                Answer(None, None, None, finish_reason=why, counted=made, text=text)
+                for made, why, text in zip(counts, reasons, texts, strict=True)
             ]
         else:
             raise ServerError(f"server {self.server.url} told neither token ids nor usage, so its tokens are unknown.")

@@ -1,0 +1,173 @@
+"""Task scores: what counts as a right answer, and their intervals in records and tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.markdown_table import markdown
+from fsd_infer.bench import Answer, TimedRun, build_record
+from fsd_infer.bench.record import BenchPrompt, Turn, mean_interval
+from fsd_infer.bench.score import first_option, last_number, read_references
+from fsd_infer.cli import main
+from fsd_infer.errors import DataError, FsdError
+from fsd_infer.prompts import PromptRow, read_prompts
+from tests.bench_toys import Toy, save_toy
+from tests.openai_server import Behaviour, serving
+from tests.text_toys import tiny_tokenizer, write_rows
+
+FORMAT = "Please choose the answer.\n\nAnswer1: a Answer2: b\n\nAnswer format: answer1/answer2/answer3"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She makes 9 * 2 = $18 every day.", 18), ("so 333.0", 333), ("1,450,000 in all", 1450000), ("16-3", 3),
+        ("x = -10.", -10), ("that is \N{MINUS SIGN}2.50 euros", -2.5), ("(4)-1", 1), ("1, 2,3", 3), ("**42**", 42),
+        ("12,5000", 5000), ("none", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_last_number(text: str, number: float | None) -> None:
+    found = last_number(text)
+    assert (None if found is None else float(found)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("The correct answer is answer3, not answer1.", "answer3"), ("Answer 2", "answer2"), ("answer12", None),
+        ("I think that answer1answer2", None), ("**ANSWER2**", "answer2"), ("none of these", None),
+    ],
+)  # fmt: skip
+def test_the_first_option_named(text: str, option: str | None) -> None:
+    assert first_option(text, ("answer1", "answer2", "answer3")) == option
+
+
+def test_letters_keep_their_case() -> None:
+    assert first_option("It is a case of B.", ("A", "B")) == "B"
+
+
+def row(answer: Any, prompt: str = "how many?") -> PromptRow:
+    return PromptRow("id", [{"role": "user", "content": prompt}], "s", "f", 1, {"answer": answer})
+
+
+def test_references_by_what_rows_hold() -> None:
+    rows = [
+        row("4 + 14 = 18\n#### 1,018"), row("8.0"), row(7), row("answer2", FORMAT), row("True"), row("no"),
+        row("Paris"), row(None), row("answer9", FORMAT), row(["x"]),
+    ]  # fmt: skip
+    found = read_references(rows)
+    assert [None if r is None else (r.kind, str(r.value)) for r in found] == [
+        ("number", "1018"), ("number", "8.0"), ("number", "7"), ("choice", "answer2"), ("choice", "true"),
+        ("choice", "no"), None, None, None, None,
+    ]  # fmt: skip
+    assert [r is not None and r.kind for r in read_references(rows, "number")][:4] == ["number"] * 3 + [False]
+    assert not any(read_references(rows, "none"))
+    assert found[1] is not None and found[1].score("it is 8") == 1.0 and found[1].score("8 or 9") == 0.0
+    assert found[4] is not None and found[4].score("True.") == 1.0 and found[4].score("untrue") == 0.0
+    with pytest.raises(DataError, match="no row has a reference for --score choice"):
+        read_references(rows[:3], "choice")
+    with pytest.raises(FsdError, match="unknown score 'bleu'"):
+        read_references(rows, "bleu")
+
+
+def test_instruction_rows_of_a_json_array(tmp_path: Path) -> None:
+    file = tmp_path / "svamp.json"
+    rows = [{"instruction": " 5 - 3? ", "input": "", "answer": "2.0"}, {"instruction": "Add:", "input": "1 and 2"}]
+    file.write_text(json.dumps(rows))
+    found = list(read_prompts(file))
+    assert [r.messages[0]["content"] for r in found] == [" 5 - 3? ", "Add:\n\n1 and 2"]
+    assert [(r.source, r.line) for r in found] == [("svamp", 1), ("svamp", 2)]
+    file.write_text('[{"prompt": "a"}, 3]')
+    with pytest.raises(DataError, match=r"svamp.json:2: expected a JSON object"):
+        list(read_prompts(file))
+    file.write_text('[{"prompt": "a"}')
+    with pytest.raises(DataError, match=r"svamp.json: not JSON"):
+        list(read_prompts(file))
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert len(list(read_prompts(file))) == 2, "lines, whatever the file is called"
+
+
+def scored(score: float | None, likelihood: float, tokens: int) -> TimedRun:
+    answer = Answer(list(range(tokens)), tokens - 1, tokens - 1, log_likelihood=likelihood, score=score)
+    return TimedRun(1.0, 0.1, [answer])
+
+
+def test_means_and_paired_differences() -> None:
+    prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(4)]
+    ours, theirs = [1.0, 0.0, 1.0, None], [1.0, 1.0, 1.0, None]
+    turns = [
+        Turn(i, 0, [i], {"plain": scored(theirs[i], -1.0, 4), "lossy": scored(ours[i], -1.0 - i, 2 + i)})
+        for i in range(4)
+    ]
+    record = build_record(prompts, {"plain": {}, "lossy": {}}, turns, seed=3)
+    lossy, plain = record["methods"]["lossy"], record["methods"]["plain"]
+    assert plain["score"] == 1.0 and lossy["score"] == pytest.approx(2 / 3)
+    assert lossy["intervals"]["score"]["prompts"] == 3 and lossy["intervals"]["score"]["mean"] == lossy["score"]
+    likelihood = lossy["intervals"]["log_likelihood_per_token"]
+    assert likelihood["mean"] == pytest.approx(lossy["log_likelihood_per_token"])
+    assert likelihood["mean"] == pytest.approx(-(1 * 2 + 2 * 3 + 3 * 4 + 4 * 5) / 14) and likelihood["prompts"] == 4
+    less = record["differences"]["plain"]["lossy"]
+    assert less["score"]["mean"] == pytest.approx(-1 / 3) and less["score"]["low"] >= -1 and less["score"]["high"] == 0
+    assert less["log_likelihood_per_token"]["mean"] == pytest.approx(likelihood["mean"] + 1)
+    assert [run["score"] for run in record["prompts"][1]["methods"]["lossy"]] == [0.0]
+
+
+def test_interval_is_that_of_the_normal_law_and_pairs_narrow_it() -> None:
+    generator = np.random.default_rng(0)
+    easy = generator.random(400) < 0.5
+    own = [(float(right), 1.0) for right in easy]
+    other = [(float(right or i % 20 == 0), 1.0) for i, right in enumerate(easy)]
+    found = mean_interval(own, seed=1)
+    half = 1.96 * np.sqrt(found["mean"] * (1 - found["mean"]) / 400)
+    assert found["high"] - found["low"] == pytest.approx(2 * half, rel=0.1)
+    assert found == mean_interval(own, seed=1)
+    less = mean_interval(own, other, seed=1)
+    assert less["low"] <= less["mean"] <= less["high"] <= 0 and less["high"] - less["low"] < half
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """A target that says 7 whatever it is asked: its layers add nothing, and its head likes that token alone."""
+    made = save_toy(tmp_path_factory.mktemp("toy"))
+    model = AutoModelForCausalLM.from_pretrained(made.target, dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+        layer.self_attn.o_proj.weight.data.zero_()
+    model.model.embed_tokens.weight.data[:, 0] = 9.0
+    model.lm_head.weight.data.zero_()
+    model.lm_head.weight.data[tiny_tokenizer()("7", add_special_tokens=False).input_ids[0], 0] = 5.0
+    model.save_pretrained(made.target)
+    rows = [{"question": "the cat?", "answer": "#### 77"}, {"question": "that?", "answer": "7"}, {"prompt": "it is"}]
+    write_rows(made.prompts, rows)
+    return made
+
+
+def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    argv = ["bench", "--prompts", str(toy.prompts), "--max-new-tokens", "2", "--no-warmup", *toy.models]
+    argv += ["--json", str(file), "--methods"]
+    with serving(Behaviour(lambda prompt, limit: [5] * limit, tells_ids=False, text=" 7")) as url:
+        assert main([*argv, f"hf-generate,plain,theirs=server:{url}", "--log-likelihood"]) == 0
+    record = json.loads(file.read_text())
+    assert [[r["score"] for r in row["methods"]["plain"]] for row in record["prompts"]] == [[1.0], [0.0], [None]]
+    assert record["methods"]["plain"]["score"] == record["methods"]["hf-generate"]["score"] == 0.5
+    assert record["methods"]["theirs"]["score"] == 0.5 and record["prompts"][1]["methods"]["theirs"][0]["score"] == 1
+    assert record["differences"]["hf-generate"]["plain"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 2}
+    assert "log_likelihood_per_token" not in record["methods"]["theirs"]["intervals"]
+    shown = capsys.readouterr().out
+    assert "50.0 [0.0, 100.0]" in shown and "score: right answers, of 2 prompts with a reference" in shown
+    assert max(map(len, shown.splitlines())) <= 100 and "| 50.0 % (0.0–100.0) |" in markdown(record, "r")
+
+    assert main([*argv, "plain", "--score", "none"]) == 0
+    record = json.loads(file.read_text())
+    assert record["methods"]["plain"]["score"] is None and record["methods"]["plain"]["intervals"] == {}
+    assert "score" not in capsys.readouterr().out and "task score" not in markdown(record, "r")
+    assert main([*argv, "plain", "--score", "choice"]) == 2
+    assert "no row has a reference for --score choice" in capsys.readouterr().err
