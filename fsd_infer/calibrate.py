@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import tempfile
@@ -49,6 +50,8 @@ from fsd_infer.probe import Probe
 from fsd_infer.rules import Exact, Verification
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
+
+log = logging.getLogger(__name__)
 
 AUTO = "auto"
 VERSION = 7  # raised whenever measurements or formulas change, so that older files are not read
@@ -246,6 +249,7 @@ def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, 
     file = _file(head, target)
     shapes = None if refresh else _read(file)
     if shapes is None:
+        log.warning("measuring which draft tree is the fastest here: some seconds, once (kept in %s)", file.parent)
         costs, contexts, correction = measure(head, target, prompts)
         # elsewhere the check would cost more than it saves: the device would be waited for
         shapes = best_by_batch(costs, contexts, correction, STOPS if target.device.type == "cpu" else (0.0,))
