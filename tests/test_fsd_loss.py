@@ -220,7 +220,7 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     threshold = float(plain_js(p, q).sort().values[1:].mean())  # opens at two of the three steps
     args = {"rule": rule.name, "threshold": threshold, "softness": 1e-6, "price": 1.0}
     parts = build_loss("fsd", args)(alone).parts
-    draws = 20_000
+    draws = 8_000
     drafts = torch.multinomial(q, draws, replacement=True, generator=generator).T
     tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), drafts], 1)
     q_logits = q.log().float().expand(draws, S, -1)
@@ -232,7 +232,7 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     value = next(float(part) for key, part in parts.items() if key.startswith("soft_tau")) - 1
     assert abs(value - float(lengths.mean())) < 4.5 * float(lengths.std()) / math.sqrt(draws)
     spent = float(verdict.spent.sum() / (1 + lengths).sum())
-    assert parts.get(f"spent_{threshold:g}", 0.0) == pytest.approx(spent, rel=0.03)
+    assert parts.get(f"spent_{threshold:g}", 0.0) == pytest.approx(spent, rel=0.05)
     assert spent > 0.02 or rule.name == "exact"
 
 
