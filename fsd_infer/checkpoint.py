@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
@@ -93,6 +93,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory} has no config.json: a drafter is a directory with config.json and weights.")
     config: dict[str, Any] = read_json(path, "Copy or export the drafter again.", CheckpointError)
     if config.get("format") != FORMAT:
+        refuse_public_head(directory)
         raise CheckpointError(f"{path} is not an {FORMAT} checkpoint (format: {config.get('format')!r}).")
     if config.get("version", 0) > VERSION:
         raise CheckpointError(f"{path} is of version {config['version']}, newer than this program reads: update it.")
@@ -103,6 +104,33 @@ def is_head(directory: str | Path) -> bool:
     """Is this a head checkpoint (rather than, say, a causal LM)?"""
     path = Path(directory) / "config.json"
     return path.is_file() and f'"{FORMAT}"' in path.read_text(errors="replace")
+
+
+def refuse_public_head(directory: str | Path) -> None:
+    """Raise CheckpointError if this is an EAGLE head as other programs store it, which its config or tensors tell."""
+    path, weights = Path(directory) / "config.json", Path(directory) / "model.safetensors"
+    if not path.is_file():
+        return
+    config: dict[str, Any] = read_json(path, "Copy the drafter again.", CheckpointError)
+    kind = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+    tensors: set[str] = set()
+    if weights.is_file():
+        try:
+            with safe_open(weights, framework="pt") as file:
+                tensors = set(file.keys())
+        except SafetensorError as error:
+            raise CheckpointError(f"{weights} is truncated or damaged ({error}): copy it again.") from error
+    if "eagle3" in kind or "d2t" in tensors or any(name.endswith("hidden_norm.weight") for name in tensors):
+        raise CheckpointError(
+            f"{directory} is an EAGLE-3 head of another program. There a projection of inner layers stands in place of "
+            "the target's feature, here it is added to the feature, so its weights mean nothing here: train a head "
+            "with fsd-train and head.fused_layers."
+        )
+    if "eagle" in kind or "fc.weight" in tensors:
+        raise CheckpointError(
+            f"{directory} is an EAGLE head of another program, without the {FORMAT} config.json that says which target "
+            "it belongs to: use a head that fsd-train exported."
+        )
 
 
 def check_fingerprint(directory: Path, trained_for: dict[str, Any], target: Target) -> None:

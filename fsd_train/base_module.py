@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from fsd_infer.errors import DataError
-from fsd_infer.head import EagleHead
 from fsd_infer.target import Target
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
@@ -34,7 +33,7 @@ class _Frozen:
         self.target: Target | None = None
         self.draft_head: LMHead | None = None
         self.full_head: LMHead | None = None
-        self.reference: EagleHead | None = None
+        self.reference: Any = None  # a drafter of the kind in training, see DraftBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
         return self

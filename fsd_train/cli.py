@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ def lightning(argv: Sequence[str]) -> int:
                 cause: BaseException | None = error
                 while cause is not None and not isinstance(cause, FsdError):
                     cause = cause.__cause__  # the parser wraps what a class raises
+                lacking = re.search(r"\S.*pip install.*", str(error))  # what Lightning says of a logger's package, say
+                if cause is None and lacking is not None:
+                    raise FsdError(f"the configuration needs a package that is not installed. {lacking[0]}") from None
                 raise cause or error from None
 
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:

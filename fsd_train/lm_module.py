@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from fsd_infer.drafters import LMDrafter, TreeShape
-from fsd_infer.drafters.lm import chain_of
+from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train.base_module import DistillationModule
-from fsd_train.losses import DraftBatch, EagleLoss, Loss
-from fsd_train.losses.base import reference_of
+from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
 from fsd_train.small_lm import LogitsHead, SmallLM
 
 EXPORT_DTYPE = torch.bfloat16
@@ -33,8 +32,8 @@ class LMModule(DistillationModule):
     drafts: from the first answer token on, each next token of the answer.
 
     Memory beyond that of the model: its logits at the supervised tokens and their gradient, 2·N·V values in the
-    training precision (N answer tokens of a batch; ``data.batch_tokens`` bounds N). The target's logits are computed
-    in chunks by the loss.
+    training precision (N answer tokens of a batch; ``data.batch_tokens`` bounds N), and with ``adaspec`` as many again
+    and the reference's. The target's logits are computed in chunks by the loss.
 
     Args:
         target: built-in name, directory or hub id of the target.
@@ -49,8 +48,8 @@ class LMModule(DistillationModule):
             draft's distribution does not depend on the step; only losses that couple steps (``fsd``) gain by more
             than 1, at that many times the gradient's memory.
         step_decay: weight of step s is step_decay^s.
-        loss: name of a loss or a list as for EagleModule, other than eagle and without the feature term (a small
-            LM has features of its own).
+        loss: name of a loss or a list as for EagleModule, without the feature term (a small LM has features of its
+            own). The reference of ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter.
         loss_args: arguments of a single loss.
         optimizer: "adamw", or, with ``lora``, "muon".
         lr, weight_decay, betas, warmup_steps, final_lr, time_limit, ema_decay, seed: as for EagleModule.
@@ -139,6 +138,7 @@ class LMModule(DistillationModule):
         features = found.features[:, 1:, : self.target.hidden_size].flatten(0, 1)[found.positions]
         # position i+1 of either model predicts token i+2, so both rows stand one further than a head's input
         logits = self.head(batch["input_ids"], found.positions)
+        reference = self._reference_logits(batch["input_ids"], found.positions)
         return DraftBatch(
             estimates=logits[None].expand(steps, -1, -1),
             features=features,
@@ -146,7 +146,30 @@ class LMModule(DistillationModule):
             tokens=found.tokens,
             positions=found.positions,
             head=self.lm_head(),
+            reference=None if reference is None else reference[None].expand(steps, -1, -1),
         )
+
+    @torch.no_grad()
+    def _reference_logits(self, ids: Tensor, rows: Tensor) -> Tensor | None:
+        """[N, Vd], the logits of the loss's reference where the drafter's are; None where it is not wanted.
+
+        Not wanted in validation. Loaded when first asked for, in the target's dtype and on its device.
+        """
+        directory = reference_of(self.loss)
+        if directory is None or not self.training:
+            return None
+        if self._frozen.reference is None:
+            reference = load_lm(directory, self.target)
+            check_same_vocabulary(reference, self.target)
+            if reference.vocab_size < self.head.common:
+                raise DataError(
+                    f"the reference {directory} has logits for {reference.vocab_size} tokens, the drafter for "
+                    f"{self.head.common}: use a reference that knows them all."
+                )
+            reference.check_lm_head()
+            self._frozen.reference = reference
+        reference = self._frozen.reference
+        return reference.lm_logits(reference.features(ids)[:, 1:].flatten(0, 1)[rows])[..., : self.head.common]
 
     def _idle(self, steps: int) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -244,14 +267,16 @@ class LMModule(DistillationModule):
 
 def check_loss(loss: Loss) -> None:
     """Raise DataError for a loss that wants something only a head has."""
-    parts: list[Any] = [part.loss for part in getattr(loss, "parts", [])] or [loss]
-    if any(isinstance(part, EagleLoss) or getattr(part, "w_feature", 0) for part in parts):
+    if isinstance(loss, MixLoss):
+        for part in loss.parts:
+            check_loss(part.loss)
+    elif isinstance(loss, AdaSpecLoss):
+        check_loss(loss.inner)
+    elif getattr(loss, "w_feature", 0):
         raise DataError(
-            "a small LM has features of its own, which cannot match the target's: set w_feature to 0, and instead of "
-            "eagle take reverse_kl, whose gradient is that of its cross-entropy."
+            "a small LM has features of its own, which cannot match the target's: set w_feature to 0 in loss_args "
+            "(what is left of eagle is then its cross-entropy, whose gradient is that of reverse_kl)."
         )
-    if reference_of(loss) is not None:
-        raise DataError("a loss with a reference head cannot train a small LM: choose another one.")
 
 
 def _last_answer(mask: Tensor) -> int:

@@ -149,7 +149,7 @@ class RuleMetrics(nn.Module):
     - ``expected_tau/fuzzy:js:0.3``: see :class:`ExpectedTau`, with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q).
 
     Args:
-        rules: "exact" and "fuzzy:DIVERGENCE:T"; other rules have no such form.
+        rules: "exact" and "fuzzy:DIVERGENCE:T".
         steps: depths looked at.
 
     Raises:

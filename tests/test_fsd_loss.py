@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
+from fsd_infer.rules import Exact, Fuzzy, FuzzyStrict, Verification
+from fsd_infer.tree import DraftTree
 from fsd_train.losses import DraftBatch, build_loss
 from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate, threshold_points
 from tests.loss_toys import (
@@ -83,6 +85,8 @@ def test_chains_start_at_every_position_that_has_all_steps() -> None:
         {"width": 3, "temperature": 0.7, "anchor": 0.0},
         {"width": 2, "temperature": 0.6, "price": 1.5, "threshold": [0.0, 0.2], "anchor": 0.7},
         {"price": 0.5, "temperature": 1.4, "threshold": [0.1, math.inf], "anchor": 0.0},
+        {"rule": "fuzzy-strict", "price": 0.5, "temperature": 1.4, "threshold": [0.0, 0.2, math.inf], "anchor": 0.0},
+        {"rule": "fuzzy-strict", "width": 3, "price": 1.5, "temperature": 0.6, "threshold": [0.2, math.inf]},
     ],
     ids=str,
 )
@@ -92,11 +96,16 @@ def test_fsd_loss(args: dict[str, Any], objective: str) -> None:
     p = p.expand_as(q)
     t = args.get("temperature", 1.0)
     hot_p, hot_q = (x.pow(1 / t) / x.pow(1 / t).sum(-1, keepdim=True) for x in (p, q))
+    rule = args.get("rule", "fuzzy")
+    opened: Tensor | float = 1.0
+    drafts = hot_q
     if "width" in args:
-        hot_q = q  # a tree's children come from the raw q
-        exact = (hot_p * (1 - (1 - hot_q) ** args["width"])).sum(-1)
+        drafts = q  # a tree's children come from the raw q
+        drawn = 1 - (1 - drafts) ** args["width"]
+        closed = (hot_p * drawn).sum(-1)
+        opened = (hot_q * drawn).sum(-1) if rule == "fuzzy-strict" else 1.0
     else:
-        exact = overlap(hot_p, hot_q)
+        closed = (hot_p * hot_q).sum(-1) if rule == "fuzzy-strict" else overlap(hot_p, hot_q)
     name = args.get("divergence", "js")
     if name == "top_k_tv:4":
         top = p.topk(4, dim=-1).indices
@@ -110,10 +119,11 @@ def test_fsd_loss(args: dict[str, Any], objective: str) -> None:
     expected = torch.zeros((), dtype=torch.float64)
     for threshold in thresholds:
         gate = gates.get(threshold, torch.sigmoid((threshold - distance) / args.get("softness", 0.1)))
-        survival = exact if "rule" in args else exact + (1 - exact) * gate
+        survival = closed if rule == "exact" else (1 - gate) * closed + gate * opened
         lengths = plain_lengths(batch, survival)
         if "price" in args:
-            cost = t * (-exact.log() if "width" in args else plain_kl(hot_q, hot_p))
+            of_children = "width" in args and rule == "fuzzy"
+            cost = t * (-closed.log() if of_children else plain_kl(hot_q, hot_p))
             spent = plain_spending(batch, survival, gate * cost).sum() / (1 + lengths).sum()
             expected = expected + args["price"] * spent / len(thresholds)
         expected = expected + {
@@ -121,7 +131,7 @@ def test_fsd_loss(args: dict[str, Any], objective: str) -> None:
             "log_mean": -(lengths.mean() / S).log(),
             "linear": (S - lengths).mean(),
         }[objective] / len(thresholds)
-    expected = expected + args.get("anchor", 0.1) * mean(plain_kl(hot_p, hot_q), batch.weights)
+    expected = expected + args.get("anchor", 0.1) * mean(plain_kl(hot_p, drafts), batch.weights)
     out = build_loss("fsd", {**args, "objective": objective})(batch)
     check(batch, estimates, out.loss, expected)
 
@@ -145,83 +155,106 @@ def test_fsd_without_a_whole_chain_keeps_its_anchor() -> None:
     assert float(torch.autograd.grad(alone, estimates)[0].abs().max()) == 0.0
 
 
-def exact_passes(p: Tensor, q: Tensor, draws: int, width: int | None, generator: torch.Generator) -> Tensor:
-    """[draws] bool: drafts are drawn from q at one context and put to the exact rule's own test."""
-    drafts = torch.multinomial(q, draws * (width or 1), replacement=True, generator=generator).view(draws, -1)
-    if width is None:
+def passes(
+    rule: str, is_open: bool, p: Tensor, q: Tensor, draws: int, width: int | None, generator: torch.Generator
+) -> Tensor:
+    """[draws] bool: drafts are drawn from q at one context and put to the rule's own test, its gate open or closed."""
+
+    def drawn(law: Tensor, count: int = 1) -> Tensor:
+        return torch.multinomial(law, draws * count, replacement=True, generator=generator).view(draws, count)
+
+    if is_open and (rule == "fuzzy" or width is None):  # the draft of a chain is the strict rule's draw from q
+        return torch.ones(draws, dtype=torch.bool)
+    drafts = drawn(q, width or 1)
+    if width is None and rule != "fuzzy-strict":
         uniform = torch.rand(draws, generator=generator, dtype=torch.float64)
         return uniform * q[drafts[:, 0]] < p[drafts[:, 0]]
-    wanted = torch.multinomial(p, draws, replacement=True, generator=generator)
-    return (drafts == wanted[:, None]).any(1)
+    return (drafts == drawn(q if is_open else p)).any(1)
 
 
 def simulated_length(
-    p: Tensor, q: Tensor, draws: int, threshold: float | None, width: int | None, generator: torch.Generator
+    p: Tensor, q: Tensor, draws: int, rule: str, threshold: float, width: int | None, generator: torch.Generator
 ) -> tuple[float, float]:
     """Mean number of accepted drafts and its standard error; every draft is drawn and put to the rule's own test.
 
-    p, q: [S, V], the distributions at the chain's contexts. threshold: of a js gate, or None for the exact rule.
+    p, q: [S, V], the distributions at the chain's contexts. threshold: of a js gate, which the exact rule has not.
     """
     alive = torch.ones(draws, dtype=torch.bool)
     lengths = torch.zeros(draws, dtype=torch.float64)
     for p_k, q_k in zip(p, q, strict=True):
-        passes = exact_passes(p_k, q_k, draws, width, generator)
-        if threshold is not None and float(plain_js(p_k, q_k)) <= threshold:
-            passes = torch.ones_like(passes)
-        alive = alive & passes
+        is_open = rule != "exact" and float(plain_js(p_k, q_k)) <= threshold
+        alive = alive & passes(rule, is_open, p_k, q_k, draws, width, generator)
         lengths += alive
     return float(lengths.mean()), float(lengths.std() / math.sqrt(draws))
 
 
+def one_chain(batch: DraftBatch) -> tuple[DraftBatch, Tensor, Tensor]:
+    """The batch with a single whole chain, and p and q [S, V] at its contexts."""
+    p, q = distributions(batch)
+    chain = chain_rows(batch.positions, batch.weights)[:, 3]
+    weights = torch.zeros(S, N)
+    weights[torch.arange(S), chain] = 1.0
+    return replace(batch, weights=weights), p[0, chain].detach(), q[torch.arange(S), chain].detach()
+
+
 @pytest.mark.parametrize("width", [None, 1, 3])
-@pytest.mark.parametrize("fuzzy", [False, True])
+@pytest.mark.parametrize("rule", ["exact", "fuzzy", "fuzzy-strict"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_expected_length_is_the_simulated_one(seed: int, fuzzy: bool, width: int | None) -> None:
+def test_expected_length_is_the_simulated_one(seed: int, rule: str, width: int | None) -> None:
     generator = torch.Generator().manual_seed(seed)
-    batch, _ = make_batch(spread=0.8, seed=seed)
-    with torch.no_grad():
-        p, q = distributions(batch)
-        chain = chain_rows(batch.positions, batch.weights)[:, 3]
-        p_chain = p[0, chain]
-        q_chain = q[torch.arange(S), chain]
-        distances = plain_js(p_chain, q_chain).sort().values
-        threshold = float(distances[:2].mean())  # opens at one of the three steps
-        # only this chain is whole
-        weights = torch.zeros(S, N)
-        weights[torch.arange(S), chain] = 1.0
-        args = {"rule": "fuzzy" if fuzzy else "exact", "threshold": threshold, "softness": 1e-6, "width": width}
-        parts = build_loss("fsd", args)(replace(batch, weights=weights)).parts
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=seed)[0])
+    threshold = float(plain_js(p, q).sort().values[:2].mean())  # opens at one of the three steps
+    args = {"rule": rule, "threshold": threshold, "softness": 1e-6, "width": width}
+    parts = build_loss("fsd", args)(alone).parts
     value = next(float(part) for key, part in parts.items() if key.startswith("soft_tau")) - 1
-    simulated, error = simulated_length(p_chain, q_chain, 40_000, threshold if fuzzy else None, width, generator)
+    simulated, error = simulated_length(p, q, 40_000, rule, threshold, width, generator)
     assert abs(value - simulated) < 4.5 * error
     assert error < 0.01 and 0.05 < value < S
+
+
+@pytest.mark.parametrize("rule", [Exact(), Fuzzy("js"), FuzzyStrict("js")], ids=lambda rule: rule.name)
+def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
+    """Chains of sampled drafts before the rule that decodes: its mean accepted length, and what it spends."""
+    generator = torch.Generator().manual_seed(7)
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=3)[0])
+    threshold = float(plain_js(p, q).sort().values[1:].mean())  # opens at two of the three steps
+    args = {"rule": rule.name, "threshold": threshold, "softness": 1e-6, "price": 1.0}
+    parts = build_loss("fsd", args)(alone).parts
+    draws = 8_000
+    drafts = torch.multinomial(q, draws, replacement=True, generator=generator).T
+    tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), drafts], 1)
+    q_logits = q.log().float().expand(draws, S, -1)
+    logits = torch.cat([p, p[:1]]).log().float().expand(draws, S + 1, -1)  # the last one's law does not matter
+    uniforms = torch.rand(draws, S + 1, 3, generator=generator)
+    round = Verification(DraftTree.chain(tokens, q_logits, q_scores=q_logits), logits, logits, False, uniforms)
+    verdict = (rule if rule.name == "exact" else replace(rule, threshold=threshold))(round)
+    lengths = verdict.accepted.double()
+    value = next(float(part) for key, part in parts.items() if key.startswith("soft_tau")) - 1
+    assert abs(value - float(lengths.mean())) < 4.5 * float(lengths.std()) / math.sqrt(draws)
+    spent = float(verdict.spent.sum() / (1 + lengths).sum())
+    assert parts.get(f"spent_{threshold:g}", 0.0) == pytest.approx(spent, rel=0.05)
+    assert spent > 0.02 or rule.name == "exact"
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
 def test_a_distribution_of_thresholds_is_the_simulated_mean(weights: list[float] | None) -> None:
     """Rounds that draw their threshold first: the linear objective is S less the mean accepted length."""
     generator = torch.Generator().manual_seed(5)
-    batch, _ = make_batch(spread=0.8, seed=2)
-    with torch.no_grad():
-        p, q = distributions(batch)
-        chain = chain_rows(batch.positions, batch.weights)[:, 3]
-        p_chain, q_chain = p[0, chain], q[torch.arange(S), chain]
-        low, middle, high = plain_js(p_chain, q_chain).sort().values.tolist()
-        thresholds = [(low + middle) / 2, (middle + high) / 2]  # one and two of the three gates are open
-        alone = torch.zeros(S, N)
-        alone[torch.arange(S), chain] = 1.0
-        args = {
-            "threshold": thresholds,
-            "threshold_weights": weights,
-            "objective": "linear",
-            "softness": 1e-6,
-            "anchor": 0.0,
-        }
-        loss = float(build_loss("fsd", args)(replace(batch, weights=alone)).loss)
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=2)[0])
+    low, middle, high = plain_js(p, q).sort().values.tolist()
+    thresholds = [(low + middle) / 2, (middle + high) / 2]  # one and two of the three gates are open
+    args = {
+        "threshold": thresholds,
+        "threshold_weights": weights,
+        "objective": "linear",
+        "softness": 1e-6,
+        "anchor": 0.0,
+    }
+    loss = float(build_loss("fsd", args)(alone).loss.detach())
     shares = [0.5, 0.5] if weights is None else [0.25, 0.75]
     simulated = spread = 0.0
     for threshold, share in zip(thresholds, shares):
-        length, error = simulated_length(p_chain, q_chain, 40_000, threshold, None, generator)
+        length, error = simulated_length(p, q, 40_000, "fuzzy", threshold, None, generator)
         simulated += share * length
         spread += (share * error) ** 2
     assert abs((S - loss) - simulated) < 4.5 * math.sqrt(spread)
@@ -245,49 +278,55 @@ def test_soft_gate_and_length_at_their_ends() -> None:
 
 
 @pytest.mark.parametrize("width", [None, 3])
-def test_what_open_gates_spend_is_what_rounds_spend(width: int | None) -> None:
+@pytest.mark.parametrize("rule", ["fuzzy", "fuzzy-strict"])
+def test_what_open_gates_spend_is_what_rounds_spend(rule: str, width: int | None) -> None:
     """Rounds are played with every draft drawn; each arrival at an open gate is charged KL(its law || p)."""
     generator = torch.Generator().manual_seed(3)
-    batch, _ = make_batch(spread=0.8, seed=4)
-    with torch.no_grad():
-        p, q = distributions(batch)
-        chain = chain_rows(batch.positions, batch.weights)[:, 3]
-        p_chain, q_chain = p[0, chain], q[torch.arange(S), chain]
-        threshold = float(plain_js(p_chain, q_chain).sort().values[1:].mean())  # opens at two of the three steps
-        alone = torch.zeros(S, N)
-        alone[torch.arange(S), chain] = 1.0
-        args = {"threshold": threshold, "softness": 1e-6, "width": width, "price": 1.0}
-        value = float(build_loss("fsd", args)(replace(batch, weights=alone)).parts[f"spent_{threshold:g}"])
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=4)[0])
+    threshold = float(plain_js(p, q).sort().values[1:].mean())  # opens at two of the three steps
+    args = {"rule": rule, "threshold": threshold, "softness": 1e-6, "width": width, "price": 1.0}
+    value = float(build_loss("fsd", args)(alone).parts[f"spent_{threshold:g}"])
     draws = 40_000
     alive = torch.ones(draws, dtype=torch.bool)
     spent, tokens = torch.zeros(draws, dtype=torch.float64), torch.ones(draws, dtype=torch.float64)
-    for p_k, q_k in zip(p_chain, q_chain, strict=True):
-        passes = exact_passes(p_k, q_k, draws, width, generator)
-        # on a tree with the expected p(C), as the loss has it
-        cost = (q_k * (q_k / p_k).log()).sum() if width is None else -passes.double().mean().log()
-        if float(plain_js(p_k, q_k)) <= threshold:
+    for p_k, q_k in zip(p, q, strict=True):
+        is_open = float(plain_js(p_k, q_k)) <= threshold
+        if is_open:
+            cost = plain_kl(q_k, p_k)
+            if rule == "fuzzy" and width is not None:  # the cost of the expected p(C), as the loss has it
+                cost = -passes(rule, False, p_k, q_k, draws, width, generator).double().mean().log()
             spent += alive * cost
-            passes = torch.ones_like(passes)
-        alive = alive & passes
+        alive = alive & passes(rule, is_open, p_k, q_k, draws, width, generator)
         tokens += alive
     simulated = float(spent.mean() / tokens.mean())
     assert simulated > 0.02
     assert value == pytest.approx(simulated, rel=0.03)
 
 
-def test_fsd_with_a_price_stays_finite_where_q_is_certain() -> None:
+@pytest.mark.parametrize("rule", ["fuzzy", "fuzzy-strict"])
+def test_fsd_with_a_price_stays_finite_where_q_is_certain(rule: str) -> None:
     batch, estimates = make_batch(spread=60.0)
-    loss = build_loss("fsd", {"width": 4, "price": 2.0, "temperature": 0.5})(batch).loss
+    loss = build_loss("fsd", {"rule": rule, "width": 4, "price": 2.0, "temperature": 0.5})(batch).loss
     (slope,) = torch.autograd.grad(loss, estimates)
     assert bool(loss.isfinite()) and bool(slope.isfinite().all())
 
 
-def test_the_anchor_of_fsd_can_fade() -> None:
+@pytest.mark.parametrize("option", ["anchor", "softness", "temperature", "price"])
+def test_numbers_of_fsd_can_move(option: str) -> None:
     batch, estimates = make_batch()
-    fading = build_loss("fsd", {"anchor": {"from": 4.0, "to": 1.0, "over": 0.5}})
-    for progress, weight in ((0.0, 4.0), (0.25, 2.5), (0.9, 1.0)):
+    moving = build_loss("fsd", {"price": 0.5, option: {"from": 4.0, "to": 1.0, "over": 0.5}})
+    for progress, value in ((0.0, 4.0), (0.25, 2.5), (0.9, 1.0)):
         at = replace(batch, progress=progress)
-        check(at, estimates, fading(at).loss, build_loss("fsd", {"anchor": weight})(at).loss)
+        check(at, estimates, moving(at).loss, build_loss("fsd", {"price": 0.5, option: value})(at).loss)
+    torch.testing.assert_close(moving(batch).loss, build_loss("fsd", {"price": 0.5, option: 1.0})(batch).loss)
+
+
+def test_a_price_of_fsd_can_come_in_later() -> None:
+    batch, estimates = make_batch()
+    late = build_loss("fsd", {"price": {"from": 0.0, "to": 2.0}})
+    check(batch, estimates, late(batch).loss, build_loss("fsd", {"price": 2.0})(batch).loss)
+    start = replace(batch, progress=0.0)
+    check(start, estimates, late(start).loss, build_loss("fsd")(start).loss)
 
 
 @pytest.mark.parametrize("args", [{"price": -1.0}, {"price": math.inf}, {"anchor": -0.1}, {"anchor": {"from": 1.0}}])

@@ -17,7 +17,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence
 from fsd_infer.drafters import LMDrafter
 from fsd_infer.drafters.lm import is_adapter, load_adapter, load_lm
-from fsd_infer.errors import CheckpointError, DataError, ModelLoadError, VocabularyMismatchError
+from fsd_infer.errors import CheckpointError, DataError, ModelLoadError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import class_paths
@@ -33,10 +33,11 @@ LORA = {"r": 4, "lora_alpha": 8}
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with target/, drafter/ and answers.jsonl."""
+    """A directory with target/, drafter/, another drafter as reference/, and answers.jsonl."""
     root = tmp_path_factory.mktemp("toys")
     target = Target.from_pretrained(str(save_toy_target(root / "target")), dtype=torch.float32)
     save_toy_target(root / "drafter", seed=1)
+    save_toy_target(root / "reference", seed=2)
     write_answers(root / "answers.jsonl", target, rows=16)
     return root
 
@@ -140,11 +141,14 @@ def test_gradients_are_those_of_the_plain_formula(toys: Path, name: str) -> None
     [
         {"loss": "lk"},
         {"loss": "fsd", "loss_args": {"threshold": [0.1, 0.3]}, "unroll_steps": 3},
+        {"loss": "eagle", "loss_args": {"w_feature": 0.0, "w_ce": 1.0}},
         {"loss": [{"name": "tv"}, {"name": "js", "weight": 0.5}]},
+        {"loss": "adaspec", "loss_args": {"reference": "reference"}},
     ],
-    ids=["lk", "fsd", "mix"],
+    ids=["lk", "fsd", "eagle", "mix", "adaspec"],
 )
-def test_any_loss_trains_it(toys: Path, options: dict[str, Any]) -> None:
+def test_any_loss_trains_it(toys: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(toys)
     module, batch = ready(toys, **options), batch_of(toys)
     optimizer = torch.optim.AdamW(module.head.parameters(), lr=3e-3)
     losses = []
@@ -157,6 +161,66 @@ def test_any_loss_trains_it(toys: Path, options: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
     assert losses[-1] < losses[0]
+
+
+def test_adaspec_trains_on_the_tokens_that_the_reference_fits_better(toys: Path) -> None:
+    args = {"reference": str(toys / "reference"), "keep": 0.3}
+    module, batch = ready(toys, loss="adaspec", loss_args=args), batch_of(toys)
+    drafts = module.draft(batch, 1)
+    assert drafts is not None and drafts.reference is not None and not drafts.reference.requires_grad
+    out = module.loss(drafts)
+    out.loss.backward()
+    found = {key: parameter.grad.clone() for key, parameter in module.head.named_parameters()}
+    module.zero_grad()
+    reference = Target.from_pretrained(str(toys / "reference"), dtype=torch.float32).model
+
+    def rows_of(model: Any) -> torch.Tensor:
+        return model(batch["input_ids"]).logits[:, 1:].flatten(0, 1)[drafts.positions]
+
+    with torch.no_grad():
+        p, theirs = rows_of(module.target.model), rows_of(reference)
+    torch.testing.assert_close(drafts.reference[0], theirs, atol=1e-4, rtol=1e-4)
+    measure = divergence("reverse_kl")
+    own = measure(p, rows_of(module.head.model))
+    gap = own.detach() - measure(p, theirs)
+    count = -(-3 * len(gap) // 10)
+    plain = own[gap.topk(count).indices].mean()
+    plain.backward()
+    assert float(out.loss) == pytest.approx(float(plain), rel=1e-4)
+    assert float(out.parts["gap"]) == pytest.approx(float(gap.mean()), rel=1e-3)
+    for key, parameter in module.head.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, atol=1e-5, rtol=1e-3, msg=key)
+    module.eval()
+    in_validation = module.draft(batch, 1)
+    assert in_validation is not None and in_validation.reference is None
+
+
+def test_a_trained_adapter_is_a_reference(toys: Path, tmp_path: Path) -> None:
+    adapter = ready(toys, lora=LORA).export(tmp_path / "first")
+    args = {"reference": str(adapter), "keep": {"from": 1.0, "to": 0.5}, "loss": "tv"}
+    module, _ = fit(toys, tmp_path, loss="adaspec", loss_args=args, on_policy=0.5)
+    reference = module._frozen.reference
+    assert reference is not None and not any(p.requires_grad for p in reference.model.parameters())
+    assert {"gap", "gap_kept", "tv_loss"} <= set(module.trainer.callback_metrics)
+    assert not any("reference" in name for name in module.state_dict())
+    base = Target.from_pretrained(str(toys / "drafter"), dtype=torch.float32)
+    torch.testing.assert_close(logits_of(reference.model), logits_of(base.model))  # a fresh adapter adds nothing
+    assert not torch.equal(logits_of(module.head.model.eval()), logits_of(base.model))
+
+
+def test_bad_references_are_named(toys: Path, tmp_path: Path) -> None:
+    args = {"reference": str(tmp_path / "none")}
+    with pytest.raises(UnknownNameError, match=str(tmp_path / "none")):
+        ready(toys, loss="adaspec", loss_args=args).draft(batch_of(toys), 1)
+    other = toy_model()
+    other.resize_token_embeddings(VOCAB - 8)
+    other.save_pretrained(tmp_path / "none")
+    with pytest.raises(VocabularyMismatchError, match=str(tmp_path / "none")):
+        ready(toys, loss="adaspec", loss_args=args).draft(batch_of(toys), 1)
+    module = ready(toys, loss="adaspec", loss_args={"reference": str(toys / "reference")})
+    module.head.common += 1  # as if padding had grown the drafter's and the target's embeddings
+    with pytest.raises(DataError, match="reference has logits for 64 tokens, the drafter for 65"):
+        module.draft(batch_of(toys), 1)
 
 
 def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
@@ -281,6 +345,8 @@ def test_bad_options_are_named(toys: Path, tmp_path: Path) -> None:
         make(toys, loss="kl", loss_args={"w_feature": 0.5})
     with pytest.raises(DataError, match="reverse_kl"):
         make(toys, loss=[{"name": "tv"}, {"name": "eagle"}])
+    with pytest.raises(DataError, match="w_feature"):
+        make(toys, loss="adaspec", loss_args={"reference": "x", "loss": "kl", "loss_args": {"w_feature": 1.0}})
     with pytest.raises(DataError, match="muon"):
         make(toys, optimizer="muon")
     with pytest.raises(DataError, match="ema_decay"):

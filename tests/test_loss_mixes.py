@@ -147,7 +147,7 @@ def test_a_schedule_in_steps_follows_the_step() -> None:
         ([{"name": "kl", "weight": {"from": 1.0, "to": 0.0}}], "all weights are 0 at the end"),
         (
             [{"name": "adaspec", "args": {"reference": name}} for name in ("first", "second")],
-            "one reference head at a time",
+            "one reference at a time",
         ),
     ],
 )

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning_utilities.core.imports import RequirementCache
 
 from fsd_infer.checkpoint import load_head
 from fsd_infer.errors import CheckpointError, DataError
@@ -328,6 +329,21 @@ def command(toys: Path, out: Path, *more: str) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config))
     return ["fit", "--config", str(out / "config.json"), *more]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_logger_whose_package_is_missing_is_told(
+    toys: Path, tmp_path: Path, several: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=9999"))
+    argv = command(toys, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    logger = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "drafters"}}
+    config["trainer"]["logger"] = [config["trainer"]["logger"], logger] if several else logger
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli(argv) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("fsd-train fit: ") and "pip install" in told and "wandb" in told
 
 
 def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from fsd_infer.checkpoint import is_head
+from fsd_infer.checkpoint import is_head, refuse_public_head
 from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
 from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
@@ -70,6 +70,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         return NoDrafter(target.vocab_size)
     if is_head(drafter):
         return EagleDrafter.from_pretrained(drafter, target, tree)
+    refuse_public_head(drafter)
     try:
         model = load_lm(drafter, target)
     except UnknownNameError:

@@ -48,8 +48,9 @@ class AdaSpecLoss:
     reference in the batch, as in validation, all tokens count.
 
     Args:
-        reference: directory of an exported head of the same target. It reads what the trained head reads, and its
-            estimates go through the same rows of the LM head, so its own draft vocabulary does not matter.
+        reference: directory of an exported head of the same target, or of a small LM where one is trained
+            (:class:`fsd_train.lm_module.LMModule`). A head reads what the trained head reads, and its estimates go
+            through the same rows of the LM head, so its own draft vocabulary does not matter.
         keep: k, a number in (0, 1] or a schedule (see :class:`fsd_train.losses.schedule.Schedule`).
         loss: name of the loss on the chosen tokens, or a list as for :class:`fsd_train.losses.mix.MixLoss`.
         loss_args: its arguments.
@@ -67,7 +68,7 @@ class AdaSpecLoss:
         chunk_size: int = 1024,
     ) -> None:
         if not isinstance(reference, str) or not reference:
-            raise DataError("adaspec: reference must name the directory of an exported head.")
+            raise DataError("adaspec: reference must name the directory of an exported head or small LM.")
         self.keep = Schedule.read(keep, "adaspec: keep")
         if not all(0 < value <= 1 for value in (self.keep.start, self.keep.end)):
             raise DataError(f"adaspec: keep is a share of the tokens, above 0 and up to 1, got {keep!r}.")

@@ -84,7 +84,7 @@ class DraftBatch:
         positions: [N], flat index b·M + i; the chain of step s at a row starts s positions earlier.
         head: LM head over the draft vocabulary.
         feature_scale: [H] that the head divides features by, or None.
-        reference: [S, N, H], a frozen reference head's estimates on the same inputs, or None.
+        reference: [S, N, H], a frozen reference drafter's estimates on the same inputs, or None.
         progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
         step: optimiser steps that have passed.
     """
@@ -120,7 +120,7 @@ class LossOutput:
 class Loss(Protocol):
     """The interface of a loss.
 
-    It may have two more attributes: ``reference``, the directory of an exported head whose estimates it wants in
+    It may have two more attributes: ``reference``, the directory of an exported drafter whose estimates it wants in
     :attr:`DraftBatch.reference`, and ``couples_rows``, True if rows count only together with others.
     """
 
@@ -160,7 +160,7 @@ def build_loss(name: str | Sequence[Mapping[str, Any]], args: dict[str, Any] | N
 
 
 def reference_of(loss: Loss) -> str | None:
-    """Directory of the reference head that a loss wants, or None."""
+    """Directory of the reference drafter that a loss wants, or None."""
     found = getattr(loss, "reference", None)
     return found if isinstance(found, str) else None
 

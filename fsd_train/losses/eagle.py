@@ -88,7 +88,7 @@ class EagleLoss:
     the head has one, so that outlier dimensions do not drown the others.
 
     Args:
-        w_feature: weight of the feature term.
+        w_feature: weight of the feature term; 0 leaves it out.
         w_ce: weight of the cross-entropy.
         chunk_size: memory bound in rows of logits, see :func:`soft_cross_entropy`.
     """
@@ -104,6 +104,9 @@ class EagleLoss:
     def __call__(self, batch: DraftBatch) -> LossOutput:
         entropy, agree = soft_cross_entropy(batch.estimates, batch.features, batch.head, self.chunk_size, batch.weights)
         ce = weighted_mean(entropy, batch.weights)
-        feature = weighted_mean(feature_distance(batch), batch.weights)
-        loss = self.w_feature * feature + self.w_ce * ce
-        return LossOutput(loss, {"feature_loss": feature.detach(), "ce_loss": ce.detach()}, agree)
+        loss, parts = self.w_ce * ce, {"ce_loss": ce.detach()}
+        if self.w_feature:
+            feature = weighted_mean(feature_distance(batch), batch.weights)
+            loss = loss + self.w_feature * feature
+            parts["feature_loss"] = feature.detach()
+        return LossOutput(loss, parts, agree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, feature_distance, weighted_mean
-from fsd_train.losses.rows import RowFunction, check_chunk_size, chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.rows import LIVE, check_chunk_size, chunked_rows, divergence_rows, log_overlap
 from fsd_train.losses.schedule import Schedule
 
-RULES = ("exact", "fuzzy")
+RULES = ("exact", "fuzzy", "fuzzy-strict")
 OBJECTIVES = ("log", "log_mean", "linear")
+LIVE_STRICT = 17  # the strict rule looks at q as a law too: up to 21 tensors of a block's size are alive
 _ALMOST_ONE = 1 - 1e-6
+
+_kl, _reverse_kl = divergence_rows("kl"), divergence_rows("reverse_kl")
 
 
 def chain_rows(positions: Tensor, weights: Tensor) -> Tensor:
@@ -98,24 +102,42 @@ def threshold_points(threshold: Any, weights: Sequence[float] | None = None) -> 
     return [float(value) for value in points], [share / sum(shares) for share in shares]
 
 
+def _schedule(value: Any, name: str, positive: bool = False) -> Schedule:
+    """A number or schedule that never goes below 0, or to it if ``positive``. Raises DataError otherwise."""
+    schedule = Schedule.read(value, f"fsd: {name}")
+    lowest = min(schedule.start, schedule.end)
+    if lowest < 0 or (positive and lowest == 0):
+        raise DataError(f"fsd: {name} must {'be positive' if positive else 'not be negative'}, got {value!r}.")
+    return schedule
+
+
+def _nats(at: Mapping[str, Tensor]) -> Tensor:
+    """KL(law‖p) where a gate is open, [S, C]: that of q, or else of p(·|C) by the expected p(C)."""
+    return at["cost"] if "cost" in at else -at["closed"].clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
 @LOSSES.register("fsd")
 class FSDLoss:
     """The expected number of accepted drafts L = Σ_k Π_{j≤k} a_j of every chain, to be made long, plus an anchor.
 
-    a = e + (1−e)·σ((T−D(p, q))/s) is the chance that a drafted token survives, with e the exact part and the second
-    term that of a fuzzy gate (absent for ``rule`` exact). All of it lies over the draft vocabulary, p renormalised
-    within it, at the contexts of the training text.
+    a = e + (o−e)·σ((T−D(p, q))/s) is the chance that a drafted token survives, with e and o those at a context whose
+    gate is closed and open (``rule`` exact has none). All of it lies over the draft vocabulary, p renormalised within
+    it, at the contexts of the training text.
 
-    With ``width`` None drafts are a chain sampled from q and e = Σ min(p, q). With ``width`` k a node has k children
-    sampled from q and the exact rule for trees accepts where the target's draw is among them:
-    e = Σ p·(1−(1−q)^k).
+    With ``width`` None drafts are a chain sampled from q: e = Σ min(p, q), or Σ p·q for the strict rule, which draws
+    from p without regard to the draft; o = 1. With ``width`` k a node has k children sampled from q, which hold the
+    target's draw with chance e = Σ p·(1−(1−q)^k); o = 1, or Σ q·(1−(1−q)^k) for the strict rule, whose open gate draws
+    from q and may miss the children.
 
-    What opens gates also spends divergence, and where a gate is open anyway a has no gradient on e. With ``price`` λ
-    the loss adds λ times the nats that open gates are expected to spend per emitted token,
-    Σ_k P_{k−1}·g_k·c_k / (1 + L): c = −ln e on a tree, the cost of p(·|C), and KL(q‖p) on a sampled chain.
+    What opens gates also spends divergence, and where a gate is open anyway e matters little. With ``price`` λ the
+    loss adds λ times the nats that open gates are expected to spend per emitted token, Σ_k P_{k−1}·g_k·c_k / (1 + L):
+    c = −ln e on a tree, the cost of p(·|C); KL(q‖p) on a sampled chain and for the strict rule, whose law is q.
+
+    ``softness``, ``temperature``, ``price`` and ``anchor`` are numbers or schedules ``{from, to, over}``: see
+    :class:`fsd_train.losses.schedule.Schedule`.
 
     Args:
-        rule: "exact" or "fuzzy" (the or-rule; a strict gate has no such form).
+        rule: "exact", "fuzzy" (the or-rule) or "fuzzy-strict".
         divergence: D, a name of :mod:`fsd_infer.divergence`; on raw distributions.
         threshold: T, or a distribution of thresholds, since one head serves many settings: the objective is then its
             mean over them. Several numbers, or a range ``{from, to, points}``: see :func:`threshold_points`.
@@ -124,13 +146,12 @@ class FSDLoss:
         objective: "log": mean over chains of −ln(L/S); "log_mean": −ln(mean L/S); "linear": mean of S−L, whose
             gradient is that of the negative mean length.
         width: children per node, or None for a sampled chain.
-        temperature: of p in e, c and the anchor, and of q too for a sampled chain; a tree's children come from the
-            raw q at every temperature. The gate reads raw distributions, as decoding does. c is multiplied by it, as
-            decoding charges the limit of temperature times KL at temperature 0.
+        temperature: of p in e, c and the anchor, and of q as a law: a tree's children come from the raw q at every
+            temperature. The gate reads raw distributions, as decoding does. c is multiplied by it, as decoding charges
+            the limit of temperature times KL at temperature 0.
         price: λ >= 0, what a nat per emitted token weighs against the objective; 0 leaves spending out.
-        anchor: weight of KL(p||q) over all supervised rows, of the distributions that e compares, or a schedule
-            ``{from, to, over}``. Where a first step is refused, the steps after it get no gradient from L: the anchor
-            keeps them learning.
+        anchor: weight of KL(p||q) over all supervised rows, p at the temperature and q as drafts are drawn from it.
+            Where a first step is refused, the steps after it get no gradient from L: the anchor keeps them learning.
         w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -143,11 +164,11 @@ class FSDLoss:
         divergence: str = "js",
         threshold: float | Sequence[float] | Mapping[str, Any] = 0.3,
         threshold_weights: Sequence[float] | None = None,
-        softness: float = 0.1,
+        softness: float | Mapping[str, Any] = 0.1,
         objective: str = "log",
         width: int | None = None,
-        temperature: float = 1.0,
-        price: float = 0.0,
+        temperature: float | Mapping[str, Any] = 1.0,
+        price: float | Mapping[str, Any] = 0.0,
         anchor: float | Mapping[str, Any] = 0.1,
         w_feature: float = 0.0,
         chunk_size: int = 1024,
@@ -158,53 +179,57 @@ class FSDLoss:
                 f"fsd: rule is one of {', '.join(RULES)} and objective one of {', '.join(OBJECTIVES)}, "
                 f"got {rule!r} and {objective!r}."
             )
-        if not softness > 0 or not temperature > 0:
-            raise DataError(f"fsd: softness and temperature must be positive, got {softness} and {temperature}.")
         if width is not None and width < 1:
             raise DataError(f"fsd: width must be at least 1, or None for a sampled chain, got {width}.")
-        self.anchor = Schedule.read(anchor, "fsd: anchor")
-        if not min(self.anchor.start, self.anchor.end) >= 0 or not w_feature >= 0 or not 0 <= price < math.inf:
-            raise DataError(
-                "fsd: anchor, w_feature and price must not be negative, nor price infinite, "
-                f"got {anchor}, {w_feature} and {price}."
-            )
+        if not w_feature >= 0:
+            raise DataError(f"fsd: w_feature must not be negative, got {w_feature}.")
         check_chunk_size(chunk_size)
-        self.thresholds, self.shares = (points, shares) if rule == "fuzzy" else ([0.0], [1.0])
-        self.softness = softness
+        self.softness = _schedule(softness, "softness", positive=True)
+        self.temperature = _schedule(temperature, "temperature", positive=True)
+        self.price = _schedule(price, "price")
+        self.anchor = _schedule(anchor, "anchor")
+        self._gated, self._strict = rule != "exact", rule == "fuzzy-strict"
+        self.thresholds, self.shares = (points, shares) if self._gated else ([0.0], [1.0])
         self.objective = objective
         self.width = width
-        self.temperature = temperature
-        self.price = price if rule == "fuzzy" else 0.0
         self.w_feature = w_feature
         self.chunk_size = chunk_size
-        # what is computed per row: the exact part, then those of these that are used
-        self._measures: dict[str, RowFunction] = {"exact": self._exact_part}
-        if self.price and width is None:  # what the law q costs where a sampled chain's gate is open
-            self._measures["cost"] = divergence_rows("kl")
-        if self.anchor.start or self.anchor.end:
-            self._measures["anchor"] = divergence_rows("reverse_kl")
-        self._raw_measures = {"distance": divergence_rows(divergence)} if rule == "fuzzy" else {}
-        self._fuzzy = rule == "fuzzy"
+        self._distance = divergence_rows(divergence)
+        used = {  # what is computed per row
+            "closed": True,
+            "opened": self._strict and width is not None,
+            "distance": self._gated,
+            "cost": self._gated and (self._strict or width is None) and max(self.price.start, self.price.end) > 0,
+            "anchor": max(self.anchor.start, self.anchor.end) > 0,
+        }
+        self._names = [name for name, wanted in used.items() if wanted]
 
-    def _compared(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """ln p and ln q as decoding at ``temperature`` compares them: a tree's children come from the raw q."""
-        if self.temperature == 1.0:
-            return log_p, log_q
-        log_p = (log_p / self.temperature).log_softmax(-1)
-        return log_p, log_q if self.width else (log_q / self.temperature).log_softmax(-1)
+    def _compared(self, log_p: Tensor, log_q: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """ln p, ln q, and the logarithm of what drafts are drawn from, as decoding at this temperature has them."""
+        if temperature == 1.0:
+            return log_p, log_q, log_q
+        drafts = log_q
+        if self.width is None or self._strict:  # elsewhere q is no law
+            log_q = (log_q / temperature).log_softmax(-1)
+        return (log_p / temperature).log_softmax(-1), log_q, log_q if self.width is None else drafts
 
-    def _exact_part(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """e per row, [n], of what :meth:`_compared` gives."""
-        if self.width is None:
-            return log_overlap(log_p, log_q).exp()
-        # 1−(1−q)^k without loss where q is tiny, as −ln e and its gradient want it; finite where q rounds to 1
-        drawn = -torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
-        return torch.linalg.vecdot(log_p.exp(), drawn)
-
-    def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        found = [measure(log_p, log_q) for measure in self._raw_measures.values()]
-        log_p, log_q = self._compared(log_p, log_q)
-        return torch.stack([*found, *(measure(log_p, log_q) for measure in self._measures.values())])
+    def _rows(self, log_p: Tensor, log_q: Tensor, temperature: float) -> Tensor:
+        """The values per row that ``_names`` lists, [R, n]."""
+        found = {"distance": self._distance(log_p, log_q)} if self._gated else {}
+        log_p, log_q, drafts = self._compared(log_p, log_q, temperature)
+        if self.width is None and not self._strict:
+            found["closed"] = log_overlap(log_p, drafts).exp()
+        else:  # the draft of a chain is an only child
+            # 1−(1−q)^k without loss where q is tiny, as −ln e and its gradient want it; finite where q rounds to 1
+            missed = torch.expm1((self.width or 1) * torch.log1p(-drafts.exp().clamp_max(_ALMOST_ONE)))
+            found["closed"] = -torch.linalg.vecdot(log_p.exp(), missed)
+            if "opened" in self._names:
+                found["opened"] = -torch.linalg.vecdot(log_q.exp(), missed)
+        if "cost" in self._names:
+            found["cost"] = _kl(log_p, log_q)
+        if "anchor" in self._names:
+            found["anchor"] = _reverse_kl(log_p, drafts)
+        return torch.stack([found[name] for name in self._names])
 
     def _objective(self, lengths: Tensor, steps: int) -> Tensor:
         """Scalar of the expected lengths [C]; 0, still differentiable, without any chain."""
@@ -219,39 +244,37 @@ class FSDLoss:
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         steps = batch.estimates.shape[0]
-        names = [*self._raw_measures, *self._measures]
-        found, agree = chunked_rows(self._rows, batch, self.chunk_size, count=len(names))
-        values = dict(zip(names, found, strict=True))
+        moving = (self.softness, self.temperature, self.price, self.anchor)
+        softness, temperature, price, anchor_weight = (each.at(batch.progress, batch.step) for each in moving)
+        measures = partial(self._rows, temperature=temperature)
+        live = LIVE_STRICT if self._strict else LIVE
+        found, agree = chunked_rows(measures, batch, self.chunk_size, len(self._names), live)
+        values = dict(zip(self._names, found, strict=True))
         chains = chain_rows(batch.positions, batch.weights)
         at = {name: rows.gather(1, chains) for name, rows in values.items()}  # [S, C] each
-        losses, parts = [], {"acceptance": weighted_mean(values["exact"], batch.weights).detach()}
+        losses, parts = [], {"acceptance": weighted_mean(values["closed"], batch.weights).detach()}
         for threshold, share in zip(self.thresholds, self.shares):
-            accepted, suffix = at["exact"], ""
-            if self._fuzzy:
-                gate = soft_gate(at["distance"], threshold, self.softness)
-                accepted, suffix = accepted + (1 - accepted) * gate, f"_{threshold:g}"
+            accepted, suffix = at["closed"], ""
+            if self._gated:
+                gate = soft_gate(at["distance"], threshold, softness)
+                accepted, suffix = accepted + (at.get("opened", 1.0) - accepted) * gate, f"_{threshold:g}"
             lengths = expected_length(accepted)
             losses.append(share * self._objective(lengths, steps))
             if not lengths.numel():
                 continue
             parts[f"soft_tau{suffix}"] = 1 + lengths.detach().mean()
-            if self.price and threshold > 0:
-                spent = spent_by_chain(accepted, gate, self._cost(at)).sum() / (1 + lengths).sum()
-                losses.append(share * self.price * spent)
+            if price and threshold > 0:
+                spent = spent_by_chain(accepted, gate, temperature * _nats(at)).sum() / (1 + lengths).sum()
+                losses.append(share * price * spent)
                 parts[f"spent{suffix}"] = spent.detach()
         loss = torch.stack(losses).sum()
         parts["length_loss"] = loss.detach()
         if "anchor" in values:
             anchor = weighted_mean(values["anchor"], batch.weights)
-            loss = loss + self.anchor.at(batch.progress, batch.step) * anchor
+            loss = loss + anchor_weight * anchor
             parts["reverse_kl_loss"] = anchor.detach()
         if self.w_feature:
             feature = weighted_mean(feature_distance(batch), batch.weights)
             loss = loss + self.w_feature * feature
             parts["feature_loss"] = feature.detach()
         return LossOutput(loss, parts, agree)
-
-    def _cost(self, at: Mapping[str, Tensor]) -> Tensor:
-        """Nats that an open gate spends at each context, [S, C]."""
-        nats = at["cost"] if "cost" in at else -at["exact"].clamp_min(torch.finfo(torch.float32).tiny).log()
-        return self.temperature * nats

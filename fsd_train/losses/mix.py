@@ -54,7 +54,7 @@ class MixLoss:
                 raise DataError(f"loss: all weights are 0 at the {when} of the run; leave one above 0.")
         found = {where for part in self.parts if (where := reference_of(part.loss)) is not None}
         if len(found) > 1:
-            raise DataError(f"loss: one reference head at a time, but the mix names {', '.join(sorted(found))}.")
+            raise DataError(f"loss: one reference at a time, but the mix names {', '.join(sorted(found))}.")
         self.reference = next(iter(found), None)
         self.couples_rows = any(getattr(part.loss, "couples_rows", False) for part in self.parts)
 

@@ -21,7 +21,7 @@ from fsd_train.losses.base import DraftBatch, LMHead
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
 
-# A block has 1/LIVE of chunk_size's rows: at the peak 6 to 16 tensors of a block's size are alive (logits, both
+# A block has 1/LIVE of chunk_size's rows: at the peak 6 to 18 tensors of a block's size are alive (logits, both
 # log-probabilities, what autograd keeps of the row function), so that 1.3 chunk_size bounds them all.
 LIVE = 14
 
@@ -78,15 +78,14 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, rows: RowFunction, count: int, chunk_size: int,
-        weights: Tensor,
+        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, rows: RowFunction, count: int,
+        pieces: Sequence[slice], weights: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         steps, length, _ = estimates.shape
         values = torch.zeros(count, steps, length, dtype=torch.float32, device=estimates.device)
         agree = torch.zeros(steps, length, dtype=torch.bool, device=estimates.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.zeros_like(estimates) if wanted and count == 1 else None
-        pieces = blocks(length, chunk_size)
         counted = supervised_rows(weights, pieces)
         for piece, numbers in zip(pieces, counted, strict=True):
             log_p = head(features[piece]).log_softmax(-1)
@@ -128,25 +127,27 @@ class _ChunkedRows(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-def chunked_rows(rows: RowFunction, batch: DraftBatch, chunk_size: int, count: int = 1) -> tuple[Tensor, Tensor]:
+def chunked_rows(
+    rows: RowFunction, batch: DraftBatch, chunk_size: int, count: int = 1, live: int = LIVE
+) -> tuple[Tensor, Tensor]:
     """A row function at every row and step of a batch whose weight is not 0.
 
     Args:
         rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
         batch: its estimates are the only differentiable argument.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
-            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ 14).
+            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ live).
         count: R.
+        live: how many tensors of a block's size the row function may keep alive, divided by 1.3.
 
     Returns:
         (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token); 0 and
         False where the weight is 0
     """
     weights = batch.weights.repeat(len(batch.estimates) // len(batch.weights), 1)
+    pieces = blocks(weights.shape[1], chunk_size, live)
     with torch.autocast(batch.estimates.device.type, enabled=False):
-        values, agree = _ChunkedRows.apply(
-            batch.estimates, batch.features, batch.head, rows, count, chunk_size, weights
-        )
+        values, agree = _ChunkedRows.apply(batch.estimates, batch.features, batch.head, rows, count, pieces, weights)
     return values, agree
 
 
