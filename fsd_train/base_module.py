@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsd_infer.errors import DataError
 from fsd_infer.head import EagleHead
 from fsd_infer.target import Target
+from fsd_train.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
 from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
@@ -131,9 +132,15 @@ class DistillationModule(LightningModule, ABC):
 
     @property
     def target(self) -> Target:
-        """The frozen target, loaded when first asked for; without its layers if features come from a cache."""
+        """The frozen target, loaded when first asked for; without its layers if features come from a cache.
+
+        Raises DataError if the cached features are another target's.
+        """
         if self._frozen.target is None:
-            self._frozen.target = self._load_target()
+            target = self._load_target()
+            if self._feature_store is not None:
+                self._feature_store.check_target(target)
+            self._frozen.target = target
         return self._frozen.target
 
     def _load_target(self) -> Target:
@@ -154,6 +161,11 @@ class DistillationModule(LightningModule, ABC):
     def _datamodule(self) -> Any:
         """The trainer's data module, if there is one."""
         return getattr(self._trainer, "datamodule", None)
+
+    @property
+    def _feature_store(self) -> FeatureStore | None:
+        """The data module's cached features, if there are any."""
+        return getattr(self._datamodule, "feature_store", None)
 
     def _move_target(self) -> None:
         move(self.target, self.device)

@@ -221,6 +221,9 @@ class AnswersDataModule(LightningDataModule):
         num_workers: processes that collate; 0 is fastest for answers without cached features.
         pin_memory: for training on CUDA devices.
         seed: of the order of batches.
+
+    Attributes:
+        feature_store: the cached features, after ``setup``; None where features are computed during training.
     """
 
     def __init__(
@@ -251,7 +254,7 @@ class AnswersDataModule(LightningDataModule):
         self.tokenizer_name, self.vocab_size = tokenizer, vocab_size
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self.features = features
-        self._store: FeatureStore | None = None
+        self.feature_store: FeatureStore | None = None
         self.train_set: AnswersDataset | None = None
         self.validation_set: AnswersDataset | None = None
 
@@ -267,9 +270,9 @@ class AnswersDataModule(LightningDataModule):
             held, _ = read_answers(self.validation_files, tokenizer, **options)
         self.validation_set = held
         if self.features is not None:
-            self._store = FeatureStore(self.features)
-            self.train_set = self._cached(self.train_set, self._store)
-            self.validation_set = self._cached(held, self._store) if len(held) else held
+            self.feature_store = FeatureStore(self.features)
+            self.train_set = self._cached(self.train_set, self.feature_store)
+            self.validation_set = self._cached(held, self.feature_store) if len(held) else held
 
     def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
         """The rows whose features are in the cache. Raises DataError if there are none."""
@@ -282,11 +285,6 @@ class AnswersDataModule(LightningDataModule):
         if len(keep) < len(rows):
             log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
         return rows.subset(keep)
-
-    @property
-    def feature_layers(self) -> list[int] | None:
-        """The inner layers that cached features hold, or None where features are computed during training."""
-        return None if self._store is None else self._store.layers
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it)."""
@@ -321,7 +319,7 @@ class AnswersDataModule(LightningDataModule):
         return TokenBudgetSampler(dataset.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
 
     def _with_features(self, rows: AnswersDataset) -> Dataset[Any]:
-        return rows if self._store is None else WithFeatures(rows, self._store)
+        return rows if self.feature_store is None else WithFeatures(rows, self.feature_store)
 
     def _loader_options(self) -> dict[str, Any]:
         return {

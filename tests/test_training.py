@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from fsd_train.module import EagleModule
 from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
-from tests.train_toys import make_toys
+from tests.train_toys import make_toys, save_toy_target
 
 STEPS = 24
 
@@ -294,6 +295,40 @@ def test_cached_features_need_no_layers(toys: Path) -> None:
         heads[-1].initialise_from(target)
     for name, value in heads[0].state_dict().items():
         assert torch.equal(value, heads[1].state_dict()[name]), name
+
+
+def test_a_digest_of_weights_depends_on_nothing_else(toys: Path, tmp_path: Path) -> None:
+    name = str(toys / "target")
+    whole = Target.from_pretrained(name, dtype=torch.float32)
+    digest = whole.weights_digest()
+    slim = load_slim(name, torch.bfloat16)
+    assert slim is not None and slim.weights_digest() == digest
+    assert Target.from_pretrained(name, dtype=torch.bfloat16).weights_digest() == digest
+    for part in (whole.lm_head_weight, whole.model.get_input_embeddings().weight, whole.decoder.norm.weight):
+        value = part.view(-1)[5].item()
+        part.view(-1)[5] += 0.1
+        assert whole.weights_digest() != digest
+        part.view(-1)[5] = value
+    assert whole.weights_digest() == digest
+    assert Target.from_pretrained(str(save_toy_target(tmp_path, seed=1))).weights_digest() != digest
+
+
+def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> None:
+    save_toy_target(tmp_path / "target", seed=1)
+    for name in ("answers.jsonl", "features"):
+        (tmp_path / name).symlink_to(toys / name)
+    with pytest.raises(DataError, match="features.*another target's.*weights_sha256"):
+        fit(tmp_path, tmp_path / "run")
+
+
+def test_a_damaged_shard_stops_training(toys: Path, tmp_path: Path) -> None:
+    shutil.copytree(toys, tmp_path / "toys")
+    shard = tmp_path / "toys" / "features" / "shard-00000.safetensors"
+    with shard.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes(1000))
+    with pytest.raises(DataError, match=f"{shard} does not match its checksum"):
+        fit(tmp_path / "toys", tmp_path / "run")
 
 
 def test_bad_options_are_named(toys: Path) -> None:
