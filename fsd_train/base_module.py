@@ -21,7 +21,7 @@ from fsd_train.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
 from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
-from fsd_train.safety import CheckResume, StopOnNonFinite, check_state
+from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, check_target, target_record
 from fsd_train.slim import load_slim, move
 from fsd_train.unroll import supervised
 
@@ -229,8 +229,10 @@ class DistillationModule(LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["training_seconds"] = self._seconds
+        checkpoint["target"] = target_record(self.target)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_target(self, self.target, checkpoint.get("target"))
         check_state(self, checkpoint)
         self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
 

@@ -237,6 +237,33 @@ def test_checkpoints_of_another_strategy_are_refused(toys: Path, single: dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_checkpoints_of_another_target_or_order_are_refused(
+    strategy: str, toys: Path, tmp_path: Path, repo_root: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+
+    def run(out: Path, devices: int, *more: str) -> subprocess.CompletedProcess[str]:
+        spread = ["--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+        more = (*more, "--trainer.val_check_interval", str(2 * ACCUMULATE))
+        return subprocess.run(
+            [sys.executable, "-m", "fsd_train.cli", *command(toys, out, ACCUMULATE, *spread, *more)],
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+
+    done = run(tmp_path / "first", RANKS)
+    assert done.returncode == 0, done.stderr
+    resume = ["--ckpt_path", str(tmp_path / "first" / "ckpt" / "last.ckpt"), "--trainer.max_steps", str(STEPS + 2)]
+    other = save_toy_target(tmp_path / "target", seed=1)
+    done = run(tmp_path / "target-run", RANKS, *resume, "--model.target", str(other))
+    assert done.returncode == 1 and "another target" in done.stderr
+    done = run(tmp_path / "devices-run", 1, *resume)
+    assert done.returncode == 1 and f"replicas ({RANKS}, now 1)" in done.stderr
+    done = run(tmp_path / "same-run", RANKS, *resume)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_command_starts_its_own_ranks(strategy: str, toys: Path, tmp_path: Path, repo_root: Path) -> None:
     """As users run it, in bf16 and with noise."""
     more = ["--trainer.strategy", strategy, "--trainer.devices", str(RANKS), "--trainer.precision", "bf16-mixed"]

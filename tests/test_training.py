@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -365,20 +365,52 @@ def command(toys: Path, out: Path, *more: str) -> list[str]:
     return ["fit", "--config", str(out / "config.json"), *more]
 
 
+def test_a_recipe_for_another_target_cannot_resume(
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own model section counts, not the checkpoint's."""
+    other = save_toy_target(tmp_path / "other", seed=1)
+    resume = ["--model.target", str(other), "--ckpt_path", str(whole[2] / "ckpt" / "step=20.ckpt")]
+    assert cli(command(toys, tmp_path, *resume, "--data.features", "null")) == 1
+    assert f"({toys / 'target'}, weights" in capsys.readouterr().err
+
+
+class Kill(Callback):
+    """Ends the process in a batch, as a power cut would: its gradients are there, its step is not."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:
-    argv = command(toys, tmp_path / "killed")
+    """Killed in any batch behind the first checkpoint, be it the first or the second of a step."""
+    seed = random.SystemRandom().randrange(10**6)
+    batch = random.Random(seed).randrange(5 * 2, 30 * 2)
+    print(f"seed {seed}: killed in batch {batch}")  # shown where the test fails
+    options = [
+        "--trainer.max_steps", "30", "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
+        "--model.chain_share", "0.6", "--model.ema_decay", "0.9",
+    ]  # fmt: skip
+    argv = command(toys, tmp_path / "killed", *options)
+    kill = ["--trainer.callbacks+", "tests.test_training.Kill", "--trainer.callbacks.batch", str(batch)]
     environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fsd_train.cli", *argv, *kill],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
     last = tmp_path / "killed" / "ckpt" / "last.ckpt"
-    while process.poll() is None and not last.exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    _, messages = process.communicate(timeout=60)
-    assert last.exists(), messages
     assert cli([*argv, "--ckpt_path", str(last)]) == 0
-    assert cli(command(toys, tmp_path / "straight")) == 0
-    resumed, straight = (load_head(tmp_path / name / "head") for name in ("killed", "straight"))
-    for name, value in straight.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert cli(command(toys, tmp_path / "straight", *options)) == 0
+    resumed, straight = (
+        torch.load(tmp_path / name / "ckpt" / "last.ckpt", weights_only=True) for name in ("killed", "straight")
+    )
+    for part in ("state_dict", "current_model_state"):  # the averaged weights, and those that are averaged
+        for name, value in straight[part].items():
+            assert torch.equal(value, resumed[part][name]), name
+    heads = [load_head(tmp_path / name / "head").state_dict() for name in ("killed", "straight")]
+    assert all(torch.equal(value, heads[0][name]) for name, value in heads[1].items())
