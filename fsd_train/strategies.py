@@ -145,8 +145,9 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Does this process hold a part of the weights only?"""
-    return isinstance(module, FSDPModule) or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    """Does this process hold a part only of some of the weights?"""
+    sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 @contextmanager

@@ -123,6 +123,10 @@ def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match="prompts"):
         DecodedTau(prompts=0)
     module, data = make(toys)
+    with pytest.raises(DataError, match="room for 127 tokens"):  # of 128 positions; said before the first step
+        trainer(tmp_path, DecodedTau(max_new_tokens=127)).fit(module, data)
+    assert module.global_step == 0
+    module, data = make(toys)
     data.validation_fraction = 0.0
     with pytest.raises(DataError, match="validation"):
         trainer(tmp_path, DecodedTau()).fit(module, data)
