@@ -174,11 +174,11 @@ def releasable(module: nn.Module) -> set[nn.Module]:
     return {part for part in module.modules() if type(part) is nn.Linear and holders[id(part.weight)] == 1}
 
 
-def rows_of(linear: nn.Module, ids: Tensor | None) -> Tensor:
-    """Rows ids [K] of a linear layer's weight, or the whole weight; from the packed one where it was let go."""
-    weight: Tensor = linear.weight  # type: ignore[assignment]
-    if weight.is_meta and is_replaced(linear):
-        packed = vars(linear)["forward"].packed[0]
+def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
+    """Rows ids [K] of a linear layer's or embedding's weight, or all of it; from the packed one where it was let go."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    if (weight.is_meta or not len(weight)) and is_replaced(layer):
+        packed = vars(layer)["forward"].packed[0]
         return packed.weight.to_dense() if ids is None else packed.rows(ids)
     return weight if ids is None else weight[ids].contiguous()
 

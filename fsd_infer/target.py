@@ -18,6 +18,8 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.models import load_target
 from fsd_infer.token_ids import eos_ids
 
+_DIGEST_ROWS = 1024
+
 
 class Target:
     """A frozen causal LM with its tokenizer.
@@ -134,6 +136,23 @@ class Target:
             "vocab_size": self.vocab_size,
             "vocabulary_sha256": digest,
         }
+
+    def weights_digest(self) -> str:
+        """16 hexadecimal digits that tell this target's weights from another's of the same shape.
+
+        They come from the final norm and about a thousand rows each of embeddings and LM head, which a target without
+        its layers (:func:`fsd_train.slim.load_slim`) has too: a fine-tuned copy that left all of these alone is not
+        told apart. Values are rounded to bf16, so dtype, device and packing of the weights do not matter.
+        """
+        rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
+        tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        parts = [rows_of(table, rows) for table in tables]
+        norm = getattr(getattr(self.decoder, "norm", None), "weight", None)
+        digest = hashlib.sha256()
+        for part in parts if norm is None else [*parts, norm]:
+            values = part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
+            digest.update(values.numpy().astype("<i2", copy=False).tobytes())
+        return digest.hexdigest()[:16]
 
     # operations ----------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
+from fsd_train.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
 from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
-from fsd_train.safety import CheckResume, StopOnNonFinite, check_state
+from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, check_target, target_record
 from fsd_train.slim import load_slim, move
 from fsd_train.unroll import supervised
 
@@ -130,9 +131,15 @@ class DistillationModule(LightningModule, ABC):
 
     @property
     def target(self) -> Target:
-        """The frozen target, loaded when first asked for; without its layers if features come from a cache."""
+        """The frozen target, loaded when first asked for; without its layers if features come from a cache.
+
+        Raises DataError if the cached features are another target's.
+        """
         if self._frozen.target is None:
-            self._frozen.target = self._load_target()
+            target = self._load_target()
+            if self._feature_store is not None:
+                self._feature_store.check_target(target)
+            self._frozen.target = target
         return self._frozen.target
 
     def _load_target(self) -> Target:
@@ -153,6 +160,11 @@ class DistillationModule(LightningModule, ABC):
     def _datamodule(self) -> Any:
         """The trainer's data module, if there is one."""
         return getattr(self._trainer, "datamodule", None)
+
+    @property
+    def _feature_store(self) -> FeatureStore | None:
+        """The data module's cached features, if there are any."""
+        return getattr(self._datamodule, "feature_store", None)
 
     def _move_target(self) -> None:
         move(self.target, self.device)
@@ -216,8 +228,10 @@ class DistillationModule(LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["training_seconds"] = self._seconds
+        checkpoint["target"] = target_record(self.target)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_target(self, self.target, checkpoint.get("target"))
         check_state(self, checkpoint)
         self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
 

@@ -24,7 +24,7 @@ from fsd_infer.fuse import speed_up
 from fsd_infer.rules import parse_rule
 from fsd_infer.target import Target
 from fsd_train.metrics import DEFAULT_RULES
-from fsd_train.strategies import whole_head
+from fsd_train.strategies import is_sharded, whole_head
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ class DecodedTau(Callback):
 
     Memory: a copy of the head or drafter in the target's dtype while decoding; and, where features are cached and the
     target was therefore loaded without its layers, the whole target (2 bytes per parameter in bf16) from the first
-    time on. Single-process and ddp strategies only; rank 0 decodes and the others wait.
+    time on. Rank 0 decodes and the others wait; where fsdp shards the target all ranks decode the same, since each of
+    its layers is put together by all.
 
     Args:
         rules: as for `fsd-infer`: "exact", "fuzzy:js:0.3" ...
@@ -243,7 +244,7 @@ class DecodedTau(Callback):
         self.tree = None if tree is None else TreeShape(**tree)
         self.points: dict[str, list[tuple[int, float]]] = {}
         self._full: Target | None = None
-        self._last = -1
+        self._last = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"points": self.points}
@@ -254,12 +255,14 @@ class DecodedTau(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.strategy.restore_checkpoint_after_setup:  # fsdp, deepspeed: no rank has all weights
-            raise DataError(
-                f"DecodedTau cannot decode under {type(trainer.strategy).__name__}: leave it out, or use ddp."
-            )
         if not getattr(getattr(trainer, "datamodule", None), "validation_set", None):
             raise DataError("DecodedTau needs validation rows: set data.validation_fraction or data.validation_files.")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._prompts(trainer, pl_module.target)  # type: ignore[arg-type]  # none fits: better said now than in hours
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = trainer.global_step  # which the first of accumulated batches still ends with
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -277,9 +280,11 @@ class DecodedTau(Callback):
         """Decode now, log, and return what was logged."""
         self._last = trainer.global_step
         values: dict[str, float] = {}
-        if trainer.is_global_zero:
-            with _averaged(trainer, pl_module):
-                values = self.measure(trainer, pl_module)
+        together = is_sharded(pl_module.target.model)  # type: ignore[union-attr,arg-type]
+        with whole_head(pl_module):
+            if together or trainer.is_global_zero:
+                with _averaged(trainer, pl_module):
+                    values = self.measure(trainer, pl_module)
         values = trainer.strategy.broadcast(values)  # the others wait here
         for name, value in values.items():
             self.points.setdefault(name, []).append((self._last, value))

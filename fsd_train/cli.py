@@ -51,6 +51,9 @@ def lightning(argv: Sequence[str]) -> int:
             if self.config.get("subcommand") == "fit":
                 check_checkpoint(self.config["fit"].get("ckpt_path"))  # before anything is loaded
 
+        def _parse_ckpt_path(self) -> None:
+            """Nothing: Lightning lets a checkpoint's model section win over recipe and command line, without a word."""
+
         def instantiate_classes(self) -> None:
             try:
                 super().instantiate_classes()

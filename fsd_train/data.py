@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,6 +21,7 @@ from fsd_infer.prompts import encode_conversation, row_id
 from fsd_infer.rowfiles import read_rows
 from fsd_train.backends import stable_seed
 from fsd_train.features import FeatureStore, WithFeatures, sequence_key
+from fsd_train.safety import check_order
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,16 @@ class AnswersDataset(Dataset[Item]):
         for ids, mask in zip(self._ids, self._masks, strict=True):
             counts += torch.bincount(ids[mask], minlength=vocab_size)
         return counts
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that identify the rows' ids and masks, in their order."""
+        digest = hashlib.sha256()
+        for ids, mask in zip(self._ids, self._masks, strict=True):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(ids.numpy().astype("<i4", copy=False).tobytes())
+            digest.update(mask.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def answer_tokens(self) -> int:
@@ -208,7 +221,7 @@ class AnswersDataModule(LightningDataModule):
 
     The sampler shares batches out among replicas itself; set ``use_distributed_sampler: false`` on Trainer, which
     cannot know how to split a batch sampler of this kind (`fsd-train` does so). The place within an epoch is stored in
-    checkpoints and resumed from.
+    checkpoints and resumed from, with the same rows, ``batch_tokens``, ``seed`` and number of replicas only.
 
     Args:
         train_files: files that `fsd-train regenerate` wrote, or conversations as JSON lines, Parquet or directories of
@@ -225,6 +238,9 @@ class AnswersDataModule(LightningDataModule):
         num_workers: processes that collate; 0 is fastest for answers without cached features.
         pin_memory: for training on CUDA devices.
         seed: of the order of batches.
+
+    Attributes:
+        feature_store: the cached features, after ``setup``; None where features are computed during training.
     """
 
     def __init__(
@@ -255,7 +271,7 @@ class AnswersDataModule(LightningDataModule):
         self.tokenizer_name, self.vocab_size = tokenizer, vocab_size
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self.features = features
-        self._store: FeatureStore | None = None
+        self.feature_store: FeatureStore | None = None
         self.train_set: AnswersDataset | None = None
         self.validation_set: AnswersDataset | None = None
 
@@ -271,9 +287,22 @@ class AnswersDataModule(LightningDataModule):
             held, _ = read_answers(self.validation_files, tokenizer, **options)
         self.validation_set = held
         if self.features is not None:
-            self._store = FeatureStore(self.features)
-            self.train_set = self._cached(self.train_set, self._store)
-            self.validation_set = self._cached(held, self._store) if len(held) else held
+            self.feature_store = FeatureStore(self.features)
+            self.train_set = self._cached(self.train_set, self.feature_store)
+            self.validation_set = self._cached(held, self.feature_store) if len(held) else held
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of training batches follows from. Checkpoints hold it."""
+        assert self.train_set is not None, "setup() has not run"
+        replicas = 1 if self.trainer is None else self.trainer.world_size
+        return {
+            "rows": self.train_set.digest, "batch_tokens": self.batch_tokens, "seed": self.seed, "replicas": replicas
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise CheckpointError if training would go on in another order than the checkpoint's."""
+        if self.trainer is not None and self.trainer.training:
+            check_order(self.trainer, self.state_dict(), state_dict)
 
     def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
         """The rows whose features are in the cache. Raises DataError if there are none."""
@@ -286,11 +315,6 @@ class AnswersDataModule(LightningDataModule):
         if len(keep) < len(rows):
             log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
         return rows.subset(keep)
-
-    @property
-    def feature_layers(self) -> list[int] | None:
-        """The inner layers that cached features hold, or None where features are computed during training."""
-        return None if self._store is None else self._store.layers
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it)."""
@@ -325,7 +349,7 @@ class AnswersDataModule(LightningDataModule):
         return TokenBudgetSampler(dataset.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
 
     def _with_features(self, rows: AnswersDataset) -> Dataset[Any]:
-        return rows if self._store is None else WithFeatures(rows, self._store)
+        return rows if self.feature_store is None else WithFeatures(rows, self.feature_store)
 
     def _loader_options(self) -> dict[str, Any]:
         return {

@@ -2,7 +2,8 @@
 
 A cache is a directory:
 
-    index.json               format, target fingerprint, layers whose outputs stand behind the final features
+    index.json               format, target (fingerprint and digest of its weights), layers whose outputs stand behind
+                             the final features
     shard-00000.safetensors  features [tokens, F] bf16, the sequences one after the other
     shard-00000.json         keys and offsets of the sequences, checksum of the file above
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -34,8 +36,12 @@ from fsd_infer.errors import DataError
 from fsd_infer.files import read_json, sha256_of, write_json
 from fsd_infer.target import Target
 
+log = logging.getLogger(__name__)
+
 FORMAT = "fsd-features"
 VERSION = 1
+_WEIGHTS = "weights_sha256"  # in the header's target; caches of earlier versions lack it
+_AGAIN = "delete it and its .json, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
 _Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
 
@@ -51,22 +57,17 @@ class FeatureStore:
 
     Args:
         directory: the cache.
-        fingerprint: :meth:`Target.fingerprint` of the target in use; refused if the cache is another target's.
-        verify: compare every shard with its checksum now (reads everything once).
 
     Raises:
-        DataError: no cache, another format or target, or a damaged shard.
+        DataError: no cache, another format, or a missing or truncated shard.
     """
 
-    def __init__(
-        self, directory: str | Path, fingerprint: Mapping[str, Any] | None = None, verify: bool = False
-    ) -> None:
+    def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.header = _read_header(self.directory)
-        if fingerprint is not None:
-            _check_target(self.directory, self.header, fingerprint)
         self.layers: list[int] = self.header.get("layers", [])
         self._shards: list[Path] = []
+        self._checksums: list[str | None] = []  # None once a shard was found to match: data workers inherit that
         self._where: dict[str, tuple[int, int, int]] = {}
         self._open: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -74,12 +75,30 @@ class FeatureStore:
             path = self.directory / record["file"]
             if not path.is_file() or path.stat().st_size != record["bytes"]:
                 raise DataError(f"{path} is missing or truncated: delete {path.with_suffix('.json')} and cache again.")
-            if verify and sha256_of(path) != record["sha256"]:
-                raise DataError(f"{path} does not match its checksum: delete it and its .json, and cache again.")
             offsets = record["offsets"]
             for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
                 self._where[key] = (len(self._shards), start, stop)
             self._shards.append(path)
+            self._checksums.append(record["sha256"])
+
+    def check_target(self, target: Target) -> None:
+        """Raise DataError if the features are another target's, or one's of the same shape with other weights.
+
+        A cache of an earlier version does not say which weights it was made with: that is told in a warning.
+        """
+        held = self.header["target"]
+        for key, ours in _facts(target).items():
+            theirs = held.get(key)
+            if ours is not None and theirs is not None and ours != theirs:
+                raise DataError(
+                    f"the features in {self.directory} are another target's ({key}: {theirs!r}, {target.name} has "
+                    f"{ours!r}). Cache this target's in another directory, or delete this one."
+                )
+        if _WEIGHTS not in held:
+            log.warning(
+                "%s does not say which weights its features were computed with (an earlier version made it): make sure "
+                "that they are those of %s, or cache again", self.directory, target.name,
+            )  # fmt: skip
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -93,18 +112,29 @@ class FeatureStore:
         return sum(stop - start for _, start, stop in self._where.values())
 
     def get(self, key: str) -> Tensor:
-        """Features [M, F] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged."""
+        """Features [M, F] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged.
+
+        Of each shard that means its checksum: it is compared once, when a process first reads from it.
+        """
         if key not in self._where:
             raise DataError(f"{self.directory} lacks the features of sequence {key}: run `fsd-train cache-features`.")
         shard, start, stop = self._where[key]
         if self._pid != os.getpid():  # a data worker must not share its parent's file handles
             self._open, self._pid = {}, os.getpid()
         if shard not in self._open:
+            self._verify(shard)
             try:
                 self._open[shard] = safe_open(self._shards[shard], framework="pt").get_slice("features")
             except SafetensorError as error:
-                raise DataError(f"{self._shards[shard]} is damaged ({error}): delete it and its .json.") from error
+                raise DataError(f"{self._shards[shard]} is damaged ({error}): {_AGAIN}") from error
         return self._open[shard][start:stop]
+
+    def _verify(self, shard: int) -> None:
+        """Raise DataError unless a shard matches its checksum, the first time that this process opens it."""
+        path, expected = self._shards[shard], self._checksums[shard]
+        if expected is not None and sha256_of(path) != expected:
+            raise DataError(f"{path} does not match its checksum: {_AGAIN}")
+        self._checksums[shard] = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
@@ -158,15 +188,13 @@ def cache_features(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     header = directory / "index.json"
-    if header.exists():
-        _check_target(directory, _read_header(directory), target.fingerprint())
-        _check_layers(directory, _read_header(directory), target.watched)
-    else:
+    if not header.exists():
         write_json(
-            header,
-            {"format": FORMAT, "version": VERSION, "target": target.fingerprint(), "layers": list(target.watched)},
+            header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.watched)}
         )
     held = FeatureStore(directory)
+    held.check_target(target)
+    _check_layers(held, target.watched)
     todo: dict[str, Sequence[int] | Tensor] = {}
     total = held.tokens
     for ids in sequences:
@@ -259,22 +287,16 @@ def _read_header(directory: Path) -> dict[str, Any]:
     return header
 
 
-def _check_target(directory: Path, header: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
-    for key, ours in fingerprint.items():
-        theirs = header["target"].get(key)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise DataError(
-                f"the features in {directory} are another target's ({key}: {theirs!r}, the target has {ours!r}). "
-                "Give another directory, or delete this one."
-            )
+def _facts(target: Target) -> dict[str, Any]:
+    """What the header records of a target."""
+    return {**target.fingerprint(), _WEIGHTS: target.weights_digest()}
 
 
-def _check_layers(directory: Path, header: Mapping[str, Any], layers: Sequence[int]) -> None:
-    held = header.get("layers", [])
-    if held != list(layers):
+def _check_layers(store: FeatureStore, layers: Sequence[int]) -> None:
+    if store.layers != list(layers):
         raise DataError(
-            f"the cache {directory} holds inner layers {held}, not {list(layers)}. Give another --output, or the same "
-            "--layers."
+            f"the cache {store.directory} holds inner layers {store.layers}, not {list(layers)}. Give another "
+            "--output, or the same --layers."
         )
 
 

@@ -155,7 +155,8 @@ class EagleModule(DistillationModule):
 
     def _load_target(self) -> Target:
         target = super()._load_target()
-        self._agree_on_layers(target, getattr(self._datamodule, "feature_layers", None))
+        store = self._feature_store
+        self._agree_on_layers(target, None if store is None else store.layers)
         return target
 
     def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:

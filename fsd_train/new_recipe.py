@@ -347,6 +347,11 @@ trainer:
       init_args:
         directory: {run}/head
         every_n_train_steps: {every}
+    - class_path: fsd_train.callbacks.DecodedTau   # accepted length on validation prompts, really decoded
+      init_args:
+        every_n_train_steps: {500 if small else 2000}
+        prompts: 8
+        max_new_tokens: 64
     - class_path: fsd_train.callbacks.LossCurve
       init_args:
         path: {run}/curves.png

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import pickle
 from pathlib import Path
@@ -15,7 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsd_infer.errors import CheckpointError, NonFiniteLossError
+from fsd_infer.target import Target
 
+log = logging.getLogger(__name__)
+
+_ANEW = "For another one begin anew, from its exported head as model.initial_head (a small LM: as model.drafter)."
 # what Trainer itself resolves, to a path or to nothing
 SPECIAL = frozenset({"last", "best", "hpc", "registry"})
 # one of these lies in a directory that a sharding strategy wrote
@@ -67,16 +72,59 @@ def check_state(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     trainer = module._trainer
     if trainer is not None and trainer.strategy.restore_checkpoint_after_setup:
         return  # sharded by now: the strategy compares them
-    where = "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)
     ours, theirs = module.state_dict(), checkpoint["state_dict"]
     wrong = sorted(set(ours) ^ set(theirs)) + [
         name for name in ours.keys() & theirs.keys() if ours[name].shape != theirs[name].shape
     ]
     if wrong:
         raise CheckpointError(
-            f"{where} was written with other settings: {len(wrong)} tensors differ in name or shape, first "
+            f"{_source(trainer)} was written with other settings: {len(wrong)} tensors differ in name or shape, first "
             f"{wrong[0]!r}. Resume with the model section that it was trained with."
         )
+
+
+def target_record(target: Target) -> dict[str, str]:
+    """What a checkpoint says of the target it was trained on; for :func:`check_target`."""
+    return {"name": target.name, "weights_sha256": target.weights_digest()}
+
+
+def check_target(module: LightningModule, target: Target, record: dict[str, str] | None) -> None:
+    """Raise CheckpointError if a checkpoint was trained on another target, or on other weights of the same shape.
+
+    One of an earlier version has no record: that is told in a warning.
+    """
+    source = _source(module._trainer)
+    if record is None:
+        log.warning(
+            "%s does not say which target and data it was trained on (an earlier version wrote it): make sure that "
+            "they are the same", source,
+        )  # fmt: skip
+    elif record["weights_sha256"] != (digest := target.weights_digest()):
+        raise CheckpointError(
+            f"{source} was trained on another target ({record['name']}, weights {record['weights_sha256']}) than "
+            f"{target.name} (weights {digest}): resume it with that one. {_ANEW}"
+        )
+
+
+def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raise CheckpointError, which names the differences, unless both describe one order of training batches.
+
+    Args:
+        trainer: about to resume.
+        ours, theirs: what the order follows from, by name, in this run and in the checkpoint's.
+    """
+    wrong = [f"{name} ({theirs.get(name)}, now {ours[name]})" for name in ours if ours[name] != theirs.get(name)]
+    if wrong:
+        raise CheckpointError(
+            f"{_source(trainer)} stands at a place in another order of batches, by {', '.join(wrong)}: resume it with "
+            "the data and the number of devices that it was trained with (rows is a digest of what train_files, "
+            f"max_length, the validation split and cached features leave to train on). {_ANEW}"
+        )
+
+
+def _source(trainer: Trainer | None) -> str:
+    """How errors call the checkpoint that is being read."""
+    return "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)
 
 
 class StopOnNonFinite(Callback):

@@ -51,9 +51,9 @@ class ShardedStrategy(ModelParallelStrategy):
     """Head, gradients, optimiser state and the frozen target's layers sharded over all devices (PyTorch's FSDP2).
 
     The target's embeddings, final norm and LM head stay whole on each device: losses read rows of them directly. A
-    checkpoint is one file with whole tensors, which `fsd-train export` and other strategies read, and can be continued
-    on any number of devices; those of other strategies cannot be continued here, because their optimiser state counts
-    parameters in another order. Runs on CUDA (nccl) and on CPU (gloo).
+    checkpoint is one file with whole tensors, which `fsd-train export` and other strategies read; those of other
+    strategies cannot be continued here, because their optimiser state counts parameters in another order. Runs on CUDA
+    (nccl) and on CPU (gloo).
 
     Args:
         process_group_backend: default by device.
@@ -145,8 +145,9 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Does this process hold a part of the weights only?"""
-    return isinstance(module, FSDPModule) or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    """Does this process hold a part only of some of the weights?"""
+    sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.metrics import RuleMetrics, compare
 from fsd_train.module import EagleModule
-from tests.train_toys import make_toys
+from tests.train_toys import make_toys, save_toy_target
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -123,6 +123,10 @@ def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match="prompts"):
         DecodedTau(prompts=0)
     module, data = make(toys)
+    with pytest.raises(DataError, match="room for 127 tokens"):  # of 128 positions; said before the first step
+        trainer(tmp_path, DecodedTau(max_new_tokens=127)).fit(module, data)
+    assert module.global_step == 0
+    module, data = make(toys)
     data.validation_fraction = 0.0
     with pytest.raises(DataError, match="validation"):
         trainer(tmp_path, DecodedTau()).fit(module, data)
@@ -198,6 +202,65 @@ def test_bad_checkpoints_are_refused_before_training(toys: Path, tmp_path: Path)
     (tmp_path / "directory").mkdir()
     refused(tmp_path / "directory", "directory")
     refused(good, "other settings.*draft_ids", draft_vocab_size=50)
+
+
+def resumed(toys: Path, out: Path, ckpt: Path, **data: Any) -> Trainer:
+    """A run that goes on from a checkpoint, with these attributes of the data module."""
+    module, rows = make(toys)
+    for name, value in data.items():
+        setattr(rows, name, value)
+    run = trainer(out, limit_val_batches=0)
+    run.fit(module, rows, ckpt_path=ckpt, weights_only=False)
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the first step."""
+    out = tmp_path_factory.mktemp("run")
+    trainer(out, steps=1, limit_val_batches=0).fit(*make(toys))
+    return out / "ckpt" / "step=1.ckpt"
+
+
+def test_a_checkpoint_of_another_target_is_refused(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
+    save_toy_target(tmp_path / "target", seed=1)
+    (tmp_path / "answers.jsonl").symlink_to(toys / "answers.jsonl")
+    named = rf"{checkpoint} was trained on another target \({toys}/target,.* than {tmp_path}/target .*initial_head"
+    with pytest.raises(CheckpointError, match=named):
+        resumed(tmp_path, tmp_path / "run", checkpoint)
+
+
+def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join((toys / "answers.jsonl").read_text().splitlines(keepends=True)[1:]))
+    for words, change in {
+        "rows": {"train_files": [str(fewer)]},
+        r"batch_tokens \(128, now 96\)": {"batch_tokens": 96},
+        r"seed \(0, now 1\)": {"seed": 1},
+    }.items():
+        with pytest.raises(CheckpointError, match=f"{checkpoint} stands .* another order.*by {words}.*initial_head"):
+            resumed(toys, tmp_path / "run", checkpoint, **change)
+    state = torch.load(checkpoint, weights_only=False)
+    state["AnswersDataModule"]["replicas"] = 2
+    torch.save(state, tmp_path / "two.ckpt")
+    with pytest.raises(CheckpointError, match=r"replicas \(2, now 1\)"):
+        resumed(toys, tmp_path / "run", tmp_path / "two.ckpt")
+    other = make(toys)[1]
+    other.batch_tokens = 96
+    trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=False)
+
+
+def test_a_checkpoint_without_records_goes_on_with_a_warning(
+    toys: Path, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resumed(toys, tmp_path / "run", checkpoint).global_step == STEPS
+    assert "does not say" not in caplog.text
+    state = torch.load(checkpoint, weights_only=False)
+    del state["target"], state["AnswersDataModule"]
+    old = tmp_path / "old.ckpt"
+    torch.save(state, old)
+    assert resumed(toys, tmp_path / "old", old).global_step == STEPS
+    assert f"{old} does not say which target and data" in caplog.text
 
 
 def test_tensorboard_by_recipe(toys: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def test_cached_features_are_the_online_ones(target: Target, tmp_path: Path) -> 
     rows = sequences()
     store = cache_features(target, rows, tmp_path, shard_tokens=100, batch_tokens=64, progress=False)
     assert len(store) == len(rows) and store.tokens == sum(map(len, rows))
-    check(FeatureStore(tmp_path, target.fingerprint(), verify=True), target, rows)
+    check(FeatureStore(tmp_path), target, rows)
     items = WithFeatures([{"input_ids": torch.tensor(ids)} for ids in rows], store)
     assert items[3]["features"].shape == (len(rows[3]), 32)
 
@@ -103,21 +104,47 @@ def test_damage_and_foreign_caches_are_named(target: Target, tmp_path: Path) -> 
         FeatureStore(tmp_path)
     rows = sequences()
     cache_features(target, rows, tmp_path, progress=False)
-    with pytest.raises(DataError, match="another target"):
-        FeatureStore(tmp_path, {**target.fingerprint(), "hidden_size": 64})
-    with pytest.raises(DataError, match="another target"):
-        cache_features(toy_target("qwen2"), rows, tmp_path, progress=False)
+    for other in (toy_target("qwen2"), toy_target(seed=1)):
+        with pytest.raises(DataError, match="another target"):
+            cache_features(other, rows, tmp_path, progress=False)
     with pytest.raises(DataError, match="lacks the features"):
         FeatureStore(tmp_path).get("0" * 16)
     shard = tmp_path / "shard-00000.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    FeatureStore(tmp_path)
-    with pytest.raises(DataError, match="checksum"):
-        FeatureStore(tmp_path, verify=True)
+    with pytest.raises(DataError, match=f"{shard} does not match its checksum.*cache-features"):
+        FeatureStore(tmp_path).get(sequence_key(rows[0]))
     shard.write_bytes(content[:-40])
     with pytest.raises(DataError, match="truncated"):
         FeatureStore(tmp_path)
+
+
+def test_a_process_compares_each_checksum_once(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = sequences()
+    cache_features(target, rows, tmp_path, shard_tokens=100, progress=False)
+    compared: list[Path] = []
+    digest_of = module.sha256_of
+    monkeypatch.setattr(module, "sha256_of", lambda path: compared.append(path) or digest_of(path))
+    store = FeatureStore(tmp_path)
+    for _ in range(2):
+        for ids in rows:
+            store.get(sequence_key(ids))
+        assert sorted(compared) == sorted(tmp_path.glob("*.safetensors"))
+        store = pickle.loads(pickle.dumps(store))  # as data workers get it
+
+
+def test_a_cache_that_names_no_weights_is_read_with_a_warning(
+    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = sequences()
+    cache_features(target, rows[:8], tmp_path, progress=False)
+    FeatureStore(tmp_path).check_target(target)
+    assert not caplog.records
+    header = json.loads((tmp_path / "index.json").read_text())
+    assert header["target"].pop("weights_sha256") == target.weights_digest()
+    (tmp_path / "index.json").write_text(json.dumps(header))
+    check(cache_features(target, rows, tmp_path, progress=False), target, rows)
+    assert [str(tmp_path) in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_length_batches() -> None:

@@ -96,7 +96,7 @@ def test_restore_undoes_everything() -> None:
 def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -> None:
     model: Any = tiny_model(family, scale=2.0, tie_word_embeddings=tied).to(torch.bfloat16)
     target = Target(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before, digest = {name: value.clone() for name, value in model.state_dict().items()}, target.weights_digest()
     ids = torch.tensor(tiny_prompts((12,)))
     speed_up(model)
     expected = logits_through_cache(target), target.features(ids)
@@ -110,6 +110,7 @@ def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -
     rows = torch.tensor([3, 0, 5])
     assert torch.equal(target.lm_head_rows(rows)[0], before["lm_head.weight"][rows])
     assert torch.equal(target.lm_head_rows(None)[0], before["lm_head.weight"])
+    assert target.weights_digest() == digest
     assert torch.equal(logits_through_cache(target), expected[0])
     # transformers' own cache or none: layers that share a product are asked one by one
     assert float((target.features(ids) - expected[1]).float().norm()) < 0.03 * float(expected[1].float().norm())

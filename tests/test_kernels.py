@@ -117,7 +117,7 @@ def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     model = fitting_model("llama", vocab_size=192, tie_word_embeddings=True)
     target, head, table = Target(model), model.get_output_embeddings(), model.get_input_embeddings()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    weight = before["lm_head.weight"]
+    weight, digest = before["lm_head.weight"], target.weights_digest()
     speed_up(model)
     expected = logits_through_cache(target)
     restore(model)
@@ -127,6 +127,7 @@ def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     ids = torch.tensor([[0, 191, 31], [32, 33, 64]])
     assert torch.equal(target.embed(ids), weight[ids])
     assert torch.equal(target.lm_head_rows(ids[0])[0], weight[ids[0]])
+    assert target.weights_digest() == digest
     assert torch.equal(logits_through_cache(target), expected)
     for wrong in (-1, 192):
         with pytest.raises(IndexError, match="the vocabulary has 192"):

@@ -290,6 +290,15 @@ def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, lora
         assert torch.equal(value, again.state_dict()[name]), name
 
 
+def test_a_checkpoint_of_another_target_is_refused(toys: Path, tmp_path: Path) -> None:
+    """An adapter's too, which holds little of the model that it was trained in."""
+    fit(toys, tmp_path / "first", lora=LORA)
+    shutil.copytree(toys, tmp_path / "toys")
+    save_toy_target(tmp_path / "toys" / "target", seed=2)
+    with pytest.raises(CheckpointError, match="another target"):
+        fit(tmp_path / "toys", tmp_path / "again", lora=LORA, ckpt=tmp_path / "first" / "ckpt" / "step=2.ckpt")
+
+
 def test_lora_training_exports_an_adapter_that_decodes(toys: Path, tmp_path: Path) -> None:
     module, _ = fit(toys, tmp_path, ExportHead(str(tmp_path / "adapter")), lora=LORA, lr=0.05)
     state = torch.load(tmp_path / "ckpt" / f"step={STEPS}.ckpt", weights_only=True)["state_dict"]

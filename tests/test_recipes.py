@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -85,9 +86,16 @@ def small_config(recipe: Path, target: Path, answers: Path, out: Path) -> Path:
         config["model"]["draft_vocab_size"] = 200
     if config["model"].get("head", {}).get("fused_layers"):
         config["model"]["head"]["fused_layers"] = [0, 1]  # the tiny target has two layers
+    return shortened(config, out)
+
+
+def shortened(config: dict[str, Any], out: Path) -> Path:
+    """The configuration with callbacks that act every second step and decode little; written to ``out``."""
     for callback in config["trainer"]["callbacks"]:
         if "every_n_train_steps" in callback.get("init_args", {}):
             callback["init_args"]["every_n_train_steps"] = 2
+        if callback["class_path"].endswith("DecodedTau"):
+            callback["init_args"].update(prompts=2, max_new_tokens=8)
     path = out / "recipe.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -129,7 +137,11 @@ def test_recipe_trains_exports_and_decodes(
     monkeypatch.chdir(tmp_path)  # recipes write to runs/
     train(small_config(recipe, target, answers, tmp_path), steps=3)
     (head,) = tmp_path.glob("runs/*/head")
-    assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt")) and list(tmp_path.glob("runs/*/logs/*/metrics.csv"))
+    assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt"))
+    (metrics,) = tmp_path.glob("runs/*/logs/*/metrics.csv")
+    with metrics.open() as file:
+        decoded = [float(row["decoded_tau/exact"]) for row in csv.DictReader(file) if row["decoded_tau/exact"]]
+    assert len(decoded) == 2 and all(tau >= 1 for tau in decoded)  # at step 2 and at the end
     check_decoding(target, head)
 
 
@@ -167,8 +179,10 @@ def test_new_recipe_can_be_trained(
     assert config["model"]["target"] == str(target) and config["data"]["train_files"] == [str(answers)]
     assert config["model"]["head"]["feature_scale"] is (family != "gpt2")  # which calls its final norm otherwise
     assert config["model"]["head"].get("layer") == (None if family in ("llama", "gpt2") else "llama")
-    train(recipe, steps=1)
+    train(shortened(config, tmp_path), steps=1)
     (head,) = tmp_path.glob("runs/*/head")
+    (metrics,) = tmp_path.glob("runs/*/logs/*/metrics.csv")
+    assert "decoded_tau/exact" in metrics.read_text()
     check_decoding(target, head)
     assert cli(wanted) == 1  # does not overwrite
 

@@ -20,10 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsd_infer.checkpoint import load_head
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.head import EagleHead
 from fsd_infer.target import Target
 from fsd_train.base_module import DistillationModule
+from fsd_train.callbacks import DecodedTau
 from fsd_train.cli import main as cli
+from fsd_train.data import AnswersDataModule
 from fsd_train.export import load_module
 from fsd_train.module import EagleModule
 from fsd_train.strategies import ShardedStrategy, named_strategy, whole_head
@@ -69,7 +74,8 @@ class Record(Callback):
         with whole_head(pl_module):
             head = {name: value.detach().clone() for name, value in pl_module.head.state_dict().items()}
         val_loss = float(trainer.callback_metrics["val_loss"])
-        found = {"losses": self.losses, "head": head, "val_loss": val_loss, **self.facts}
+        (decoded,) = [callback.points for callback in trainer.callbacks if isinstance(callback, DecodedTau)]
+        found = {"losses": self.losses, "head": head, "val_loss": val_loss, "decoded": decoded, **self.facts}
         self.directory.mkdir(parents=True, exist_ok=True)
         torch.save(found, self.directory / f"rank{trainer.global_rank}.pt")
 
@@ -111,6 +117,10 @@ def command(toys: Path, out: Path, accumulate: int, *more: str) -> list[str]:
                     "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
                     "init_args": {"dirpath": str(out / "ckpt"), "every_n_train_steps": 2, "save_top_k": -1,
                                   "save_last": True},
+                },
+                {
+                    "class_path": "fsd_train.callbacks.DecodedTau",
+                    "init_args": {"rules": ["exact"], "every_n_train_steps": 2, "prompts": 2, "max_new_tokens": 8},
                 },
                 {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(out / "head")}},
             ],
@@ -179,6 +189,21 @@ def check_same_run(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
             torch.testing.assert_close(rank["head"][name], value, rtol=0, atol=0.1 * LR, msg=name)
 
 
+def check_decoding(out: Path, toys: Path, ranks: list[dict[str, Any]]) -> None:
+    """What was decoded at the end is what a whole head and target decode."""
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32, device="cpu")
+    head = EagleHead(load_head(out / "head", target).config)
+    head.load_state_dict(ranks[0]["head"])
+    data = AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.25)
+    data.setup()
+    prompts = DecodedTau(prompts=2, max_new_tokens=8)._prompts(types.SimpleNamespace(datamodule=data), target)
+    decoder = FuzzyDecoder(target, EagleDrafter(head, target))
+    made = decoder.generate(prompts, "exact", max_new_tokens=8, do_sample=False)
+    for rank in ranks:
+        steps, values = zip(*rank["decoded"]["decoded_tau/exact"], strict=True)
+        assert steps == (2, STEPS) and values[-1] == pytest.approx(made.stats.tau)
+
+
 def check_files(out: Path, toys: Path, rank: dict[str, Any]) -> None:
     """The checkpoint and the exported head hold the whole head and nothing of the target."""
     state = torch.load(out / "ckpt" / "last.ckpt", weights_only=False)["state_dict"]
@@ -196,6 +221,7 @@ def test_ddp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], 
     ranks = run_ranks(argv, tmp_path)
     check_same_run(ranks, single)
     check_files(tmp_path, toys, ranks[0])
+    check_decoding(tmp_path, toys, ranks)
     assert not ranks[0]["target_sharded"] and ranks[0]["head_share"] == 1
 
 
@@ -204,6 +230,7 @@ def test_fsdp_gives_the_single_process_curve(toys: Path, single: dict[str, Any],
     ranks = run_ranks(argv, tmp_path)
     check_same_run(ranks, single)
     check_files(tmp_path, toys, ranks[0])
+    check_decoding(tmp_path, toys, ranks)
     for rank in ranks:
         assert rank["target_sharded"]
         assert rank["target_share"] == rank["head_share"] == rank["moment_share"] == 1 / RANKS
@@ -233,6 +260,33 @@ def test_checkpoints_of_another_strategy_are_refused(toys: Path, single: dict[st
         [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1 and "written by another strategy" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_checkpoints_of_another_target_or_order_are_refused(
+    strategy: str, toys: Path, tmp_path: Path, repo_root: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+
+    def run(out: Path, devices: int, *more: str) -> subprocess.CompletedProcess[str]:
+        spread = ["--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+        more = (*more, "--trainer.val_check_interval", str(2 * ACCUMULATE))
+        return subprocess.run(
+            [sys.executable, "-m", "fsd_train.cli", *command(toys, out, ACCUMULATE, *spread, *more)],
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+
+    done = run(tmp_path / "first", RANKS)
+    assert done.returncode == 0, done.stderr
+    resume = ["--ckpt_path", str(tmp_path / "first" / "ckpt" / "last.ckpt"), "--trainer.max_steps", str(STEPS + 2)]
+    other = save_toy_target(tmp_path / "target", seed=1)
+    done = run(tmp_path / "target-run", RANKS, *resume, "--model.target", str(other))
+    assert done.returncode == 1 and "another target" in done.stderr
+    done = run(tmp_path / "devices-run", 1, *resume)
+    assert done.returncode == 1 and f"replicas ({RANKS}, now 1)" in done.stderr
+    done = run(tmp_path / "same-run", RANKS, *resume)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -339,7 +393,7 @@ def test_strategies_on_cuda(strategy: str, toys: Path, tmp_path: Path, repo_root
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config["trainer"]["accelerator"] = "gpu"
-    config["trainer"]["callbacks"] = config["trainer"]["callbacks"][-1:]  # DeepSpeed's state is its own
+    config["trainer"]["callbacks"] = config["trainer"]["callbacks"][-2:]  # DeepSpeed's state is its own
     path.write_text(json.dumps(config))
     environment = {**os.environ, "PYTHONPATH": str(repo_root)}
     done = subprocess.run(

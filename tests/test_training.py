@@ -5,16 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.imports import RequirementCache
@@ -31,7 +32,7 @@ from fsd_train.module import EagleModule
 from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
-from tests.train_toys import make_toys
+from tests.train_toys import make_toys, save_toy_target
 
 STEPS = 24
 
@@ -297,6 +298,40 @@ def test_cached_features_need_no_layers(toys: Path) -> None:
         assert torch.equal(value, heads[1].state_dict()[name]), name
 
 
+def test_a_digest_of_weights_depends_on_nothing_else(toys: Path, tmp_path: Path) -> None:
+    name = str(toys / "target")
+    whole = Target.from_pretrained(name, dtype=torch.float32)
+    digest = whole.weights_digest()
+    slim = load_slim(name, torch.bfloat16)
+    assert slim is not None and slim.weights_digest() == digest
+    assert Target.from_pretrained(name, dtype=torch.bfloat16).weights_digest() == digest
+    for part in (whole.lm_head_weight, whole.model.get_input_embeddings().weight, whole.decoder.norm.weight):
+        value = part.view(-1)[5].item()
+        part.view(-1)[5] += 0.1
+        assert whole.weights_digest() != digest
+        part.view(-1)[5] = value
+    assert whole.weights_digest() == digest
+    assert Target.from_pretrained(str(save_toy_target(tmp_path, seed=1))).weights_digest() != digest
+
+
+def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> None:
+    save_toy_target(tmp_path / "target", seed=1)
+    for name in ("answers.jsonl", "features"):
+        (tmp_path / name).symlink_to(toys / name)
+    with pytest.raises(DataError, match="features.*another target's.*weights_sha256"):
+        fit(tmp_path, tmp_path / "run")
+
+
+def test_a_damaged_shard_stops_training(toys: Path, tmp_path: Path) -> None:
+    shutil.copytree(toys, tmp_path / "toys")
+    shard = tmp_path / "toys" / "features" / "shard-00000.safetensors"
+    with shard.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes(1000))
+    with pytest.raises(DataError, match=f"{shard} does not match its checksum"):
+        fit(tmp_path / "toys", tmp_path / "run")
+
+
 def test_bad_options_are_named(toys: Path) -> None:
     with pytest.raises(DataError, match="unroll_steps"):
         make(toys, unroll_steps=8)
@@ -346,20 +381,52 @@ def test_a_logger_whose_package_is_missing_is_told(
     assert told.startswith("fsd-train fit: ") and "pip install" in told and "wandb" in told
 
 
+def test_a_recipe_for_another_target_cannot_resume(
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own model section counts, not the checkpoint's."""
+    other = save_toy_target(tmp_path / "other", seed=1)
+    resume = ["--model.target", str(other), "--ckpt_path", str(whole[2] / "ckpt" / "step=20.ckpt")]
+    assert cli(command(toys, tmp_path, *resume, "--data.features", "null")) == 1
+    assert f"({toys / 'target'}, weights" in capsys.readouterr().err
+
+
+class Kill(Callback):
+    """Ends the process in a batch, as a power cut would: its gradients are there, its step is not."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:
-    argv = command(toys, tmp_path / "killed")
+    """Killed in any batch behind the first checkpoint, be it the first or the second of a step."""
+    seed = random.SystemRandom().randrange(10**6)
+    batch = random.Random(seed).randrange(5 * 2, 30 * 2)
+    print(f"seed {seed}: killed in batch {batch}")  # shown where the test fails
+    options = [
+        "--trainer.max_steps", "30", "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
+        "--model.chain_share", "0.6", "--model.ema_decay", "0.9",
+    ]  # fmt: skip
+    argv = command(toys, tmp_path / "killed", *options)
+    kill = ["--trainer.callbacks+", "tests.test_training.Kill", "--trainer.callbacks.batch", str(batch)]
     environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fsd_train.cli", *argv, *kill],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
     last = tmp_path / "killed" / "ckpt" / "last.ckpt"
-    while process.poll() is None and not last.exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    _, messages = process.communicate(timeout=60)
-    assert last.exists(), messages
     assert cli([*argv, "--ckpt_path", str(last)]) == 0
-    assert cli(command(toys, tmp_path / "straight")) == 0
-    resumed, straight = (load_head(tmp_path / name / "head") for name in ("killed", "straight"))
-    for name, value in straight.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert cli(command(toys, tmp_path / "straight", *options)) == 0
+    resumed, straight = (
+        torch.load(tmp_path / name / "ckpt" / "last.ckpt", weights_only=True) for name in ("killed", "straight")
+    )
+    for part in ("state_dict", "current_model_state"):  # the averaged weights, and those that are averaged
+        for name, value in straight[part].items():
+            assert torch.equal(value, resumed[part][name]), name
+    heads = [load_head(tmp_path / name / "head").state_dict() for name in ("killed", "straight")]
+    assert all(torch.equal(value, heads[0][name]) for name, value in heads[1].items())
