@@ -36,10 +36,10 @@ class Generation:
     """What :meth:`FuzzyDecoder.generate` returns.
 
     Attributes:
-        sequences: new tokens only, one list per prompt.
+        sequences: new tokens only, one list per prompt; with ``num_return_sequences`` so many, prompt after prompt.
         texts: the same decoded without special tokens (empty strings without a tokenizer).
         stats: see :class:`GenerationStats`.
-        records: per prompt, per token: source, gate flag, nats spent.
+        records: per answer, per token: source, gate flag, nats spent.
     """
 
     sequences: list[list[int]]
@@ -204,8 +204,9 @@ class FuzzyDecoder:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Tensor:
+            mask = model_kwargs["attention_mask"]  # as input_ids: repeated for num_return_sequences
             request = prepared_request(
-                input_ids, attention_mask, logits_processor, stopping_criteria, generation_config, streamer, seed
+                input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, seed
             )
             request.measure_log_likelihood = measure_log_likelihood
             captured.append(decode(self.target, drafter or self.drafter, chosen, request))
