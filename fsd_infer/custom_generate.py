@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,12 @@ def generate(
     return output
 
 
-_TARGETS: weakref.WeakKeyDictionary[Any, Target] = weakref.WeakKeyDictionary()
-
-
 def target_of(model: Any) -> Target:
-    """The (one) Target that wraps a transformers model."""
-    if model not in _TARGETS:
-        _TARGETS[model] = Target(model)
-    return _TARGETS[model]
+    """The (one) Target that wraps a transformers model. The model holds it, so that both are freed together."""
+    held = vars(model)  # not getattr: wrappers would answer for the model within
+    if "_fsd_target" not in held:
+        held["_fsd_target"] = Target(model)
+    return held["_fsd_target"]
 
 
 def prepared_request(
