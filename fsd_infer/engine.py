@@ -121,12 +121,12 @@ class _Batch:
                 raise FsdError(f"prompt {row} is empty: give at least one token.")
         drafter = drafter.for_batch(len(request.prompts))
         self.target, self.drafter, self.rule, self.request = target, drafter, rule, request
-        longest = max(len(prompt) for prompt in request.prompts)
-        self.max_new_tokens = _room(target, longest, request.max_new_tokens)
+        self.limits = [_room(target, len(prompt), request.max_new_tokens) for prompt in request.prompts]
         self.processors = TreeProcessors(request.processors)
         self.device = target.device
         count = len(request.prompts)
-        self.capacity = longest + self.max_new_tokens + drafter.max_nodes
+        longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
+        self.capacity = longest + drafter.max_nodes
         self.cache = target.new_cache(count, self.capacity)
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
@@ -136,9 +136,8 @@ class _Batch:
             self.budget = torch.full((count,), rule.budget, dtype=torch.float64)
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
-        slots = longest + self.max_new_tokens + 1
         self.session = drafter.start(
-            first, DraftRequest(count, slots, request.greedy, process, request.generator, self.device)
+            first, DraftRequest(count, longest + 1, request.greedy, process, request.generator, self.device)
         )
         self.roots = first
         self.clock = _Clock()
@@ -318,7 +317,7 @@ class _Batch:
             return "stop"
         if self.request.criteria and bool(self.request.criteria(self._text(row)[None], None)[0]):
             return "stop"
-        return "length" if len(self.records[row].tokens) >= self.max_new_tokens else None
+        return "length" if len(self.records[row].tokens) >= self.limits[row] else None
 
     def _text(self, row: int) -> Tensor:
         """The row's text as ``generate`` would show it to processors and criteria, [T]."""
@@ -344,19 +343,19 @@ class _Batch:
         self.session.extend(tokens[:, :longest], features[:, :longest], counts)
 
 
-def _room(target: Target, longest_prompt: int, max_new_tokens: int) -> int:
-    """How many tokens may be generated: max_new_tokens, or what the context leaves."""
+def _room(target: Target, prompt: int, max_new_tokens: int) -> int:
+    """How many tokens may follow a prompt of ``prompt`` tokens: max_new_tokens, or what the context leaves."""
     if max_new_tokens < 1:
         raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     limit = target.max_positions
     if limit is None:
         return max_new_tokens
-    if longest_prompt >= limit:
+    if prompt >= limit:
         raise ContextLengthError(
-            f"a prompt has {longest_prompt} tokens, but {target.name} has a context of {limit} tokens, "
+            f"a prompt has {prompt} tokens, but {target.name} has a context of {limit} tokens, "
             "and an answer needs room too: shorten the prompt."
         )
-    return min(max_new_tokens, limit - longest_prompt)
+    return min(max_new_tokens, limit - prompt)
 
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:
