@@ -111,8 +111,8 @@ class _Batch:
 
     Texts, lengths, verdicts and budgets are on the CPU, what models make is on their device. A round waits for the
     device where the rule's verdict comes from there, and nowhere else (but for stopping criteria, processors that look
-    at the text, and log-likelihoods, where a request has them, and for drafters that do: a merge of two trees, or
-    ``stop_below``).
+    at the text, and log-likelihoods, where a request has them, and for drafters that do: once for merging trees where
+    one of them is a head's or a small LM's, once for recycling, and for ``stop_below``).
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule, request: Request) -> None:

@@ -95,12 +95,12 @@ def test_a_round_waits_for_the_device_once(
     waits = 0
     transfer = fsd_infer.transfer.to_host
 
-    def to_host(values: Tensor) -> Any:
+    def to_host(*tensors: Tensor) -> Any:
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return transfer(values)
+            return transfer(*tensors)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 

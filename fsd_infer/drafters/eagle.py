@@ -275,7 +275,7 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: 
     tokens = torch.cat([roots[:, None]] + [level.tokens for level in levels], dim=1)  # [B, 1 + C]
     scores = torch.cat([level.scores for level in levels], dim=1)  # [B, C]
     parents = torch.cat([level.expanded.repeat_interleave(width, dim=1) for level in levels], dim=1)  # [B, C]
-    depths = torch.cat([torch.full((level.tokens.shape[1],), d + 1) for d, level in enumerate(levels)]).to(device)
+    depths = torch.cat([torch.full_like(level.tokens[0], d + 1) for d, level in enumerate(levels)])  # [C]
     q_nodes = torch.cat([level.expanded for level in levels], dim=1)  # [B, R] node of each row of q
     q_logits = torch.cat([level.logits for level in levels], dim=1)  # [B, R, Vd]
 
