@@ -6,9 +6,8 @@ in the rule. Each row of a batch has its own text length and accepted length; no
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.cache import SlotCache
+from fsd_infer.clock import clock_of
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.processing import TreeProcessors
@@ -93,19 +93,6 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
     return batch.outcome()
 
 
-@dataclass
-class _Clock:
-    """Seconds by phase."""
-
-    spent: dict[str, float] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.spent[phase] = self.spent.get(phase, 0.0) + now - self.last
-        self.last = now
-
-
 class _Batch:
     """The rows being decoded. ``lengths`` [B] is what of each text the target has read; the root comes after.
 
@@ -140,7 +127,7 @@ class _Batch:
             first, DraftRequest(count, longest + 1, request.greedy, process, request.generator, self.device)
         )
         self.roots = first
-        self.clock = _Clock()
+        self.clock = clock_of(self.device)
         self.prefill_seconds = 0.0
 
     @property
@@ -166,7 +153,7 @@ class _Batch:
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
         self._advance(following, features, self.lengths, roots=verdict.tokens[:, 0])
         self.clock.lap("prefill")
-        self.prefill_seconds = self.clock.spent["prefill"]
+        self.prefill_seconds = self.clock.seconds
 
     def draft(self) -> DraftTree:
         tree = self.session.draft(self.roots)
@@ -226,13 +213,14 @@ class _Batch:
         self.clock.lap("draft")
 
     def outcome(self) -> Outcome:
+        seconds = self.clock.seconds  # the answers are complete: before a device is waited for
         stats = GenerationStats(
             rows=[record.finish(self.prefill_seconds) for record in self.records],
             rule=self.rule.describe(),
             drafter=self.drafter.describe(),
-            seconds=sum(self.clock.spent.values()),
+            seconds=seconds,
             prefill_seconds=self.prefill_seconds,
-            phases=dict(self.clock.spent),
+            phases=self.clock.phases(),
         )
         return Outcome([record.tokens for record in self.records], self.records, stats)
 
@@ -293,7 +281,7 @@ class _Batch:
         tokens, counts = verdict.tokens.tolist(), (verdict.accepted + 1).tolist()
         sources, gates, spent = verdict.sources.tolist(), verdict.gate_open.tolist(), verdict.spent.tolist()
         log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
-        elapsed = sum(self.clock.spent.values()) - self.prefill_seconds + time.perf_counter() - self.clock.last
+        elapsed = self.clock.seconds - self.prefill_seconds
         for index, row in enumerate(self.rows):
             record, first = self.records[row], len(self.records[row].tokens)
             for token in tokens[index][: counts[index]]:

@@ -48,7 +48,13 @@ class RowStats:
 
 @dataclass
 class GenerationStats:
-    """A batch of answers: the rows, and what they add up to."""
+    """A batch of answers: the rows, and what they add up to.
+
+    Attributes:
+        seconds, prefill_seconds: by the host's clock, until the answers were complete, and until they had begun.
+        phases: seconds of prefill, draft, target, rule and cache where the work was done: on CUDA by the device's own
+            clock, so they may add up to a little more or less than ``seconds``.
+    """
 
     rows: list[RowStats]
     rule: dict[str, Any]
