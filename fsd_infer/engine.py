@@ -18,6 +18,7 @@ from fsd_infer.cache import SlotCache
 from fsd_infer.clock import clock_of
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.memory import check_caches
 from fsd_infer.processing import TreeProcessors
 from fsd_infer.rules.base import Rule, Verdict, Verification
 from fsd_infer.stats import GenerationStats, RowRecord
@@ -46,6 +47,7 @@ class Request:
         on_end: called when all answers are complete.
         padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), or None.
         measure_log_likelihood: record the target's log-probability of each emitted token.
+        max_cache_bytes: most that the key-value caches may take; None: what is free.
     """
 
     prompts: list[list[int]]
@@ -59,6 +61,7 @@ class Request:
     on_end: Callable[[], None] | None = None
     padded_prompts: list[Tensor] | None = None
     measure_log_likelihood: bool = False
+    max_cache_bytes: int | None = None
 
 
 @dataclass
@@ -77,6 +80,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
     Raises:
         FsdError: an empty prompt.
         ContextLengthError: a prompt that leaves no room in the target's context.
+        CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
     batch = _Batch(target, drafter, rule, request)
@@ -114,6 +118,10 @@ class _Batch:
         count = len(request.prompts)
         longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
         self.capacity = longest + drafter.max_nodes
+        self.cache_bytes = count * self.capacity * target.cache_bytes_per_token + drafter.cache_bytes(
+            count, longest + 1
+        )
+        check_caches(self.cache_bytes, count, self.capacity, self.device, request.max_cache_bytes)
         self.cache = target.new_cache(count, self.capacity)
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
@@ -221,6 +229,7 @@ class _Batch:
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
             phases=self.clock.phases(),
+            cache_bytes=self.cache_bytes,
         )
         return Outcome([record.tokens for record in self.records], self.records, stats)
 
