@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_infer.transfer import to_device
-
 
 class _SlotLayer(CacheLayerMixin):
     """One layer's view of the pool."""
@@ -129,13 +127,18 @@ class SlotCache(Cache):
             pool[:, rows, :, destinations] = pool[:, rows, :, sources]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of the batch, on the CPU."""
+        """Keep only these rows [B'] of the batch, ascending, on the CPU. They move up in place."""
         self.batch = rows.shape[0]
-        self._pools = {key: pool.index_select(1, to_device(rows, pool.device)) for key, pool in self._pools.items()}
+        for key, pool in self._pools.items():
+            for place, row in enumerate(rows.tolist()):
+                if place != row:
+                    pool[:, place] = pool[:, row]
+            self._pools[key] = pool[:, : self.batch]
         for layer in self.layers:
             if isinstance(layer, _SlotLayer) and layer.is_initialized:
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of what is allocated: nothing before the first forward."""
         return sum(pool.nbytes for pool in self._pools.values())

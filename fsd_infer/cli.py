@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def gibibytes(text: str) -> int:
+    """A positive number of GiB as bytes, for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return int(value * 2**30)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +107,12 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--top-p", type=float, metavar="P")
     request.add_argument("--top-k", type=positive, metavar="K")
     request.add_argument("--seed", type=int)
+    request.add_argument(
+        "--max-cache-gib",
+        type=gibibytes,
+        metavar="GIB",
+        help="refuse a request whose key-value caches take more memory (default: more than is free)",
+    )
     output = parser.add_argument_group("output").add_mutually_exclusive_group()
     output.add_argument("--stream", action="store_true", help="print words as they come")
     output.add_argument("--json", action="store_true", help="print one record: text, tokens, their sources, statistics")

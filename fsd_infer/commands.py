@@ -40,7 +40,15 @@ def generate(args: argparse.Namespace) -> int:
 
         if decoder.tokenizer is not None:
             streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    out = decoder.generate(prompt, rule, seed=args.seed, streamer=streamer, chat=False if args.raw else None, **options)
+    out = decoder.generate(
+        prompt,
+        rule,
+        seed=args.seed,
+        streamer=streamer,
+        chat=False if args.raw else None,
+        max_cache_bytes=args.max_cache_gib,
+        **options,
+    )
     record, tokens = out.records[0], out.sequences[0]
     if args.json:
         print_json(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ def generate(
     rule: str | Rule = "exact",
     seed: int | None = None,
     stream_to: Any = None,
+    max_cache_bytes: int | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The loop for transformers: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
@@ -45,6 +45,7 @@ def generate(
         seed: of the draws at temperature > 0.
         stream_to: a streamer. ``generate`` shows its own ``streamer`` argument the prompt but does not hand it on to
             custom loops; for the same reason stop strings need an explicit ``StopStringCriteria``.
+        max_cache_bytes: refuse a request whose key-value caches take more (CacheMemoryError); None: more than is free.
 
     Returns:
         ids [B, prompt + longest answer], right-padded, as ``generate`` returns them; with ``return_dict_in_generate``
@@ -66,6 +67,7 @@ def generate(
         streamer or stream_to,
         seed,
     )
+    request.max_cache_bytes = max_cache_bytes
     outcome = decode(target, load_drafter(drafter, target), parse_rule(rule), request)
     longest = max(len(sequence) for sequence in outcome.sequences)
     pad = pad_id(generation_config)
@@ -78,14 +80,12 @@ def generate(
     return output
 
 
-_TARGETS: weakref.WeakKeyDictionary[Any, Target] = weakref.WeakKeyDictionary()
-
-
 def target_of(model: Any) -> Target:
-    """The (one) Target that wraps a transformers model."""
-    if model not in _TARGETS:
-        _TARGETS[model] = Target(model)
-    return _TARGETS[model]
+    """The (one) Target that wraps a transformers model. The model holds it, so that both are freed together."""
+    held = vars(model)  # not getattr: wrappers would answer for the model within
+    if "_fsd_target" not in held:
+        held["_fsd_target"] = Target(model)
+    return held["_fsd_target"]
 
 
 def prepared_request(

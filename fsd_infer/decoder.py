@@ -36,10 +36,10 @@ class Generation:
     """What :meth:`FuzzyDecoder.generate` returns.
 
     Attributes:
-        sequences: new tokens only, one list per prompt.
+        sequences: new tokens only, one list per prompt; with ``num_return_sequences`` so many, prompt after prompt.
         texts: the same decoded without special tokens (empty strings without a tokenizer).
         stats: see :class:`GenerationStats`.
-        records: per prompt, per token: source, gate flag, nats spent.
+        records: per answer, per token: source, gate flag, nats spent.
     """
 
     sequences: list[list[int]]
@@ -163,6 +163,7 @@ class FuzzyDecoder:
         streamer: Any = None,
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
+        max_cache_bytes: int | None = None,
         **overrides: Any,
     ) -> Generation:
         """Decode one prompt or a batch of prompts of any lengths.
@@ -176,11 +177,13 @@ class FuzzyDecoder:
             streamer: a transformers streamer (one prompt only).
             chat: see :meth:`encode`.
             measure_log_likelihood: also record the target's mean log-probability of the answer.
+            max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
             overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``stop_strings`` ... as in transformers.
 
         Raises:
             UnknownNameError, FsdError: unknown rule or divergence, empty prompt, unsupported option.
             ContextLengthError: a prompt that fills the target's context.
+            CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
         chosen = parse_rule(rule)
@@ -204,10 +207,11 @@ class FuzzyDecoder:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Tensor:
+            mask = model_kwargs["attention_mask"]  # as input_ids: repeated for num_return_sequences
             request = prepared_request(
-                input_ids, attention_mask, logits_processor, stopping_criteria, generation_config, streamer, seed
+                input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, seed
             )
-            request.measure_log_likelihood = measure_log_likelihood
+            request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
             captured.append(decode(self.target, drafter or self.drafter, chosen, request))
             return input_ids
 

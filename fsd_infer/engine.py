@@ -6,9 +6,8 @@ in the rule. Each row of a batch has its own text length and accepted length; no
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.cache import SlotCache
+from fsd_infer.clock import clock_of
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.memory import check_caches
 from fsd_infer.processing import TreeProcessors
 from fsd_infer.rules.base import Rule, Verdict, Verification
 from fsd_infer.stats import GenerationStats, RowRecord
@@ -46,6 +47,7 @@ class Request:
         on_end: called when all answers are complete.
         padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), or None.
         measure_log_likelihood: record the target's log-probability of each emitted token.
+        max_cache_bytes: most that the key-value caches may take; None: what is free.
     """
 
     prompts: list[list[int]]
@@ -59,6 +61,7 @@ class Request:
     on_end: Callable[[], None] | None = None
     padded_prompts: list[Tensor] | None = None
     measure_log_likelihood: bool = False
+    max_cache_bytes: int | None = None
 
 
 @dataclass
@@ -77,6 +80,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
     Raises:
         FsdError: an empty prompt.
         ContextLengthError: a prompt that leaves no room in the target's context.
+        CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
     batch = _Batch(target, drafter, rule, request)
@@ -93,26 +97,13 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
     return batch.outcome()
 
 
-@dataclass
-class _Clock:
-    """Seconds by phase."""
-
-    spent: dict[str, float] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.spent[phase] = self.spent.get(phase, 0.0) + now - self.last
-        self.last = now
-
-
 class _Batch:
     """The rows being decoded. ``lengths`` [B] is what of each text the target has read; the root comes after.
 
     Texts, lengths, verdicts and budgets are on the CPU, what models make is on their device. A round waits for the
     device where the rule's verdict comes from there, and nowhere else (but for stopping criteria, processors that look
-    at the text, and log-likelihoods, where a request has them, and for drafters that do: a merge of two trees, or
-    ``stop_below``).
+    at the text, and log-likelihoods, where a request has them, and for drafters that do: once for merging trees where
+    one of them is a head's or a small LM's, once for recycling, and for ``stop_below``).
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule, request: Request) -> None:
@@ -121,12 +112,16 @@ class _Batch:
                 raise FsdError(f"prompt {row} is empty: give at least one token.")
         drafter = drafter.for_batch(len(request.prompts))
         self.target, self.drafter, self.rule, self.request = target, drafter, rule, request
-        longest = max(len(prompt) for prompt in request.prompts)
-        self.max_new_tokens = _room(target, longest, request.max_new_tokens)
+        self.limits = [_room(target, len(prompt), request.max_new_tokens) for prompt in request.prompts]
         self.processors = TreeProcessors(request.processors)
         self.device = target.device
         count = len(request.prompts)
-        self.capacity = longest + self.max_new_tokens + drafter.max_nodes
+        longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
+        self.capacity = longest + drafter.max_nodes
+        self.cache_bytes = count * self.capacity * target.cache_bytes_per_token + drafter.cache_bytes(
+            count, longest + 1
+        )
+        check_caches(self.cache_bytes, count, self.capacity, self.device, request.max_cache_bytes)
         self.cache = target.new_cache(count, self.capacity)
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
@@ -136,12 +131,11 @@ class _Batch:
             self.budget = torch.full((count,), rule.budget, dtype=torch.float64)
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
-        slots = longest + self.max_new_tokens + 1
         self.session = drafter.start(
-            first, DraftRequest(count, slots, request.greedy, process, request.generator, self.device)
+            first, DraftRequest(count, longest + 1, request.greedy, process, request.generator, self.device)
         )
         self.roots = first
-        self.clock = _Clock()
+        self.clock = clock_of(self.device)
         self.prefill_seconds = 0.0
 
     @property
@@ -167,7 +161,7 @@ class _Batch:
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
         self._advance(following, features, self.lengths, roots=verdict.tokens[:, 0])
         self.clock.lap("prefill")
-        self.prefill_seconds = self.clock.spent["prefill"]
+        self.prefill_seconds = self.clock.seconds
 
     def draft(self) -> DraftTree:
         tree = self.session.draft(self.roots)
@@ -227,13 +221,15 @@ class _Batch:
         self.clock.lap("draft")
 
     def outcome(self) -> Outcome:
+        seconds = self.clock.seconds  # the answers are complete: before a device is waited for
         stats = GenerationStats(
             rows=[record.finish(self.prefill_seconds) for record in self.records],
             rule=self.rule.describe(),
             drafter=self.drafter.describe(),
-            seconds=sum(self.clock.spent.values()),
+            seconds=seconds,
             prefill_seconds=self.prefill_seconds,
-            phases=dict(self.clock.spent),
+            phases=self.clock.phases(),
+            cache_bytes=self.cache_bytes,
         )
         return Outcome([record.tokens for record in self.records], self.records, stats)
 
@@ -294,7 +290,7 @@ class _Batch:
         tokens, counts = verdict.tokens.tolist(), (verdict.accepted + 1).tolist()
         sources, gates, spent = verdict.sources.tolist(), verdict.gate_open.tolist(), verdict.spent.tolist()
         log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
-        elapsed = sum(self.clock.spent.values()) - self.prefill_seconds + time.perf_counter() - self.clock.last
+        elapsed = self.clock.seconds - self.prefill_seconds
         for index, row in enumerate(self.rows):
             record, first = self.records[row], len(self.records[row].tokens)
             for token in tokens[index][: counts[index]]:
@@ -318,7 +314,7 @@ class _Batch:
             return "stop"
         if self.request.criteria and bool(self.request.criteria(self._text(row)[None], None)[0]):
             return "stop"
-        return "length" if len(self.records[row].tokens) >= self.max_new_tokens else None
+        return "length" if len(self.records[row].tokens) >= self.limits[row] else None
 
     def _text(self, row: int) -> Tensor:
         """The row's text as ``generate`` would show it to processors and criteria, [T]."""
@@ -344,19 +340,19 @@ class _Batch:
         self.session.extend(tokens[:, :longest], features[:, :longest], counts)
 
 
-def _room(target: Target, longest_prompt: int, max_new_tokens: int) -> int:
-    """How many tokens may be generated: max_new_tokens, or what the context leaves."""
+def _room(target: Target, prompt: int, max_new_tokens: int) -> int:
+    """How many tokens may follow a prompt of ``prompt`` tokens: max_new_tokens, or what the context leaves."""
     if max_new_tokens < 1:
         raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     limit = target.max_positions
     if limit is None:
         return max_new_tokens
-    if longest_prompt >= limit:
+    if prompt >= limit:
         raise ContextLengthError(
-            f"a prompt has {longest_prompt} tokens, but {target.name} has a context of {limit} tokens, "
+            f"a prompt has {prompt} tokens, but {target.name} has a context of {limit} tokens, "
             "and an answer needs room too: shorten the prompt."
         )
-    return min(max_new_tokens, limit - longest_prompt)
+    return min(max_new_tokens, limit - prompt)
 
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:

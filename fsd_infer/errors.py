@@ -30,6 +30,10 @@ class ContextLengthError(FsdError):
     """A request that does not fit the target's context."""
 
 
+class CacheMemoryError(FsdError):
+    """A request whose key-value caches take more memory than is free or allowed."""
+
+
 class NonFiniteLogitsError(FsdError):
     """The target or the drafter produced NaN, +inf or only -inf logits."""
 

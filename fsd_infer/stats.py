@@ -48,7 +48,14 @@ class RowStats:
 
 @dataclass
 class GenerationStats:
-    """A batch of answers: the rows, and what they add up to."""
+    """A batch of answers: the rows, and what they add up to.
+
+    Attributes:
+        seconds, prefill_seconds: by the host's clock, until the answers were complete, and until they had begun.
+        phases: seconds of prefill, draft, target, rule and cache where the work was done: on CUDA by the device's own
+            clock, so they may add up to a little more or less than ``seconds``.
+        cache_bytes: memory of the key-value caches, the target's and the drafter's.
+    """
 
     rows: list[RowStats]
     rule: dict[str, Any]
@@ -56,6 +63,7 @@ class GenerationStats:
     seconds: float
     prefill_seconds: float
     phases: dict[str, float] = field(default_factory=dict)
+    cache_bytes: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -95,7 +103,7 @@ class GenerationStats:
         fractions = ("gate_open_fraction", "gate_accepted_fraction")
         record = {name: getattr(self, name) for name in (*totals, *fractions)}
         record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
-        record.update(rule=self.rule, drafter=self.drafter)
+        record.update(rule=self.rule, drafter=self.drafter, cache_bytes=self.cache_bytes)
         record["rows"] = [
             {**asdict(row), "seconds": row.seconds, "tokens_per_second": row.tokens_per_second} for row in self.rows
         ]

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -241,6 +241,15 @@ class Target:
     def new_cache(self, batch: int, slots: int) -> SlotCache:
         """An empty key-value cache with room for ``slots`` tokens per row."""
         return SlotCache(self.config, batch, slots)
+
+    @cached_property
+    def cache_bytes_per_token(self) -> int:
+        """What a token takes in the cache, by a forward over one: families' configs do not agree on how to tell."""
+        cache = self.new_cache(1, 1)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        cache.aim(zero, 0, 1)
+        self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero, cache, keep=1)
+        return cache.nbytes
 
     @torch.no_grad()
     def forward(

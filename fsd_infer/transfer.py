@@ -22,17 +22,21 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def to_host(values: Tensor) -> Any:
-    """``values`` as nested lists. Waits for the device."""
-    return values.tolist()
+def to_host(*tensors: Tensor) -> list[Any]:
+    """Tensors [B, N] of one device, each with its own N, as nested lists of floats, in one transfer. Waits for the
+    device.
+    """
+    whole = torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1).cpu()
+    return [part.tolist() for part in whole.split([tensor.shape[1] for tensor in tensors], dim=1)]
 
 
 def lists(*tensors: Tensor) -> list[Any]:
-    """Tensors [B, N] of one device as nested lists, in one transfer; whole numbers and truth values as ``int``."""
+    """Tensors [B, N] of one device, each with its own N, as nested lists, in one transfer; whole numbers and truth
+    values as ``int``.
+    """
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
-    numbers = to_host(torch.stack([tensor.to(wide(tensor.device)) for tensor in tensors]))
     return [
         part if tensor.is_floating_point() else [[int(number) for number in row] for row in part]
-        for tensor, part in zip(tensors, numbers, strict=True)
+        for tensor, part in zip(tensors, to_host(*tensors), strict=True)
     ]

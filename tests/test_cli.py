@@ -316,3 +316,13 @@ def test_losses_are_read_from_the_log(tmp_path: Path) -> None:
     (folder / "metrics.csv").write_text("step,loss,tokens_per_s\n1,9.5,\n2,,120.0\n3,4.25,\n")
     assert quickstart.read_losses(tmp_path / "logs") == [9.5, 4.25]
     assert quickstart.read_losses(tmp_path / "nothing") == []
+
+
+def test_caches_beyond_the_limit_are_refused(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    request = ["generate", "--prompt", PROMPT, *toy.models, "--max-new-tokens", "4", "--max-cache-gib"]
+    status, out, err = call(capsys, *request, "1e-6")
+    assert status == 2 and not out and "allows 1073 bytes" in err and "smaller max_new_tokens" in err
+    assert call(capsys, *request, "1")[0] == 0
+    with pytest.raises(SystemExit):
+        main([*request, "0"])
+    assert "above 0" in capsys.readouterr().err

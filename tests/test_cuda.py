@@ -95,12 +95,12 @@ def test_a_round_waits_for_the_device_once(
     waits = 0
     transfer = fsd_infer.transfer.to_host
 
-    def to_host(values: Tensor) -> Any:
+    def to_host(*tensors: Tensor) -> Any:
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return transfer(values)
+            return transfer(*tensors)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
@@ -117,3 +117,21 @@ def test_a_round_waits_for_the_device_once(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits == 1 + rounds
+
+
+def test_phases_are_the_devices_own_time() -> None:
+    """The host spends the device's time at the rule, where it waits; by events the target has its own."""
+    target = cuda_target("llama")
+    slow = torch.randn(4096, 4096, device=DEVICE)
+
+    def work(module: Any, args: Any) -> None:
+        for _ in range(50):
+            torch.mm(slow, slow)
+
+    decoder = FuzzyDecoder(target, LMDrafter(cuda_target("llama"), target, depth=2))
+    decoder.generate(tiny_prompts(), max_new_tokens=4, do_sample=False)
+    target.decoder.register_forward_pre_hook(work)
+    stats = decoder.generate(tiny_prompts(), max_new_tokens=12, do_sample=False).stats
+    behind = {phase: seconds for phase, seconds in stats.phases.items() if phase != "prefill"}
+    assert behind["target"] > 0.7 * sum(behind.values())
+    assert sum(stats.phases.values()) == pytest.approx(stats.seconds, rel=0.1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 import fsd_infer
 from fsd_infer import DraftOnly, Exact, FsdError, Fuzzy, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target
+from fsd_infer.custom_generate import target_of
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source
+from fsd_infer.token_ids import left_pad
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
 
 
@@ -78,6 +83,50 @@ def test_custom_generate_hook_returns_what_generate_returns(model: Any, target: 
     )
     assert torch.equal(output.sequences, expected)
     assert output.stats.new_tokens == sum(row.new_tokens for row in output.stats.rows) > 0
+
+
+@pytest.mark.parametrize("several", [2, 3])
+def test_several_answers_per_prompt_are_shaped_as_by_generate(several: int, model: Any, target: Target) -> None:
+    prompts = tiny_prompts()[:2]
+    ids, mask = left_pad(prompts, 0, torch.device("cpu"))
+    options: dict[str, Any] = dict(do_sample=True, max_new_tokens=6, num_return_sequences=several)
+    expected = model.generate(ids, attention_mask=mask, **options)
+    decoder = FuzzyDecoder(target, OracleDrafter(target))
+    out = decoder.generate(prompts, seed=0, **options)
+    assert [len(answer) for answer in out.sequences] == [6] * len(expected)
+    assert len(out.texts) == len(out.records) == len(out.stats.rows) == len(expected)
+    assert len({tuple(answer) for answer in out.sequences[:several]}) > 1, "answers to one prompt are drawn apart"
+    hook = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter, seed=0)
+    ours = model.generate(ids, attention_mask=mask, **hook, **options)
+    assert ours.shape == expected.shape and torch.equal(ours[:, : ids.shape[1]], expected[:, : ids.shape[1]])
+    assert ours[:, ids.shape[1] :].tolist() == out.sequences
+    with pytest.raises(FsdError, match="num_beams=1"):
+        decoder.generate(prompts, max_new_tokens=6, do_sample=False, num_beams=several, num_return_sequences=several)
+
+
+def test_a_model_that_decoded_by_the_hook_is_freed() -> None:
+    model = tiny_model("llama")
+    options: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, custom_generate=fsd_infer.generate)
+    model.generate(torch.tensor([[1, 2, 1]]), drafter="lookup", **options)
+    assert target_of(model) is target_of(model)
+    other = copy.deepcopy(model)
+    assert target_of(other).model is other
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_neighbour_with_a_long_prompt_leaves_an_answer_its_length(model: Any, target: Target) -> None:
+    """Context 256: there is room for 6 tokens behind the long prompt, and for all 40 behind the short one."""
+    long, short = tiny_prompts((250, 3))
+    decoder = FuzzyDecoder(target, OracleDrafter(target))
+    alone = [decoder.generate([prompt], max_new_tokens=40, do_sample=False).sequences[0] for prompt in (long, short)]
+    assert [len(answer) for answer in alone] == [6, 40]
+    for prompts, expected in (([long, short], alone), ([short, long], alone[::-1])):
+        out = decoder.generate(prompts, max_new_tokens=40, do_sample=False)
+        assert out.sequences == expected
+        assert [row.finish_reason for row in out.stats.rows] == ["length", "length"]
 
 
 SAMPLED_REQUESTS: dict[str, dict[str, Any]] = {

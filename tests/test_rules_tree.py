@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsd_infer.divergence import Divergence
 from fsd_infer.rules import (
     DraftOnly,
     Exact,
@@ -109,6 +113,42 @@ def test_greedy_decisions_without_tensors_are_the_same(spec: str, monkeypatch: p
         assert_same(found, expected)
         opened += int(found.gate_open.sum())
     assert (opened > 0) == (spec != "exact")
+
+
+class _Widened(TorchDispatchMode):
+    """Counts the copies in fp32 of narrower numbers, by how many numbers they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float32 and getattr(args[0], "dtype", None) == torch.bfloat16:
+            self.copies[out.numel()] += 1
+        return out
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:0.3", "fuzzy:top_k_js:0.3", "fuzzy-strict:tv:0.3", "draft-only"])
+def test_all_at_once_no_logits_are_widened_twice(
+    spec: str, reduced: bool, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Divergence, "_compiled", lambda *_: None)  # without our CPU kernels, as on a GPU
+    monkeypatch.setattr(_contexts, "kernels", lambda: None)
+    batch, nodes, vocabulary, drafted = 2, 3, 640, 160
+    ids = torch.arange(drafted) if reduced else None
+    logits = torch.randn(batch, nodes, vocabulary).bfloat16()
+    q_logits = torch.randn(batch, nodes - 1, drafted if reduced else vocabulary).bfloat16()
+    tree = DraftTree.chain(torch.arange(nodes).expand(batch, -1), q_logits, ids)
+    round = Verification(tree, logits, logits, greedy, torch.rand(batch, nodes, 3))
+    with _Widened() as widened:
+        walk(round, parse_rule(spec).decide, by_level=False)  # type: ignore[attr-defined]
+    # the target's, and the drafter's where it is asked for as many: for a gate, or to draw from
+    draws = spec.startswith(("fuzzy-strict", "draft-only")) and not greedy
+    gates = spec != "exact" and (spec != "draft-only" or greedy)
+    assert widened.copies[batch * nodes * vocabulary] == 1 + (draws or (gates and not reduced))
 
 
 @pytest.mark.parametrize("by_level", [True, False])

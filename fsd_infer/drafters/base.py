@@ -120,6 +120,12 @@ class Drafter(ABC):
         """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there."""
         return self
 
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        """Bytes of the key-value caches of a session, batch and slots as in :class:`DraftRequest`: by default those of
+        the drafters that it is made of.
+        """
+        return sum(part.cache_bytes(batch, slots) for part in vars(self).values() if isinstance(part, Drafter))
+
     def forget(self) -> None:  # noqa: B027
         """Drop what requests have taught it, if it keeps such things. Benchmarks do so before every answer."""
 

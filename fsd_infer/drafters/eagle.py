@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,31 @@ class EagleDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> EagleSession:
         return EagleSession(self, request)
 
+    def new_cache(self, batch: int, slots: int) -> SlotCache:
+        """The head's own empty key-value cache, with room for ``slots`` tokens per row."""
+        return SlotCache(SimpleNamespace(num_hidden_layers=self.head.config.num_layers), batch, slots)
+
+    def slots(self, longest: int) -> int:
+        """Slots for texts of up to ``longest`` tokens and for what is expanded behind them."""
+        return longest + max(1, (self.shape.depth - 1) * self.shape.width)
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return batch * self.slots(slots) * self._cache_bytes_per_token
+
+    @cached_property
+    @torch.no_grad()
+    def _cache_bytes_per_token(self) -> int:
+        """By reading one token, as :attr:`Target.cache_bytes_per_token`."""
+        cache, config = self.new_cache(1, 1), self.head.config
+        embeds, features = (
+            torch.zeros(1, 1, size, dtype=self.target.dtype, device=self.target.device)
+            for size in (config.embed_size, config.hidden_size)
+        )
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
+        cache.aim(zero, 0, 1)
+        self.head(embeds, features, zero, torch.ones_like(zero, dtype=torch.bool)[None, None], cache)
+        return cache.nbytes
+
     def context_vocabulary(self, batch: int) -> ContextVocabulary | None:
         """A new batch's drafter vocabulary; None where it is always the head's own."""
         if not self.context_ids:
@@ -168,9 +194,7 @@ class EagleSession(DraftSession):
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
         self.drafter = drafter
         self.vocabulary = drafter.context_vocabulary(request.batch)
-        shape = drafter.shape
-        layers = SimpleNamespace(num_hidden_layers=drafter.head.config.num_layers)
-        self.cache = SlotCache(layers, request.batch, request.slots + max(1, (shape.depth - 1) * shape.width))
+        self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
         self.device = drafter.target.device
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
@@ -275,7 +299,7 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: 
     tokens = torch.cat([roots[:, None]] + [level.tokens for level in levels], dim=1)  # [B, 1 + C]
     scores = torch.cat([level.scores for level in levels], dim=1)  # [B, C]
     parents = torch.cat([level.expanded.repeat_interleave(width, dim=1) for level in levels], dim=1)  # [B, C]
-    depths = torch.cat([torch.full((level.tokens.shape[1],), d + 1) for d, level in enumerate(levels)]).to(device)
+    depths = torch.cat([torch.full_like(level.tokens[0], d + 1) for d, level in enumerate(levels)])  # [C]
     q_nodes = torch.cat([level.expanded for level in levels], dim=1)  # [B, R] node of each row of q
     q_logits = torch.cat([level.logits for level in levels], dim=1)  # [B, R, Vd]
 

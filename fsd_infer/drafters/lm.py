@@ -76,6 +76,13 @@ class LMDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return LMSession(self, first_tokens, request)
 
+    def slots(self, longest: int) -> int:
+        """Slots for texts of up to ``longest`` tokens and for a chain behind them."""
+        return longest + self.depth + 1
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return batch * self.slots(slots) * self.model.cache_bytes_per_token
+
     def modules(self) -> list[nn.Module]:
         return [self.model.model]
 
@@ -93,7 +100,7 @@ class LMSession(DraftSession):
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.request = drafter, request
         batch, self.device = request.batch, drafter.model.device
-        self.cache = drafter.model.new_cache(batch, request.slots + drafter.depth + 1)
+        self.cache = drafter.model.new_cache(batch, drafter.slots(request.slots))
         self.text = torch.zeros(batch, request.slots + 1, dtype=torch.long)
         self.text[:, 0] = first_tokens
         self.lengths = torch.ones(batch, dtype=torch.long)

@@ -136,7 +136,8 @@ class RecycleDrafter(Drafter):
     requests too: the first request of a fresh drafter has little to draft from. Unlike there, two tokens count before
     one does, and the tree is not a fixed template: its nodes are the ones with the best chances, which are learned from
     how often candidates of that probability were right. A tree is a function of what came before it alone, so the exact
-    rule's law is the target's. No distribution q is known at its nodes: gates stay closed there, as in lookup.
+    rule's law is the target's. No distribution q is known at its nodes: gates stay closed there, as in lookup. What the
+    target found likely has to come to the CPU: a round waits for the device once more.
 
     Args:
         vocab_size: V of the target.
@@ -215,11 +216,10 @@ class RecycleSession(DraftSession):
             logits = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
         width = min(self.drafter.width, logits.shape[-1])
         log_p, choice = likeliest(logits, width)
-        likely_tokens, log_chances = lists(choice.flatten(1), log_p.flatten(1))
+        known = lists(tree.tokens, tree.parents, choice.flatten(1), log_p.flatten(1))
         verdict = (path.tolist(), tokens.tolist(), accepted.tolist())
-        rows = zip(self.recycled, self.last, tree.to_rows(), nodes.tolist(), likely_tokens, log_chances, *verdict)
-        for recycled, last, nodes_of_row, seen, ids, chances, way, emitted, count in rows:
-            drafted, parents = nodes_of_row.tokens, nodes_of_row.parents
+        rows = zip(self.recycled, self.last, nodes.tolist(), *known, *verdict)
+        for recycled, last, seen, drafted, parents, ids, chances, way, emitted, count in rows:
             contexts = [[*last[-2:-1], drafted[0]]]
             contexts += [[drafted[parent], token] for parent, token in zip(parents[1:], drafted[1:])]
             for node, token in zip(way[: count + 1], emitted):  # judged before the answer is known

@@ -155,20 +155,19 @@ class Contexts:
         return self._at(self.evidence.round.logits).float()
 
     @property
-    def all_logits(self) -> tuple[Tensor, Tensor]:
-        """The raw logits of every context of the round, not only of these: the target's [B·N, V], the drafter's
-        [B·I, Vd].
-        """
+    def compared(self) -> tuple[Tensor, Tensor]:
+        """Raw logits of which :attr:`compared_rows` are these contexts': the target's [M, V], the drafter's [I, Vd]."""
+        if self.whole:  # what else asks for them has them in fp32 already
+            return self.logits, self.q_logits
         return self.evidence.round.logits.flatten(0, 1), self.evidence.tree.q_logits.flatten(0, 1)
 
     @property
-    def logit_rows(self) -> tuple[Tensor | None, Tensor]:
-        """[R] each, these contexts' rows of :attr:`all_logits`, the target's None for all of them in order; the
-        drafter's only to be read where ``has_q``.
-        """
+    def compared_rows(self) -> tuple[Tensor | None, Tensor | None]:
+        """[R] each, None for all in order; the drafter's only to be read where ``has_q``."""
+        if self.whole:
+            return None, None
         nodes, inner = self.evidence.tree.tokens.shape[1], self.evidence.tree.q_logits.shape[1]
-        own = None if self.whole else self.rows * nodes + self.nodes
-        return own, self.rows * inner + self._q_index.clamp_min(0)
+        return self.rows * nodes + self.nodes, self.rows * inner + self._q_index.clamp_min(0)
 
     @cached_property
     def best(self) -> Tensor:
@@ -195,7 +194,8 @@ class Contexts:
     @cached_property
     def q_scores(self) -> Tensor:
         """[R, V] the drafter's processed scores."""
-        return self._draft_at(self.evidence.draft_scores).float()
+        scores = self.evidence.draft_scores
+        return self.q_logits if scores is self.evidence.tree.q_logits else self._draft_at(scores).float()
 
     @cached_property
     def q(self) -> Tensor:

@@ -84,7 +84,7 @@ class DivergenceGate(GatedRule):
         draft_ids = at.evidence.tree.draft_ids
         if draft_ids is not None and measure.infinite_on_reduced_vocabulary:
             _warn_never_opens(measure.name)
-        return measure.with_reduced_drafter(*at.all_logits, draft_ids, at.logit_rows)
+        return measure.with_reduced_drafter(*at.compared, draft_ids, at.compared_rows)
 
     def describe(self) -> dict[str, object]:
         return {

@@ -1,0 +1,45 @@
+"""Memory for key-value caches: what there is, and the refusal of a request that needs more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fsd_infer.errors import CacheMemoryError
+
+
+def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None) -> None:
+    """Raise CacheMemoryError if caches of ``needed`` bytes, for ``rows`` texts of up to ``tokens`` tokens, exceed
+    ``limit`` bytes (None: no limit) or what is free on the device, as far as that is known.
+    """
+    free = free_bytes(device)
+    if limit is not None and needed > limit:
+        reason = f"max_cache_bytes allows {_gib(limit)}"
+    elif free is not None and needed > free:
+        reason = f"{_gib(free)} are free on {device}"
+    else:
+        return
+    raise CacheMemoryError(
+        f"the key-value caches of this request ({rows} rows of {tokens} tokens) take {_gib(needed)}, but {reason}: use "
+        "a smaller batch, shorter prompts or a smaller max_new_tokens."
+    )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can be allocated on a device, or None where nothing tells."""
+    if device.type == "cuda":  # torch keeps what was freed for later
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no Linux
+        return None
+    kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if kibibytes is None else 1024 * int(kibibytes)
+
+
+def _gib(count: int) -> str:
+    return f"{count} bytes ({count / 2**30:.3g} GiB)"

@@ -1,0 +1,116 @@
+"""The memory of key-value caches is known before any is allocated, and bounded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fsd_infer
+from fsd_infer import FuzzyDecoder, NoDrafter, Target
+from fsd_infer.cache import SlotCache
+from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
+from fsd_infer.errors import CacheMemoryError
+from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.memory import free_bytes
+from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
+    """All that are made, but for those of one token and the views of rows."""
+    made: list[SlotCache] = []
+    begin = SlotCache.__init__
+
+    def kept(self: SlotCache, config: Any, batch: int, slots: int) -> None:
+        begin(self, config, batch, slots)
+        if slots > 1:
+            made.append(self)
+
+    monkeypatch.setattr(SlotCache, "__init__", kept)
+    return made
+
+
+def drafter_of(kind: str, target: Target) -> Drafter:
+    if kind == "lm":
+        return LMDrafter(Target(tiny_model("llama", num_hidden_layers=1)), target, depth=3)
+    head = EagleHead(EagleConfig.for_target(target, num_layers=2))
+    eagle = EagleDrafter(head, target, TreeShape(depth=3, width=4, nodes=12))
+    return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_stated_as_they_are_taken(family: str, caches: list[SlotCache]) -> None:
+    target = Target(tiny_model(family))
+    stats = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2], [3, 4]], max_new_tokens=3, do_sample=False).stats
+    assert stats.cache_bytes == sum(cache.nbytes for cache in caches) > 0
+    assert stats.to_dict()["cache_bytes"] == stats.cache_bytes
+
+
+@pytest.mark.parametrize("kind", ["eagle", "lm", "graft"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafters_caches_count(kind: str, dtype: torch.dtype, caches: list[SlotCache]) -> None:
+    target = Target(tiny_model("llama").to(dtype))
+    drafter = drafter_of(kind, target)
+    stats = FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=9, do_sample=False).stats
+    assert [cache.nbytes > 0 for cache in caches] == [True, True]
+    assert stats.cache_bytes == sum(cache.nbytes for cache in caches)
+
+
+def test_too_large_a_request_is_refused_before_it_is_allocated(
+    caches: list[SlotCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(tiny_model("llama"))
+    decoder = FuzzyDecoder(target, drafter_of("eagle", target))
+    options: dict[str, Any] = dict(max_new_tokens=9, do_sample=False)
+    found = decoder.generate(tiny_prompts(), **options)
+    needed = found.stats.cache_bytes
+    assert decoder.generate(tiny_prompts(), max_cache_bytes=needed, **options).sequences == found.sequences
+    caches.clear()
+    with pytest.raises(CacheMemoryError, match=rf"4 rows .* {needed} bytes .* max_cache_bytes .* {needed - 1} bytes"):
+        decoder.generate(tiny_prompts(), max_cache_bytes=needed - 1, **options)
+    hook = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter, max_cache_bytes=10)
+    with pytest.raises(CacheMemoryError, match="smaller batch.* smaller max_new_tokens"):
+        target.model.generate(torch.tensor([[1, 2]]), **hook, **options)
+    monkeypatch.setattr("fsd_infer.memory.free_bytes", lambda device: needed - 1)
+    with pytest.raises(CacheMemoryError, match=rf"{needed} bytes .* {needed - 1} bytes .* free on cpu"):
+        decoder.generate(tiny_prompts(), **options)
+    assert not caches
+    monkeypatch.setattr("fsd_infer.memory.free_bytes", lambda device: None)
+    assert decoder.generate(tiny_prompts(), **options).sequences == found.sequences
+
+
+def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = "MemTotal:  900 kB\nMemAvailable:     700 kB\n"
+    monkeypatch.setattr("fsd_infer.memory.Path", lambda path: SimpleNamespace(read_text=lambda: meminfo))
+    assert free_bytes(torch.device("cpu")) == 700 * 1024
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert free_bytes(torch.device("cuda", 1)) == 120
+    assert free_bytes(torch.device("meta")) is None
+
+    def missing() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("fsd_infer.memory.Path", lambda path: SimpleNamespace(read_text=missing))
+    assert free_bytes(torch.device("cpu")) is None
+
+
+def test_rows_that_stay_move_up_in_place() -> None:
+    cache = SlotCache(SimpleNamespace(num_hidden_layers=2), 4, 3)
+    states = torch.arange(4.0)[:, None, None, None].expand(4, 2, 3, 5)
+    cache.aim(torch.arange(3).expand(4, -1), 0, 3)
+    for layer in range(2):
+        cache.update(states, -states, layer)
+    begins = [layer.keys.data_ptr() for layer in cache.layers]
+    cache.select(torch.tensor([1, 3]))
+    for layer, begin in zip(cache.layers, begins, strict=True):
+        assert layer.keys.data_ptr() == begin
+        assert torch.equal(layer.keys, states[[1, 3]]) and torch.equal(layer.values, -states[[1, 3]])
+    cache.aim(torch.tensor([[0], [2]]), None, 3)
+    keys, _ = cache.update(torch.full((2, 2, 1, 5), 9.0), torch.zeros(2, 2, 1, 5), 1)
+    assert keys[0, 0, :, 0].tolist() == [9, 1, 1] and keys[1, 0, :, 0].tolist() == [3, 3, 9]
+    assert float(cache.layers[0].keys.max()) == 3
