@@ -157,15 +157,20 @@ def _own_layer(config: Any) -> dict[str, Any] | None:
     """
     if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         return None
-    values = config.to_dict()
-    layer = {name: values[name] for name in _LAYER_FIELDS if values.get(name) is not None}
-    layer["model_type"] = config.model_type
+    layer = layer_of(config)
     try:
         with torch.random.fork_rng(devices=[]):
             _probe(*_build_layers(layer, 1), hidden_size=int(config.hidden_size))
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
         return None  # the family's layer wants more than the common arguments
     return layer
+
+
+def layer_of(config: Any) -> dict[str, Any]:
+    """What a decoder layer of a transformers config depends on, as :attr:`EagleConfig.layer`."""
+    values = config.to_dict()
+    layer = {name: values[name] for name in _LAYER_FIELDS if values.get(name) is not None}
+    return {**layer, "model_type": config.model_type}
 
 
 def _build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:

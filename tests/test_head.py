@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from fsd_infer.checkpoint import load_head, save_head
-from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.errors import CheckpointError
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_train.unroll import at_positions, chain_mask, chain_roots, supervised, unroll
@@ -165,31 +162,6 @@ def test_checkpoint_round_trip(tmp_path) -> None:
     assert again.config == head.config
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-
-
-def test_heads_of_other_programs_are_told_by_name(tmp_path) -> None:
-    """By the config alone, since weights may be in a format that is not read, or by the tensors alone."""
-    target = toy_target()
-
-    def told(config: dict[str, object], tensors: dict[str, torch.Tensor], message: str) -> None:
-        directory = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32, **config}))
-        if tensors:
-            save_file(tensors, directory / "model.safetensors")
-        for load in (load_drafter, load_head):
-            with pytest.raises(CheckpointError, match=f"{directory} is an {message} head of another program"):
-                load(directory, target)
-
-    of_eagle_3 = {
-        "fc.weight": torch.zeros(32, 96),
-        "d2t": torch.zeros(40),
-        "midlayer.hidden_norm.weight": torch.ones(32),
-    }
-    told({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "EAGLE-3")
-    told({"speculators_model_type": "eagle3"}, {}, "EAGLE-3")
-    told({"architectures": ["LlamaForCausalLM"]}, of_eagle_3, "EAGLE-3")
-    told({"architectures": ["LlamaForCausalLM"]}, {"fc.weight": torch.zeros(32, 64)}, "EAGLE")
 
 
 def test_head_of_another_target_and_damaged_files(tmp_path) -> None:

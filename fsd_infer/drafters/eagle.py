@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.checkpoint import load_head
+from fsd_infer.checkpoint import is_public, load_head
 from fsd_infer.drafters.base import (
     DRAFTERS,
     Drafter,
@@ -87,9 +87,12 @@ class EagleDrafter(Drafter):
 
     Attributes:
         by_batch: trees for batches of at least so many rows where they differ from ``shape``; None: do not draft.
+        public: the head was stored as EAGLE's authors do it, so nothing but its sizes ties it to the target; records
+            of runs tell.
     """
 
     name = "eagle"
+    public = False
 
     def __init__(
         self, head: EagleHead, target: Target, shape: TreeShape | None = None, context_ids: bool = True
@@ -112,7 +115,9 @@ class EagleDrafter(Drafter):
     @classmethod
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
         """Load a head checkpoint; raises CheckpointError or VocabularyMismatchError if it does not fit the target."""
-        return cls(load_head(directory, target), target, shape)
+        made = cls(load_head(directory, target), target, shape)
+        made.public = is_public(directory)
+        return made
 
     def reshaped(self, shape: TreeShape) -> EagleDrafter:
         """The same head with another tree; nothing is copied."""
@@ -175,6 +180,7 @@ class EagleDrafter(Drafter):
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
         sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
         batches = {"by_batch": sizes} if sizes else {}
+        public = {"public": True} if self.public else {}
         return {
             **super().describe(),
             "width": self.shape.width,
@@ -182,6 +188,7 @@ class EagleDrafter(Drafter):
             "draft_vocab_size": self.vocabulary,
             "context_ids": self.context_ids,
             **batches,
+            **public,
         }
 
     def modules(self) -> list[nn.Module]:

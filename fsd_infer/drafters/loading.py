@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from fsd_infer.checkpoint import is_head, refuse_public_head
+from fsd_infer.checkpoint import is_head
 from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
 from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
@@ -39,7 +39,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             "recycle"         what the target found likely before after the same tokens (:class:`RecycleDrafter`)
             "X+lookup"        either grafted onto the tree of X, any other of these names (:class:`GraftedDrafter`);
             "X+recycle"       "shipped+lookup+recycle" is both
-            a directory       a head checkpoint, or a causal LM of the target's vocabulary or a peft adapter for one
+            a directory       a head checkpoint, ours or a public EAGLE-1/2 one, or a causal LM of the target's
+                              vocabulary or a peft adapter for one
             a hub id          a causal LM of the target's vocabulary
             ================  ===================================================================================
         target: what it is to draft for.
@@ -70,7 +71,6 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         return NoDrafter(target.vocab_size)
     if is_head(drafter):
         return EagleDrafter.from_pretrained(drafter, target, tree)
-    refuse_public_head(drafter)
     try:
         model = load_lm(drafter, target)
     except UnknownNameError:
