@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import LMDrafter, TreeShape
-from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession
+from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession, _warn_context
 from fsd_infer.errors import FsdError
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
-from tests.families import noisy_model, tiny_model, tiny_prompts
+from tests.families import noisy_model, reference, tiny_model, tiny_prompts
 
 DEPTH = 5
 
@@ -94,6 +94,40 @@ def test_a_name_gets_the_chain_of_its_device_or_of_the_tree(tmp_path: Path, mode
     shaped = load_drafter(str(tmp_path / "small"), target, TreeShape(3, 2, 8))
     assert isinstance(shaped, LMDrafter)
     assert (shaped.depth, shaped.stop_below) == (3, 0.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_drafting_ends_with_the_small_models_context(
+    family: str, batch: int, models: tuple[Target, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 5, 13, 9 and 21 tokens and answers of 40, with a drafter that has a context of 24."""
+    context = 24
+    target, small = models[0], Target(tiny_model(family, max_position_embeddings=context))
+    decoder = FuzzyDecoder(target, LMDrafter(small, target, DEPTH))
+    trees: list[tuple[list[int], DraftTree]] = []
+    draft = LMSession.draft
+
+    def kept(self: LMSession, roots: Tensor) -> DraftTree:
+        trees.append((self.lengths.tolist(), draft(self, roots)))
+        return trees[-1][1]
+
+    monkeypatch.setattr(LMSession, "draft", kept)
+    _warn_context.cache_clear()
+    prompts = tiny_prompts()[:batch]
+    with pytest.warns(UserWarning, match="context of 24") as warned:
+        exact = decoder.generate(prompts, max_new_tokens=40, do_sample=False)
+        decoder.generate(prompts, "fuzzy:js:0.4", max_new_tokens=40, do_sample=True, seed=1)
+        gated = decoder.generate(prompts, "draft-only", max_new_tokens=40, do_sample=False)
+    assert len([warning for warning in warned if "context of 24" in str(warning.message)]) == 1
+    assert exact.sequences == reference(target.model, prompts, max_new_tokens=40)
+    for lengths, tree in trees:
+        assert tree.tokens.shape[1] == 1 + max(0, min(DEPTH, context + 1 - min(lengths)))
+        for length, known in zip(lengths, (tree.q_index >= 0).sum(1).tolist(), strict=True):
+            assert known == max(0, min(DEPTH, context + 1 - length))
+    for prompt, record in zip(prompts, gated.records, strict=True):
+        assert any(record.gates), "the chain is taken as far as it goes"
+        assert not any(record.gates[context + 1 - len(prompt) :])
 
 
 @pytest.mark.parametrize("stop", [-0.1, 1.0])

@@ -117,7 +117,11 @@ class Drafter(ABC):
         """Open a session for a batch whose texts begin with first_tokens [B], on the CPU; ``extend`` brings more."""
 
     def for_batch(self, batch: int) -> Drafter:
-        """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there."""
+        """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there.
+
+        Asked once per request, also where rows end before others: a session that begins in mid-answer would have to
+        read the whole text first, and a head the target's features of it, which nobody keeps.
+        """
         return self
 
     def cache_bytes(self, batch: int, slots: int) -> int:

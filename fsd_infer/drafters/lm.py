@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,9 +38,22 @@ def chain_of(tree: TreeShape | None, target: Target) -> tuple[int, float]:
     return of_device(DEFAULT_CHAINS, target.device) if tree is None else (tree.depth, tree.stop_below)
 
 
+@cache
+def _warn_context(name: str, limit: int) -> None:
+    """Says once per small model that a text is too long for it."""
+    warnings.warn(
+        f"drafter {name} has a context of {limit} tokens, shorter than the text: from there on it drafts nothing. Use "
+        "a small model with a longer context, or a head.",
+        stacklevel=2,
+    )
+
+
 @DRAFTERS.register("lm")
 class LMDrafter(Drafter):
     """A chain of ``depth`` tokens per round: sampled from q at temperature > 0, argmax (one-hot q) at 0.
+
+    Where the small model's own context ends, drafting does, with one warning. In a batch the chain goes on as long as
+    any row is within it; the other rows' nodes are then without q, so that no gate opens there.
 
     Args:
         model: the small model.
@@ -130,6 +145,10 @@ class LMSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, request = self.drafter, self.request
+        reach = self._reach()
+        depth, common = int(reach.max()), int(reach.min())
+        if depth < 1:
+            return DraftTree.root_only(to_device(roots, self.device), drafter.vocab_size)
         new = int((self.lengths - self.cached).max())
         offsets = torch.arange(new)
         slots = self.cached[:, None] + offsets  # rows with less to read write padding behind their text
@@ -139,7 +158,7 @@ class LMSession(DraftSession):
         logits = logits.gather(1, last.expand(-1, 1, logits.shape[-1]))[:, 0]
         tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
         path_scores = [torch.zeros(roots.shape[0], device=self.device)]  # cumulative log q
-        for step in range(1, drafter.depth + 1):
+        for step in range(1, depth + 1):
             scores = logits if request.process is None else request.process(logits)
             if request.greedy:
                 token = logits.argmax(-1)
@@ -149,7 +168,7 @@ class LMSession(DraftSession):
             q_logits.append(logits)
             q_scores.append(scores)
             path_scores.append(path_scores[-1] + logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1))
-            if step == drafter.depth or not_believed(path_scores[-1][:, None], drafter.stop_below):
+            if step == depth or not_believed(path_scores[-1][:, None], drafter.stop_below):
                 break
             logits = self._run(token[:, None], (self.lengths + step - 1)[:, None])[:, 0]
         self.cached = self.lengths.clone()
@@ -159,7 +178,20 @@ class LMSession(DraftSession):
             q_scores=None if request.greedy else torch.stack(q_scores, 1),
             scores=torch.stack(path_scores, 1),
         )
+        if common < len(tokens) - 1:
+            beyond = to_device(torch.arange(len(tokens)) >= reach[:, None], self.device)
+            self.chain.q_index = self.chain.q_index.masked_fill(beyond, -1)
         return self.chain
+
+    def _reach(self) -> Tensor:
+        """[B] how many tokens can be drafted for each row: ``depth``, or fewer where the small model's context ends."""
+        drafter = self.drafter
+        limit = drafter.model.max_positions
+        reach = torch.full_like(self.lengths, drafter.depth)
+        if limit is not None and int(self.lengths.max()) + drafter.depth > limit + 1:  # the last draft is not read
+            _warn_context(drafter.model.name, limit)
+            reach = reach.minimum(limit + 1 - self.lengths)
+        return reach
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -176,7 +208,7 @@ class LMSession(DraftSession):
         self.cache.aim(slots, first if slots.shape[0] == 1 else None, used)
         model = self.drafter.model
         limit = model.max_positions
-        positions = slots if limit is None else slots.clamp_max(limit - 1)
+        positions = slots if limit is None else slots.clamp_max(limit - 1)  # beyond, what comes out is not used
         everything = torch.arange(visible.shape[-1], device=tokens.device).expand(slots.shape[0], -1)
         logits, _ = model.forward(tokens, positions, visible, everything, self.cache)
         return self._fit(logits.float())
