@@ -82,6 +82,7 @@ def small_config(recipe: Path, target: Path, answers: Path, out: Path) -> Path:
     config["model"]["target"] = str(target)
     config["data"]["train_files"] = [str(answers)]
     config["data"].pop("features", None)
+    config["data"].pop("tokenizer", None)
     if config["model"].get("draft_vocab_size"):
         config["model"]["draft_vocab_size"] = 200
     if config["model"].get("head", {}).get("fused_layers"):
