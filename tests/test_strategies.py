@@ -271,7 +271,6 @@ def test_checkpoints_of_another_target_or_order_are_refused(
 
     def run(out: Path, devices: int, *more: str) -> subprocess.CompletedProcess[str]:
         spread = ["--trainer.strategy", strategy, "--trainer.devices", str(devices)]
-        more = (*more, "--trainer.val_check_interval", str(2 * ACCUMULATE))
         return subprocess.run(
             [sys.executable, "-m", "fsd_train.cli", *command(toys, out, ACCUMULATE, *spread, *more)],
             cwd=tmp_path, env=environment, capture_output=True, text=True,
@@ -279,14 +278,12 @@ def test_checkpoints_of_another_target_or_order_are_refused(
 
     done = run(tmp_path / "first", RANKS)
     assert done.returncode == 0, done.stderr
-    resume = ["--ckpt_path", str(tmp_path / "first" / "ckpt" / "last.ckpt"), "--trainer.max_steps", str(STEPS + 2)]
+    resume = ["--ckpt_path", str(tmp_path / "first" / "ckpt" / "last.ckpt")]
     other = save_toy_target(tmp_path / "target", seed=1)
     done = run(tmp_path / "target-run", RANKS, *resume, "--model.target", str(other))
     assert done.returncode == 1 and "another target" in done.stderr
     done = run(tmp_path / "devices-run", 1, *resume)
     assert done.returncode == 1 and f"replicas ({RANKS}, now 1)" in done.stderr
-    done = run(tmp_path / "same-run", RANKS, *resume)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

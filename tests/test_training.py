@@ -392,27 +392,35 @@ def test_a_recipe_for_another_target_cannot_resume(
 
 
 class Kill(Callback):
-    """Ends the process in a batch, as a power cut would: its gradients are there, its step is not."""
+    """Ends the process after so many steps, in the next one's first batch or, ``late``, with its gradients complete."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, step: int, late: bool) -> None:
+        self.step, self.late = step, late
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+        if trainer.global_step == self.step and not self.late:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:
-    """Killed in any batch behind the first checkpoint, be it the first or the second of a step."""
+    """Killed anywhere behind the first checkpoint, between the batches of a step too."""
     seed = random.SystemRandom().randrange(10**6)
-    batch = random.Random(seed).randrange(5 * 2, 30 * 2)
-    print(f"seed {seed}: killed in batch {batch}")  # shown where the test fails
+    draw = random.Random(seed)
+    step, late = draw.randrange(5, 30), draw.random() < 0.5
+    print(f"seed {seed}: killed after step {step}, late: {late}")  # shown where the test fails
     options = [
         "--trainer.max_steps", "30", "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
         "--model.chain_share", "0.6", "--model.ema_decay", "0.9",
     ]  # fmt: skip
     argv = command(toys, tmp_path / "killed", *options)
-    kill = ["--trainer.callbacks+", "tests.test_training.Kill", "--trainer.callbacks.batch", str(batch)]
+    kill = [
+        "--trainer.callbacks+", "tests.test_training.Kill", "--trainer.callbacks.step", str(step),
+        "--trainer.callbacks.late", str(late).lower(),
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "fsd_train.cli", *argv, *kill],
