@@ -228,6 +228,7 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
     speed_up(model)
     target = Target(model)
     prompt = (tiny_prompts((60,))[0] * 3)[:150]
+    assert target.cache_bytes_per_token > 0  # found by a forward of its own
     calls = calls_of_layers(monkeypatch)
     expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert len(calls) == 2 + 3, "two layers, each in a call of its own over so many tokens; then both in one"
