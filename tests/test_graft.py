@@ -17,15 +17,13 @@ from torch import Tensor
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.checkpoint import save_head
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
-from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.graft import _warn_sampled, merge_trees
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 from tests.rules_toy import LENGTH, REFERENCE_DIVERGENCES, Enumeration, Toy, V, simulate
 from tests.test_lookup import check_tree, circling_model, contexts_in, take
 from tests.test_rules_laws import ALARM, ROWS, p_value
@@ -302,42 +300,6 @@ def test_the_union_accepts_what_either_part_does() -> None:
         taus[name] = out.stats.tau
     assert taus["both"] > taus["head"] + 1
     assert taus["both"] > 0.7 * taus["lookup"]  # with half its nodes
-
-
-@pytest.mark.parametrize("kind", ["eagle", "lm"])
-def test_a_side_that_is_sure_drafts_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a text that copies itself the head is asked less often, and the answer is the same."""
-    target = Target(circling_model())
-    main = LMDrafter(Target(noisy_model("llama")), target, depth=3) if kind == "lm" else grafts(target)["eagle"].main
-    asked: list[int] = []
-    session = LMSession if kind == "lm" else EagleSession
-    draft = session.draft
-    monkeypatch.setattr(session, "draft", lambda self, roots: (asked.append(1), draft(self, roots))[1])
-    prompts = [tiny_prompts((9,))[0]]
-    found = {}
-    for sure in (math.inf, 1.5, 1e-9):
-        decoder = FuzzyDecoder(target, GraftedDrafter(main, LookupDrafter(target.vocab_size), sure=sure))
-        asked.clear()
-        out = decoder.generate(prompts, max_new_tokens=64, do_sample=False)
-        assert out.sequences == reference(target.model, prompts, max_new_tokens=64)
-        found[sure] = len(asked), out.stats.rows[0].target_forwards
-    always, sometimes, seldom = found.values()
-    assert always[0] == always[1]
-    assert 0 < sometimes[0] < sometimes[1]
-    assert seldom[0] < sometimes[0]
-
-
-def test_a_sure_sides_tree_has_no_gates() -> None:
-    target = Target(circling_model())
-    drafter = GraftedDrafter(grafts(target)["eagle"].main, LookupDrafter(VOCAB, nodes=9), nodes=6, sure=1e-9)
-    session = drafter.start(torch.tensor([1]), DraftRequest(1, 16))
-    text = torch.tensor([[2, 3, 4, 1, 2, 3, 4, 1]])
-    session.extend(text, torch.randn(1, 8, target.hidden_size), torch.tensor([8]))
-    tree = session.draft(text[:, -1])
-    assert tree.tokens[0, :5].tolist() == [1, 2, 3, 4, 1] and tree.tokens.shape == (1, 6)
-    assert tree.q_logits.shape[1] == 0 and (tree.q_index == -1).all()
-    with pytest.raises(FsdError, match="needs sure > 0, got 0"):
-        GraftedDrafter(drafter.main, LookupDrafter(VOCAB), sure=0.0)
 
 
 def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,29 +40,22 @@ class GraftedDrafter(Drafter):
     A drafter that samples its chain (a small LM at temperature above 0) drafts alone there: a second child has no place
     in the exact test of a sampled draft.
 
-    Where a text copies itself, ``side`` is nearly right alone and costs next to nothing, so a round in which it expects
-    ``sure`` accepted drafts or more is its own: ``main`` is not asked, and all gates are closed.
-
     Args:
         main: the drafter whose distributions are used.
         side: what is grafted on; its distributions are not used.
         nodes: nodes verified per round, the root included; default as many as ``main`` has alone.
-        sure: Σ exp(score) over the drafts of ``side`` from which on it drafts alone, in every row of the batch; by
-            default never. Drafters whose trees are made on the device are not looked at.
 
     Raises:
-        FsdError: fewer than 2 nodes, or ``sure`` not positive.
+        FsdError: fewer than 2 nodes.
     """
 
     name = "graft"
 
-    def __init__(self, main: Drafter, side: Drafter, nodes: int | None = None, sure: float = math.inf) -> None:
-        self.main, self.side, self.sure = main, side, sure
+    def __init__(self, main: Drafter, side: Drafter, nodes: int | None = None) -> None:
+        self.main, self.side = main, side
         self.nodes = main.max_nodes if nodes is None else nodes
         if self.nodes < 2:
             raise FsdError(f"a grafted tree needs nodes >= 2, got {self.nodes}: give nodes.")
-        if not sure > 0:
-            raise FsdError(f"a graft needs sure > 0, got {sure}.")
         self.name = f"{main.name}+{side.name}"
         self.target = getattr(main, "target", None)
 
@@ -82,7 +75,7 @@ class GraftedDrafter(Drafter):
         main = self.main.for_batch(batch)
         if main is self.main or isinstance(main, NoDrafter):  # where one tree does not pay, two do not either
             return self if main is self.main else main
-        return GraftedDrafter(main, self.side, main.max_nodes, self.sure)
+        return GraftedDrafter(main, self.side, main.max_nodes)
 
     def forget(self) -> None:
         self.main.forget()
@@ -93,7 +86,7 @@ class GraftedDrafter(Drafter):
 
     def describe(self) -> dict[str, Any]:
         parts = {"main": self.main.describe(), "side": self.side.describe()}
-        return {"name": self.name, "nodes": self.nodes, "depth": self.max_depth, "sure": self.sure, **parts}
+        return {"name": self.name, "nodes": self.nodes, "depth": self.max_depth, **parts}
 
 
 class GraftedSession(DraftSession):
@@ -111,17 +104,15 @@ class GraftedSession(DraftSession):
             session.observe(tree, logits, path, tokens, accepted)
 
     def draft(self, roots: Tensor) -> DraftTree:
-        side, nodes = self.side.draft(roots), self.drafter.nodes
-        if side.sampled:
-            _warn_sampled(self.drafter.side.name)
-            return self.main.draft(roots)
-        if _expected_drafts(side) >= self.drafter.sure:
-            return merge_trees(DraftTree.root_only(side.tokens[:, 0], side.q_logits.shape[-1]), side, nodes)
         main = self.main.draft(roots)
         if main.sampled:
             _warn_sampled(self.drafter.main.name)
             return main
-        return merge_trees(main, side, nodes)
+        side = self.side.draft(roots)
+        if side.sampled:
+            _warn_sampled(self.drafter.side.name)
+            return main
+        return merge_trees(main, side, self.drafter.nodes)
 
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
@@ -132,13 +123,6 @@ def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
     """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled."""
     rows = [_merge(*row, nodes) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
     return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
-
-
-def _expected_drafts(tree: DraftTree) -> float:
-    """Σ exp(score) over a row's drafts, of the row where it is least; 0 where that would wait for the device."""
-    if tree.rows is None:
-        return 0.0
-    return min(sum(map(math.exp, row.scores[1:])) for row in tree.rows)
 
 
 def _steps(row: TreeRow) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from fsd_infer.checkpoint import is_head
@@ -21,9 +20,6 @@ FREE: dict[str, type[LookupDrafter] | type[RecycleDrafter]] = {
     LookupDrafter.name: LookupDrafter,
     RecycleDrafter.name: RecycleDrafter,
 }
-
-# drafts that they must expect, to be believed alone instead of asking a model (see GraftedDrafter)
-SURE = {LookupDrafter.name: 2.0}
 
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | None = None) -> Drafter:
@@ -94,5 +90,4 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
         return _load_free(side, target, tree)
     shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
-    sure = SURE.get(side, math.inf) if onto.modules() else math.inf  # what costs nothing is always asked
-    return GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes, sure)
+    return GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes)
