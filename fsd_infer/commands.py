@@ -11,9 +11,7 @@ import json
 import re
 import sys
 import textwrap
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +179,7 @@ def _words(text: str) -> list[str]:
 def warmup(args: argparse.Namespace) -> int:
     """`fsd-infer warmup`: what a first request would wait for, with the seconds of each part."""
     from fsd_infer.calibrate import AUTO, head_of
+    from fsd_infer.clock import Clock
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.drafters import NoDrafter
     from fsd_infer.fuse import speed_up
@@ -192,49 +191,33 @@ def warmup(args: argparse.Namespace) -> int:
         raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")
     dtype = parse_dtype(args.dtype)
     _set_threads(args.threads)
-    laps = _Laps()
-    with laps("load"):
-        target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
-    with laps("compile"):
-        compiled = kernels() if target.device.type == "cpu" else None
-    with laps("pack"):
-        speed_up(target.model, release=True)
+    clock = Clock()
+    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
+    clock.lap("load")
+    compiled = kernels() if target.device.type == "cpu" else None
+    clock.lap("compile")
+    speed_up(target.model, release=True)
+    clock.lap("pack")
     decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
-    with laps("load"):
-        decoder.drafter = decoder.load_drafter(args.drafter, pack=False)
-    with laps("pack"):
-        for module in decoder.drafter.modules():
-            speed_up(module, release=True)
+    decoder.drafter = decoder.load_drafter(args.drafter, pack=False)
+    clock.lap("load")
+    for module in decoder.drafter.modules():
+        speed_up(module, release=True)
+    clock.lap("pack")
     if target.device.type == "cpu":
         print("CPU kernels: " + ("none, decoding runs through torch" if compiled is None else "compiled"))
     head = head_of(decoder.drafter)
     if head is None:
         print(f"drafter {decoder.drafter.name} has no tree to choose")
     else:
-        with laps("calibrate"):
-            shape = decoder.tune(refresh=args.refresh)
+        shape = decoder.tune(refresh=args.refresh)
+        clock.lap("calibrate")
         print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
         for batch, other in head.by_batch.items():
             tree = "none, plain decoding is faster" if other is None else f"{other.depth},{other.width},{other.nodes}"
             print(f"in batches of {batch} or more: {tree}")
-    print(laps, file=sys.stderr)
+    print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
     return 0
-
-
-class _Laps:
-    """Seconds by part: ``with laps("load"): ...``; as text "load 1.2 s, pack 0.3 s"."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
-
-    def __str__(self) -> str:
-        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())
 
 
 def quickstart(args: argparse.Namespace) -> int:
