@@ -23,9 +23,8 @@ from benchmarks.goals import print_goals
 from benchmarks.workplace import shown_command
 from fsd_infer.bench import Settings, build_record, make_methods
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.models import Models
 from fsd_infer.bench.record import jsonable
-from fsd_infer.bench.runner import encode_rows, read_rows, take_turns
+from fsd_infer.bench.runner import encode_rows, models_of, read_rows, take_turns
 from fsd_infer.calibrate import AUTO
 from fsd_infer.commands import parse_tree
 from fsd_infer.errors import FsdError
@@ -63,7 +62,7 @@ def measure(settings: Settings, sizes: Sequence[int], progress: bool = False) ->
     settings.check()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    models = Models(settings.target, settings.drafter, settings.dtype, settings.device, settings.tree)
+    models = models_of(settings)
     methods = make_methods(settings.methods, models)
     asked = [replace(prompt, category="all") for prompt in encode_rows(read_rows(settings), models)]
     uneven = [size for size in sizes if size < 1 or len(asked) % size]

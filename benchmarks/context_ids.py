@@ -22,9 +22,8 @@ from benchmarks.workplace import shown_command
 from fsd_infer.bench import Settings, build_record, make_methods
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.models import Models
 from fsd_infer.bench.record import jsonable
-from fsd_infer.bench.runner import encode_rows, read_rows, take_turns
+from fsd_infer.bench.runner import encode_rows, models_of, read_rows, take_turns
 from fsd_infer.commands import parse_tree
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import FsdError
@@ -61,7 +60,7 @@ def measure(settings: Settings, progress: bool = False) -> dict[str, Any]:
     settings.check()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    models = Models(settings.target, settings.drafter, settings.dtype, settings.device, settings.tree)
+    models = models_of(settings)
     methods = make_methods(settings.methods, models)
     for method, joined in zip(methods, (False, True), strict=True):
         assert isinstance(method, EngineMethod)

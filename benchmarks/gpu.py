@@ -13,6 +13,7 @@ answer with the chance that is asked for: tok/s of a head that good, whichever i
 * methods: transformers' generate, the plain loop, and exact at each chance, in turns.
 
     python -m benchmarks.gpu --chance 0.6 0.7 0.8 --json benchmarks/results/gpu.json
+    python -m benchmarks.gpu --chance 0.6 0.7 0.8 --cuda-graphs --json benchmarks/results/gpu-graphs.json
 """
 
 from __future__ import annotations
@@ -205,10 +206,12 @@ def measure(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     target = counting_target(config, parse_dtype(args.dtype), device)
     options = {"draft_vocab_size": min(args.draft_vocab, target.vocab_size)}
     head = EagleDrafter(EagleHead(EagleConfig.for_target(target, **options)), target, parse_tree(args.tree))
-    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    decoder = FuzzyDecoder(target, head)
+    if args.cuda_graphs:
+        decoder.use_graphs()
     drafters = {f"exact {chance:g}": SimulatedDrafter(head, chance) for chance in args.chance}
     drafting = {name: EngineMethod(name, decoder, Exact(), drafter) for name, drafter in drafters.items()}
-    plain = EngineMethod("plain", decoder, Exact(), decoder.drafter)
+    plain = EngineMethod("plain", decoder, Exact(), NoDrafter(target.vocab_size))
     methods: list[Method] = [GenerateMethod("hf-generate", target.model), plain, *drafting.values()]
 
     starts = torch.randint(target.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
@@ -269,6 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--copy-bytes", type=int, default=2**30, help="that are copied (%(default)s)")
     parser.add_argument("--dtype", default="bf16", help="(%(default)s)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="as of fsd-infer")
     parser.add_argument("--device", help="default: CUDA where there is one")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
     return parser

@@ -7,6 +7,7 @@ lies behind the text is overwritten by the next round.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,8 +26,15 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, pool: SlotCache, index: int) -> None:
         super().__init__()
-        self.pool = pool
+        # weakly, so that keys and values are freed with the last reference and not by some later garbage collection
+        self._pool = weakref.ref(pool)
         self.index = index
+
+    @property
+    def pool(self) -> SlotCache:
+        pool = self._pool()
+        assert pool is not None, "the cache is gone"
+        return pool
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = self.pool._storage("keys", self.index, key_states)
@@ -74,10 +82,16 @@ class SlotCache(Cache):
         config: the (text) config of the model.
         batch: B.
         slots: room per row: the longest text plus the largest tree.
+        memory: where keys and values of ``rows`` rows (at least ``batch``), with as many slots each, lie or will lie;
+            default: memory of its own.
+        rows: see ``memory``.
     """
 
-    def __init__(self, config: Any, batch: int, slots: int) -> None:
+    def __init__(
+        self, config: Any, batch: int, slots: int, memory: dict[Any, Tensor] | None = None, rows: int = 0
+    ) -> None:
         self.config, self.batch, self.capacity = config, batch, slots
+        self._memory, self._rows = {} if memory is None else memory, max(rows, batch)
         self.parent: tuple[SlotCache, int] | None = None
         self.num_layers = int(config.num_hidden_layers)
         self.start: int | None = 0
@@ -95,8 +109,10 @@ class SlotCache(Cache):
         _, heads, _, width = states.shape
         key = (kind, heads, width, states.dtype)
         if key not in self._pools:
-            shape = (self.num_layers, self.batch, heads, self.capacity, width)
-            self._pools[key] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+            if key not in self._memory:
+                shape = (self.num_layers, self._rows, heads, self.capacity, width)
+                self._memory[key] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+            self._pools[key] = self._memory[key][:, : self.batch]
         return self._pools[key][layer]
 
     def row(self, index: int) -> SlotCache:
@@ -141,4 +157,4 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of what is allocated: nothing before the first forward."""
-        return sum(pool.nbytes for pool in self._pools.values())
+        return sum(pool.nbytes for pool in self._memory.values())

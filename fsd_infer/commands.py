@@ -31,7 +31,9 @@ def generate(args: argparse.Namespace) -> int:
     dtype = parse_dtype(args.dtype)
     prompt = read_prompt(args)
     _set_threads(args.threads)
-    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=dtype, device=args.device, tree=tree)
+    decoder = FuzzyDecoder.from_pretrained(
+        args.target, args.drafter, dtype=dtype, device=args.device, tree=tree, cuda_graphs=args.cuda_graphs
+    )
     streamer = None
     if args.stream:
         from transformers import TextStreamer
@@ -152,6 +154,7 @@ def bench(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         device=args.device,
         tree=parse_tree(args.tree),
+        cuda_graphs=args.cuda_graphs,
         limit=args.limit,
         every=args.every,
         max_new_tokens=args.max_new_tokens,
@@ -199,6 +202,8 @@ def warmup(args: argparse.Namespace) -> int:
     speed_up(target.model, release=True)
     clock.lap("pack")
     decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    if args.cuda_graphs:
+        decoder.use_graphs()
     decoder.drafter = decoder.load_drafter(args.drafter, pack=False)
     clock.lap("load")
     for module in decoder.drafter.modules():

@@ -20,6 +20,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, decode
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.fuse import speed_up
+from fsd_infer.graphs import CudaRecorder, Recorder
 from fsd_infer.prompts import encode_chat
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.stats import GenerationStats, RowRecord
@@ -59,6 +60,7 @@ class FuzzyDecoder:
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target = target
         self.drafter = drafter
+        self._recorder: Recorder | None = None
 
     @classmethod
     def from_pretrained(
@@ -70,6 +72,7 @@ class FuzzyDecoder:
         device: str | torch.device | None = None,
         tree: TreeShape | str | None = None,
         pack: bool = True,
+        cuda_graphs: bool = False,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         revision: str | None = None,
@@ -86,6 +89,7 @@ class FuzzyDecoder:
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.fuse.speed_up`). ``fsd_infer.cpu.restore(decoder.target.model)`` undoes it.
+            cuda_graphs: see :meth:`use_graphs`.
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
             revision: of a hub model.
@@ -104,8 +108,30 @@ class FuzzyDecoder:
         if pack:
             speed_up(wrapped.model, release=True)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size))
+        if cuda_graphs:
+            decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack)
         return decoder
+
+    def use_graphs(self, recorder: Recorder | None = None) -> None:
+        """Record what the models compute in a round as CUDA graphs, a shape at a time, and replay it.
+
+        A forward over few tokens of a model in eager mode takes a GPU less time than starting its operations takes the
+        host; replayed, it is started at once. A shape's first forward takes longer, keys and values lie in memory
+        that is kept between requests, and a model that cannot be recorded (it looks at numbers while it runs, as many
+        mixtures of experts do) runs as before, which a line of the log says.
+
+        Args:
+            recorder: how to record; by default by torch's CUDA graphs.
+
+        Raises:
+            FsdError: the target is not on a CUDA device.
+        """
+        if recorder is None and self.target.device.type != "cuda":
+            raise FsdError(f"CUDA graphs need CUDA, but the target is on {self.target.device}: leave them out.")
+        self._recorder = recorder or CudaRecorder()
+        self.target.use_graphs(self._recorder)
+        self.drafter.use_graphs(self._recorder)
 
     def load_drafter(
         self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
@@ -117,6 +143,8 @@ class FuzzyDecoder:
         if pack:
             for module in made.modules():
                 speed_up(module, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
+        if self._recorder is not None:
+            made.use_graphs(self._recorder)
         if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
             self.tune(made)
         return made

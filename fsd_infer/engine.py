@@ -118,10 +118,9 @@ class _Batch:
         count = len(request.prompts)
         longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
         self.capacity = longest + drafter.max_nodes
-        self.cache_bytes = count * self.capacity * target.cache_bytes_per_token + drafter.cache_bytes(
-            count, longest + 1
-        )
-        check_caches(self.cache_bytes, count, self.capacity, self.device, request.max_cache_bytes)
+        self.cache_bytes = target.cache_bytes(count, self.capacity) + drafter.cache_bytes(count, longest + 1)
+        held = target.held_bytes + drafter.held_bytes
+        check_caches(self.cache_bytes, count, self.capacity, self.device, request.max_cache_bytes, held)
         self.cache = target.new_cache(count, self.capacity)
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
@@ -173,13 +172,11 @@ class _Batch:
         slots = to_device(self.lengths[:, None] + torch.arange(tree.tokens.shape[1]), self.device)
         positions = slots[:, :1] + tree.depths
         visible = visible_slots(self.lengths, tree.ancestors)
-        slot_positions = torch.arange(visible.shape[-1], device=self.device).repeat(len(self.rows), 1)
-        slot_positions.scatter_(1, slots, positions)
         limit = self.target.max_positions
         if limit is not None:  # nodes beyond the context exist only where the answer ends before they matter
             positions = positions.clamp_max(limit - 1)
         self.cache.aim(slots, int(self.lengths[0]) if len(self.rows) == 1 else None, visible.shape[-1])
-        logits, features = self.target.forward(tree.tokens, positions, visible, slot_positions, self.cache)
+        logits, features = self.target.forward(tree.tokens, positions, visible, self.cache)
         self.clock.lap("target")
         return logits, features
 
@@ -244,7 +241,7 @@ class _Batch:
             everything = torch.arange(start + chunk.shape[1], device=self.device).expand(chunk.shape[0], -1)
             cache.aim(slots, start, everything.shape[1])
             visible = everything[:, None] <= slots[..., None]
-            self._chunk_logits, read = self.target.forward(chunk, slots, visible, everything, cache, keep=1)
+            self._chunk_logits, read = self.target.forward(chunk, slots, visible, cache, keep=1)
             features.append(read)
         return torch.cat(features, 1)
 

@@ -9,11 +9,13 @@ import torch
 from fsd_infer.errors import CacheMemoryError
 
 
-def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None) -> None:
+def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None, held: int = 0) -> None:
     """Raise CacheMemoryError if caches of ``needed`` bytes, for ``rows`` texts of up to ``tokens`` tokens, exceed
-    ``limit`` bytes (None: no limit) or what is free on the device, as far as that is known.
+    ``limit`` bytes (None: no limit) or what is free on the device, as far as that is known, and the ``held`` bytes that
+    earlier requests' caches left for it.
     """
     free = free_bytes(device)
+    free = None if free is None else free + held
     if limit is not None and needed > limit:
         reason = f"max_cache_bytes allows {_gib(limit)}"
     elif free is not None and needed > free:

@@ -32,7 +32,7 @@ class Probe:
         text = self._slots[:, :context]
         self._cache.aim(text, 0, context)
         causal = text[:, None] <= text[..., None]
-        _, self.features = target.forward(self._tokens[:, :context], text, causal, text, self._cache, keep=1)
+        _, self.features = target.forward(self._tokens[:, :context], text, causal, self._cache, keep=1)
 
     def tokens(self, nodes: int) -> Tensor:
         """[1, nodes], the chain."""
@@ -46,7 +46,7 @@ class Probe:
     def __call__(self, nodes: int, visible: Tensor | None = None) -> Tensor:
         """Logits [1, nodes, V]. ``visible`` where it was made before; otherwise it is made here, as in a round."""
         end = self.context + nodes
-        own, seen = self._slots[:, self.context : end], self._slots[:, :end]
+        own = self._slots[:, self.context : end]
         self._cache.aim(own, self.context, end)
         visible = self.visible(nodes) if visible is None else visible
-        return self.target.forward(self.tokens(nodes), own, visible, seen, self._cache)[0]
+        return self.target.forward(self.tokens(nodes), own, visible, self._cache)[0]

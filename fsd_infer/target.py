@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import rows_of
 from fsd_infer.errors import ModelLoadError
+from fsd_infer.graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.models import load_target
 from fsd_infer.token_ids import eos_ids
 
@@ -52,6 +53,7 @@ class Target:
         self.decoder.register_forward_hook(self._remember_features)
         self._eager = self.config._attn_implementation == "eager"
         self._lm_head_checked = False
+        self.graphs: Graphs | None = None
 
     @classmethod
     def from_pretrained(
@@ -219,6 +221,8 @@ class Target:
         for number, layer in zip(new, self.layers(new), strict=True):
             layer.register_forward_hook(partial(self._remember_layer, number))
         self.watched = tuple(sorted({*self.watched, *layers}))
+        if new and self.graphs is not None:
+            self.graphs.forget()
 
     def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
         """These decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
@@ -240,15 +244,24 @@ class Target:
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
         """An empty key-value cache with room for ``slots`` tokens per row."""
-        return SlotCache(self.config, batch, slots)
+        return new_cache(self.graphs, self.config, batch, slots)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of earlier requests' caches that :meth:`new_cache` takes from."""
+        return 0 if self.graphs is None else self.graphs.held
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        """What :meth:`new_cache` takes."""
+        return batch * slots_taken(self.graphs, slots) * self.cache_bytes_per_token
 
     @cached_property
     def cache_bytes_per_token(self) -> int:
         """What a token takes in the cache, by a forward over one: families' configs do not agree on how to tell."""
-        cache = self.new_cache(1, 1)
+        cache = SlotCache(self.config, 1, 1)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache.aim(zero, 0, 1)
-        self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero, cache, keep=1)
+        self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), cache, keep=1)
         return cache.nbytes
 
     @torch.no_grad()
@@ -257,7 +270,6 @@ class Target:
         tokens: Tensor,
         positions: Tensor,
         visible: Tensor,
-        slot_positions: Tensor,
         cache: SlotCache,
         keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
@@ -267,16 +279,27 @@ class Target:
             tokens: [B, M] new token ids, written to the slots the cache was aimed at.
             positions: [B, M] their positions.
             visible: [B, M, S] bool, slot s may be attended by token i (window not yet applied).
-            slot_positions: [B, S] position of the token in each slot.
             cache: aimed with :meth:`SlotCache.aim`.
             keep: logits of the last ``keep`` tokens only (0: all).
 
         Returns:
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
+        if self.graphs is not None and not keep:
+            logits, features = self.graphs(cache, visible, tokens, positions)
+            return logits, features
+        return self._forward(cache, visible, tokens, positions, keep)
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        """Record forwards over trees and replay them, see :class:`Graphs`."""
+        self.graphs = Graphs(self._forward, recorder)
+
+    def _forward(
+        self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
+    ) -> tuple[Tensor, Tensor]:
         masks = {
             kind: self._additive(mask) if self._eager else mask
-            for kind, mask in self._windowed(visible, positions, slot_positions).items()
+            for kind, mask in self._windowed(visible, positions, cache.slots).items()
         }
         extra: dict[str, Any] = {"logits_to_keep": keep} if keep and self._takes_logits_to_keep else {}
         out = self.model(
@@ -290,13 +313,15 @@ class Target:
         logits = out.logits[:, -keep:] if keep else out.logits
         return logits, self._take_features()
 
-    def _windowed(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> dict[str, Tensor]:
+    def _windowed(self, visible: Tensor, positions: Tensor, slots: Tensor) -> dict[str, Tensor]:
         """[B, 1, M, S] masks by layer type; windows count positions, not slots (tree siblings share a position)."""
         masks = {}
         for kind, window in self.layer_windows.items():
             mask = visible
             if window is not None:
-                mask = mask & (positions[:, :, None] - slot_positions[:, None, :] < window)
+                counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
+                at = counted.scatter(1, slots, positions)  # the text's tokens lie in the slots of their positions
+                mask = mask & (positions[:, :, None] - at[:, None, :] < window)
             masks[kind] = mask[:, None]
         return masks
 

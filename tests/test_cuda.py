@@ -46,6 +46,29 @@ def test_greedy_tokens_are_those_of_generate(family: str, kind: str) -> None:
     assert alone == out.sequences
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "gpt2", "cohere"])
+@pytest.mark.parametrize("kind", ["oracle", "eagle", "graft", "lm"])
+def test_replayed_forwards_give_the_tokens_of_generate(family: str, kind: str) -> None:
+    target = cuda_target(family)
+    prompts = tiny_prompts()
+    decoder = FuzzyDecoder(target, drafter_of(kind, target))
+    decoder.use_graphs()
+    expected = reference(target.model, prompts)
+    for _ in range(3):
+        assert decoder.generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
+    assert target.graphs is not None and target.graphs.refused is None
+    assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]
+
+
+def test_a_mixture_of_experts_that_cannot_be_recorded_decodes_as_ever() -> None:
+    target = cuda_target("mixtral")
+    decoder = FuzzyDecoder(target, drafter_of("eagle", target))
+    decoder.use_graphs()
+    for _ in range(2):
+        found = decoder.generate(tiny_prompts(), max_new_tokens=24, do_sample=False).sequences
+        assert found == reference(target.model, tiny_prompts())
+
+
 @pytest.mark.parametrize("rule", ["fuzzy:js:0.4", "fuzzy-strict:js:0.4", "draft-only"])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("kind", ["eagle", "lm"])

@@ -24,7 +24,7 @@ def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Te
     tokens = torch.tensor(tiny_prompts((length + nodes,)))
     text, cache = torch.arange(length)[None], target.new_cache(1, length + nodes)
     cache.aim(text, 0, length)
-    target.forward(tokens[:, :length], text, text[:, None] <= text[..., None], text, cache)
+    target.forward(tokens[:, :length], text, text[:, None] <= text[..., None], cache)
     slots = torch.arange(length, length + nodes)[None]
     positions = length + torch.tensor([[0, 1, 1, 2, 2, 3]])
     parents = [0, 0, 0, 1, 2, 3]
@@ -33,7 +33,7 @@ def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Te
         sees[node] |= sees[parents[node]]
     visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), sees], dim=1)[None]
     cache.aim(slots, length, length + nodes)
-    return target.forward(tokens[:, length:], positions, visible, torch.cat([text, positions], 1), cache)[0].float()
+    return target.forward(tokens[:, length:], positions, visible, cache)[0].float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

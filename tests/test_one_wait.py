@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -144,6 +145,30 @@ def test_a_round_waits_for_the_device_as_often_as_is_stated(
     assert all(gate is False for record in outcome.records for gate in record.gates)
     of_round, of_prompts = waits_of(kind, greedy)
     assert transfers.count == of_prompts + rounds * of_round
+
+
+@pytest.mark.parametrize("kind", ["eagle", "reduced", "lm"])
+def test_recorded_forwards_wait_no_more(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is recorded does not wait either, which a recording could not."""
+    reader, drafting = target(), copy(drafter(kind))
+    recorded = 0
+
+    def record(run: Any) -> Any:
+        nonlocal recorded
+        recorded += 1
+        return run(), lambda: None
+
+    monkeypatch.setattr(reader, "graphs", None)  # others use this target too
+    reader.use_graphs(record)
+    if isinstance(drafting, LMDrafter):
+        monkeypatch.setattr(drafting.model, "graphs", None)
+    drafting.use_graphs(record)
+    monkeypatch.setattr(fsd_infer.transfer, "to_host", transfers := Transfers(kind == "lm"))
+    monkeypatch.setattr(torch, "tensor", made_here)
+    with NoBlockingCopies():
+        outcome = decode(reader, drafting, parse_rule("fuzzy:js:0.3"), Request([[1, 2, 3], [2, 1]], max_new_tokens=12))
+    assert recorded >= 2
+    assert transfers.count == 1 + max(row.target_forwards for row in outcome.stats.rows)
 
 
 @pytest.mark.parametrize("moved", [lambda x: x.to(DEVICE), lambda x: torch.empty(3, device=DEVICE).copy_(x)])

@@ -23,7 +23,7 @@ class Models:
     untouched copy of the same weights.
 
     Args:
-        target, drafter, dtype, device, tree: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
+        target, drafter, dtype, device, tree, cuda_graphs: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
         first_drafter: name of the drafter to load together with the target; others follow through :meth:`load`.
     """
 
@@ -32,6 +32,7 @@ class Models:
     dtype: str = "bf16"
     device: str | None = None
     tree: TreeShape | str | None = None
+    cuda_graphs: bool = False
     first_drafter: str | None = "none"
     reference_loaded: bool = False
     decoder_loaded: bool = False
@@ -41,7 +42,12 @@ class Models:
     def decoder(self) -> FuzzyDecoder:
         self.decoder_loaded = True
         made = FuzzyDecoder.from_pretrained(
-            self.target, self.first_drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree
+            self.target,
+            self.first_drafter,
+            dtype=parse_dtype(self.dtype),
+            device=self.device,
+            tree=self.tree,
+            cuda_graphs=self.cuda_graphs,
         )
         self._drafters[self.first_drafter] = made.drafter
         return made

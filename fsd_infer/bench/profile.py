@@ -74,7 +74,7 @@ def profile_method(text: str, settings: dict[str, Any], prompt_tokens: int) -> d
     tree = settings.get("tree")
     models = Models(
         settings["target"], settings.get("drafter"), settings["dtype"], settings.get("device"),
-        TreeShape(**tree) if isinstance(tree, dict) else tree,
+        TreeShape(**tree) if isinstance(tree, dict) else tree, settings.get("cuda_graphs", False),
     )  # fmt: skip
     method = make_methods([text], models)[0]
     assert isinstance(method, EngineMethod)

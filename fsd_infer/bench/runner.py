@@ -37,7 +37,7 @@ class Settings:
         prompts: .jsonl, .jsonl.gz or .json file; rows with `turns` (the first is asked), `prompt`, `question`,
             `instruction` or `messages`.
         methods: see :mod:`fsd_infer.bench.methods`.
-        target, drafter, dtype, device, tree: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
+        target, drafter, dtype, device, tree, cuda_graphs: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
         limit: only the first so many prompts; None for all.
         every: take each so-many-th row of the file (files are often sorted by category).
         max_new_tokens: of each answer.
@@ -60,6 +60,7 @@ class Settings:
     dtype: str = "bf16"
     device: str | None = None
     tree: TreeShape | str | None = None
+    cuda_graphs: bool = False
     limit: int | None = None
     every: int = 1
     max_new_tokens: int = 128
@@ -150,6 +151,13 @@ def run(
     return record
 
 
+def models_of(settings: Settings) -> Models:
+    """What its methods run on, with nothing loaded yet."""
+    return Models(
+        settings.target, settings.drafter, settings.dtype, settings.device, settings.tree, settings.cuda_graphs
+    )
+
+
 def _measure(
     settings: Settings,
     rows: Sequence[PromptRow],
@@ -159,7 +167,7 @@ def _measure(
 ) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    models = Models(settings.target, settings.drafter, settings.dtype, settings.device, settings.tree)
+    models = models_of(settings)
     made = make_methods(settings.methods, models)
     asked = encode_rows(rows, models)
     turns = take_turns(settings, made, asked, partial, progress)

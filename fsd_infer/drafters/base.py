@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.errors import FsdError
+from fsd_infer.graphs import Recorder
 from fsd_infer.registry import Registry
 from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree
@@ -129,6 +130,17 @@ class Drafter(ABC):
         the drafters that it is made of.
         """
         return sum(part.cache_bytes(batch, slots) for part in vars(self).values() if isinstance(part, Drafter))
+
+    @property
+    def held_bytes(self) -> int:
+        """As :attr:`Target.held_bytes`: by default of the drafters that it is made of."""
+        return sum(part.held_bytes for part in vars(self).values() if isinstance(part, Drafter))
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        """As :meth:`Target.use_graphs`, for its models: by default for the drafters that it is made of."""
+        for part in vars(self).values():
+            if isinstance(part, Drafter):
+                part.use_graphs(recorder)
 
     def forget(self) -> None:  # noqa: B027
         """Drop what requests have taught it, if it keeps such things. Benchmarks do so before every answer."""

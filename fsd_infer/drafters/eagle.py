@@ -34,6 +34,7 @@ from fsd_infer.drafters.base import (
 )
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
+from fsd_infer.graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.head import EagleHead
 from fsd_infer.kernels import likeliest
 from fsd_infer.target import Target
@@ -111,6 +112,7 @@ class EagleDrafter(Drafter):
         self.by_batch: dict[int, TreeShape | None] = {}
         self.draft_ids = head.draft_ids
         self.lm_head = None if self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
+        self.graphs: Graphs | None = None
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
@@ -146,27 +148,53 @@ class EagleDrafter(Drafter):
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
         """The head's own empty key-value cache, with room for ``slots`` tokens per row."""
-        return SlotCache(SimpleNamespace(num_hidden_layers=self.head.config.num_layers), batch, slots)
+        return new_cache(self.graphs, self._cache_config, batch, slots)
+
+    @property
+    def _cache_config(self) -> Any:
+        return SimpleNamespace(num_hidden_layers=self.head.config.num_layers)
+
+    def run(self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """The head's outputs [B, M, H] over tokens [B, M], from features [B, M, F] (or outputs of its own [B, M, H]).
+
+        Args:
+            cache: aimed with :meth:`SlotCache.aim`.
+            visible: [B, M, S] bool, slot s may be attended by token i.
+            tokens, features: token i+1 and feature of token i, for position i.
+            positions: [B, M].
+        """
+        if self.graphs is not None:
+            return self.graphs(cache, visible, tokens, features, positions)[0]
+        return self._step(cache, visible, tokens, features, positions)[0]
+
+    def _step(
+        self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor
+    ) -> tuple[Tensor]:
+        return (self.head(self.target.embed(tokens), features, positions, visible[:, None], cache),)
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        self.graphs = Graphs(self._step, recorder)
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.graphs is None else self.graphs.held
 
     def slots(self, longest: int) -> int:
         """Slots for texts of up to ``longest`` tokens and for what is expanded behind them."""
         return longest + max(1, (self.shape.depth - 1) * self.shape.width)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        return batch * self.slots(slots) * self._cache_bytes_per_token
+        return batch * slots_taken(self.graphs, self.slots(slots)) * self._cache_bytes_per_token
 
     @cached_property
     @torch.no_grad()
     def _cache_bytes_per_token(self) -> int:
         """By reading one token, as :attr:`Target.cache_bytes_per_token`."""
-        cache, config = self.new_cache(1, 1), self.head.config
-        embeds, features = (
-            torch.zeros(1, 1, size, dtype=self.target.dtype, device=self.target.device)
-            for size in (config.embed_size, config.hidden_size)
-        )
+        cache = SlotCache(self._cache_config, 1, 1)
+        features = torch.zeros(1, 1, self.head.config.hidden_size, dtype=self.target.dtype, device=self.target.device)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
         cache.aim(zero, 0, 1)
-        self.head(embeds, features, zero, torch.ones_like(zero, dtype=torch.bool)[None, None], cache)
+        self._step(cache, torch.ones_like(zero, dtype=torch.bool)[None], zero, features, zero)
         return cache.nbytes
 
     def context_vocabulary(self, batch: int) -> ContextVocabulary | None:
@@ -285,8 +313,7 @@ class EagleSession(DraftSession):
     ) -> Tensor:
         """first: the first row's first slot."""
         self.cache.aim(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
-        embeds = self.drafter.target.embed(tokens)
-        return self.drafter.head(embeds, features, positions, visible[:, None], self.cache)
+        return self.drafter.run(self.cache, visible, tokens, features, positions)
 
 
 @dataclass

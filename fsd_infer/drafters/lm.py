@@ -23,6 +23,7 @@ from fsd_infer.drafters.base import (
 )
 from fsd_infer.drafters.eagle import TreeShape
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
+from fsd_infer.graphs import Recorder
 from fsd_infer.models import check_safetensors, load_target
 from fsd_infer.target import Target
 from fsd_infer.transfer import to_device
@@ -96,7 +97,14 @@ class LMDrafter(Drafter):
         return longest + self.depth + 1
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        return batch * self.slots(slots) * self.model.cache_bytes_per_token
+        return self.model.cache_bytes(batch, self.slots(slots))
+
+    @property
+    def held_bytes(self) -> int:
+        return self.model.held_bytes
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        self.model.use_graphs(recorder)
 
     def modules(self) -> list[nn.Module]:
         return [self.model.model]
@@ -209,8 +217,7 @@ class LMSession(DraftSession):
         model = self.drafter.model
         limit = model.max_positions
         positions = slots if limit is None else slots.clamp_max(limit - 1)  # beyond, what comes out is not used
-        everything = torch.arange(visible.shape[-1], device=tokens.device).expand(slots.shape[0], -1)
-        logits, _ = model.forward(tokens, positions, visible, everything, self.cache)
+        logits, _ = model.forward(tokens, positions, visible, self.cache)
         return self._fit(logits.float())
 
     def _fit(self, logits: Tensor) -> Tensor:

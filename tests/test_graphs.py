@@ -1,0 +1,201 @@
+"""Recorded forwards. Without a GPU a recording is a trace: what torch was told to compute, every number in it fixed."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.cache import SlotCache
+from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
+from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError
+from fsd_infer.graphs import SLOTS, Graphs
+from fsd_infer.head import EagleConfig, EagleHead
+from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+
+GREEDY: dict[str, Any] = dict(max_new_tokens=14, do_sample=False)
+
+
+class Traces:
+    """Records as a CUDA graph does: shapes, addresses and numbers that Python looked at are those of the recording."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, run: Callable[[], Any]) -> Any:
+        self.recorded += 1
+        traced = make_fx(run)()
+        outputs = tuple(torch.full_like(out, torch.nan) for out in traced())
+
+        def replay() -> None:
+            self.replayed += 1
+            for buffer, out in zip(outputs, traced(), strict=True):
+                buffer.copy_(out)
+
+        return outputs, replay
+
+
+def drafter_of(kind: str, target: Target) -> Drafter:
+    if kind == "none":
+        return NoDrafter(VOCAB)
+    if kind == "oracle":
+        return OracleDrafter(target)
+    if kind == "lm":
+        return LMDrafter(Target(tiny_model("llama")), target, depth=3)
+    config = EagleConfig.for_target(target, draft_vocab_size=VOCAB // 2 if kind == "reduced" else None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        eagle = EagleDrafter(EagleHead(config), target, TreeShape(depth=3, width=3, nodes=9))
+    return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
+
+
+def decoder_of(kind: str, family: str = "llama") -> FuzzyDecoder:
+    target = Target(tiny_model(family))
+    return FuzzyDecoder(target, drafter_of(kind, target))
+
+
+def recorded(kind: str, family: str = "llama") -> tuple[FuzzyDecoder, Traces]:
+    decoder = decoder_of(kind, family)
+    decoder.use_graphs(traces := Traces())
+    return decoder, traces
+
+
+KINDS = ["none", "eagle", "reduced", "graft", "lm"]
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "cohere"]
+
+
+@pytest.mark.parametrize("kind, family", [*((kind, "llama") for kind in KINDS), *(("oracle", f) for f in FAMILIES)])
+def test_greedy_tokens_are_those_of_generate(kind: str, family: str) -> None:
+    decoder, traces = recorded(kind, family)
+    prompts = tiny_prompts((5, 13, 9))
+    expected = reference(decoder.target.model, prompts, **GREEDY)
+    counts = [row.target_forwards for row in decoder_of(kind, family).generate(prompts, **GREEDY).stats.rows]
+    recordings = [0]
+    for _ in range(3):  # over the keys and values of the one before
+        found = decoder.generate(prompts, **GREEDY)
+        assert found.sequences == expected
+        assert [row.target_forwards for row in found.stats.rows] == counts
+        recordings.append(traces.recorded)
+    assert 0 < recordings[2] == recordings[3] < traces.replayed  # what came twice is recorded, once
+    assert decoder.generate(prompts[:1], **GREEDY).sequences == expected[:1]
+
+
+@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.4"])
+@pytest.mark.parametrize("kind", ["reduced", "lm"])
+def test_draws_and_trees_are_those_without(rule: str, kind: str) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=14, do_sample=True, temperature=0.8, seed=3)
+    wanted = decoder_of(kind).generate(tiny_prompts((5, 11)), rule, **options)
+    found = recorded(kind)[0].generate(tiny_prompts((5, 11)), rule, **options)
+    assert found.sequences == wanted.sequences
+    assert found.stats.tau == wanted.stats.tau
+    assert found.stats.divergence_spent == pytest.approx(wanted.stats.divergence_spent, abs=1e-4)
+
+
+def test_a_text_that_grows_beyond_a_recording_gets_another() -> None:
+    decoder, traces = recorded("none")
+    prompts, length = tiny_prompts((SLOTS - 30,)), 50
+    config = decoder.target.config
+    config.max_position_embeddings = 2 * SLOTS
+    expected = reference(decoder.target.model, prompts, max_new_tokens=length)
+    assert decoder.generate(prompts, max_new_tokens=length, do_sample=False).sequences == expected
+    assert traces.recorded == 2
+
+
+def test_features_that_are_asked_for_later_are_recorded_too() -> None:
+    decoder, traces = recorded("none")
+    decoder.generate(tiny_prompts((7,)), **GREEDY)
+    decoder.target.watch([1])
+    head = drafter_of("eagle", decoder.target)
+    made = decoder.generate(tiny_prompts((7,)), drafter=head, **GREEDY)
+    assert made.sequences == reference(decoder.target.model, tiny_prompts((7,)), **GREEDY)
+
+
+def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = 0
+
+    def refuses(run: Callable[[], Any]) -> Any:
+        nonlocal attempts
+        attempts += 1
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    decoder = decoder_of("eagle")
+    decoder.use_graphs(refuses)
+    with caplog.at_level(logging.WARNING):
+        found = decoder.generate(tiny_prompts(), **GREEDY).sequences
+    assert found == reference(decoder.target.model, tiny_prompts(), **GREEDY)
+    assert attempts == len(caplog.records) == 2  # the target's and the head's
+    assert "operation not permitted when stream is capturing" in caplog.text and "more" not in caplog.text
+
+
+def test_requests_within_requests_do_not_share_memory() -> None:
+    decoder, _ = recorded("reduced")
+    prompts = tiny_prompts((5, 9))
+    outer, inner = reference(decoder.target.model, prompts, **GREEDY)
+    found = []
+
+    class Asks:
+        def put(self, value: Any) -> None:
+            found.append(decoder.generate([prompts[1]], **GREEDY).sequences[0])
+
+        def end(self) -> None:
+            pass
+
+    assert decoder.generate([prompts[0]], streamer=Asks(), **GREEDY).sequences == [outer]
+    assert len(found) > 2 and all(answer == inner for answer in found)
+
+
+def test_an_answer_that_ended_in_nan_leaves_none_behind() -> None:
+    decoder, _ = recorded("none")
+    weight = decoder.target.model.model.layers[0].self_attn.v_proj.weight.data
+    kept = weight.clone()
+    weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteLogitsError):
+        decoder.generate(tiny_prompts((30,)), **GREEDY)
+    weight.copy_(kept)
+    found = decoder.generate(tiny_prompts((5,)), **GREEDY).sequences
+    assert found == reference(decoder.target.model, tiny_prompts((5,)), **GREEDY)
+
+
+def test_memory_is_kept_for_the_next_request_and_no_more_of_it() -> None:
+    decoder, _ = recorded("eagle")
+    small = decoder.generate(tiny_prompts((5,)), **GREEDY).stats.cache_bytes
+    assert decoder.target.held_bytes + decoder.drafter.held_bytes == small
+    large = decoder.generate(tiny_prompts(), **GREEDY).stats.cache_bytes
+    assert decoder.target.held_bytes + decoder.drafter.held_bytes == large == 4 * small  # the smaller one is gone
+    decoder.generate(tiny_prompts((5,)), **GREEDY)
+    assert decoder.target.held_bytes + decoder.drafter.held_bytes == large
+    with pytest.raises(CacheMemoryError, match=f"{large} bytes"):
+        decoder.generate(tiny_prompts(), max_cache_bytes=large - 1, **GREEDY)
+
+
+def test_held_memory_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, _ = recorded("none")
+    decoder.generate(tiny_prompts(), **GREEDY)
+    monkeypatch.setattr("fsd_infer.memory.free_bytes", lambda device: 10)
+    decoder.generate(tiny_prompts(), **GREEDY)
+    with pytest.raises(CacheMemoryError):
+        decoder.generate(tiny_prompts((5, 5, 5, 5, 5)), **GREEDY)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_keys_and_values_are_freed_with_the_last_reference(graphs: bool) -> None:
+    """And not by the garbage collector, which knows nothing of a device's memory."""
+    made = Graphs(lambda: (), lambda run: (run(), run)) if graphs else None
+    config = tiny_model("llama").config
+    with torch.inference_mode():
+        cache = SlotCache(config, 1, 8) if made is None else made.cache(config, 1, 8)
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None
+
+
+def test_a_cpu_has_no_cuda_graphs() -> None:
+    with pytest.raises(FsdError, match="CUDA graphs need CUDA, but the target is on cpu"):
+        decoder_of("none").use_graphs()
