@@ -15,8 +15,9 @@ is below ``stop_below``. So each context has a depth of its own, and a shape tak
 tokens per second. The shape with the most is taken.
 
 B rows share a forward, which then has B times as many nodes, and a depth of drafting. So larger batches want smaller
-trees, and above some size none at all: a shape is chosen for each of :data:`BATCHES`, with C(B · n) and with drafting
-measured at batch 1 and at batch 8 and taken to be linear in between and beyond.
+trees, and above some size none at all: a shape is chosen for each of :data:`BATCHES`, with C(B · n) + (B - 1) · R, and
+with drafting measured at batch 1 and at batch 8 and taken to be linear in between and beyond. R is what a row adds by
+its own context.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +56,7 @@ from fsd_infer.tree import DraftTree
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-VERSION = 7  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 8  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 STOPS = tuple(tenth / 10 for tenth in range(10))
@@ -70,11 +72,12 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes((1, 4, 8, 12, 16, 24, 32), (2, 4, 6, 8), (48, 64, 96, 128)),
-    "cuda": Sizes((1, 8, 16, 32, 48, 64, 96), (4, 6, 8, 10), (128, 192, 256, 512)),
+    "cpu": Sizes((1, 4, 8, 12, 16, 24, 32), (1, 2, 4, 6, 8), (48, 64, 96, 128)),
+    "cuda": Sizes((1, 8, 16, 32, 48, 64, 96), (1, 4, 6, 8, 10), (128, 192, 256, 512)),
 }
 BATCHES = (1, 2, 4, 8, 16, 32)
-WIDE = 8  # rows of the batch at which drafting is measured besides
+WIDE = 8  # rows of the batch that is measured besides
+BATCH_NODES = (1, 2, 3)  # of each of these rows
 CONTEXT = 128  # tokens that measured forwards attend to
 SECONDS = 1.5  # of repeated measurements, after one pass over all of them
 PASSES = 3  # at least
@@ -95,6 +98,7 @@ class Costs:
         level: one depth of drafting by width.
         fixed: what drafting costs per round besides, reading the accepted tokens above all.
         wide_level, wide_fixed: the same for a batch of :data:`WIDE` rows.
+        row: what a further row of a batch adds to a forward besides its nodes: it has a context of its own.
     """
 
     forward: Mapping[int, float]
@@ -102,13 +106,15 @@ class Costs:
     fixed: float
     wide_level: Mapping[int, float] = field(default_factory=dict)
     wide_fixed: float = 0.0
+    row: float = 0.0
 
     def for_batch(self, batch: int) -> Costs:
         """Of a batch's round, by the nodes and the width of each row."""
         if batch == 1:
             return self
         share = (batch - 1) / (WIDE - 1)
-        forward = {n: _between(self.forward, batch * n) for n in range(1, max(self.forward) // batch + 1)}
+        rows = (batch - 1) * self.row
+        forward = {n: _between(self.forward, batch * n) + rows for n in range(1, max(self.forward) // batch + 1)}
         level = {w: alone + share * (self.wide_level[w] - alone) for w, alone in self.level.items()}
         return Costs(forward, level, self.fixed + share * (self.wide_fixed - self.fixed))
 
@@ -335,6 +341,11 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     tasks: dict[tuple[str, int, int], Callable[[], Any]] = {
         ("verify", n, 0): partial(_verify, probe, n) for n in counts
     }
+    wide, chains = (
+        Probe(target, probe.context, max(BATCH_NODES), WIDE),
+        [n for n in BATCH_NODES if n * WIDE <= max(counts)],
+    )
+    tasks |= {("verify wide", n, 0): partial(_verify, wide, n) for n in chains}
     widths = sorted({min(width, drafter.vocabulary) for width in sizes.widths})
     for batch in (1, WIDE):
         rows = features.expand(batch, -1, -1)
@@ -350,7 +361,7 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     while passes < PASSES or time.perf_counter() - start < SECONDS:
         passes += 1
         for key, task in tasks.items():
-            if key[0] != "verify":
+            if not key[0].startswith("verify"):
                 probe(1)  # as in a round: the target's weights have driven the drafter's out of the processor's caches
             best[key] = min(best[key], _seconds(task, target.device))
 
@@ -363,12 +374,15 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     forward: dict[int, float] = {}
     for n in counts:
         forward[n] = max(best["verify", n, 0], *forward.values(), 0.0)
-    return Costs(forward, *drafting(1), *drafting(WIDE))
+    above = [best["verify wide", n, 0] - _between(forward, n * WIDE) for n in chains]
+    row = max(statistics.fmean(above or [0.0]), 0.0) / (WIDE - 1)
+    return Costs(forward, *drafting(1), *drafting(WIDE), row)
 
 
 def _verify(probe: Probe, nodes: int) -> None:
     """Target and exact rule over a chain."""
-    chain = DraftTree.chain(probe.tokens(nodes), torch.zeros(1, nodes - 1, 1, device=probe.target.device))
+    tokens = probe.tokens(nodes)
+    chain = DraftTree.chain(tokens, torch.zeros(len(tokens), nodes - 1, 1, device=probe.target.device))
     logits = probe(nodes)
     Exact()(Verification(chain, logits, logits, greedy=True))
 
@@ -434,11 +448,11 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     compiled = kernels() if device.type == "cpu" else None
-    weights = [weight.detach().double() for weight in drafter.head.parameters() if not weight.is_meta]
+    weights = [weight.detach() for weight in drafter.head.parameters() if not weight.is_meta]
     what = {
         "version": VERSION,
         "target": [target.name, target.fingerprint(), str(target.dtype), target.config.num_hidden_layers],
-        "head": [drafter.head.config.to_dict(), *(float(weight.sum()) for weight in weights)],
+        "head": [drafter.head.config.to_dict(), *(float(weight.sum(dtype=torch.float64)) for weight in weights)],
         "device": [device.type, name, torch.get_num_threads() if device.type == "cpu" else 0],
         "torch": torch.__version__,
         "replaced": sum(is_replaced(part) for part in target.model.modules()),

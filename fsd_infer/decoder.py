@@ -21,6 +21,7 @@ from fsd_infer.engine import Outcome, decode
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.fuse import speed_up
 from fsd_infer.graphs import CudaRecorder, Recorder
+from fsd_infer.memory import give_back
 from fsd_infer.prompts import encode_chat
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.stats import GenerationStats, RowRecord
@@ -147,6 +148,7 @@ class FuzzyDecoder:
             made.use_graphs(self._recorder)
         if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
             self.tune(made)
+        give_back()  # weights in the type and layout of their file came and went
         return made
 
     def tune(self, drafter: Drafter | None = None, *, refresh: bool = False) -> TreeShape:

@@ -24,7 +24,7 @@ from fsd_infer.rules.base import Rule, Verdict, Verification
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.transfer import to_device
-from fsd_infer.tree import DraftTree, visible_slots
+from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 PREFILL_CHUNK = 512
 # Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
@@ -212,7 +212,7 @@ class _Batch:
         if self.budget is not None:
             self.budget = (self.budget - verdict.spent.sum(1)).clamp_min(0.0)
         path = to_device(verdict.path, self.device)
-        path_features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+        path_features = at_nodes(features, path)
         roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         self._advance(verdict.tokens, path_features, counts, roots)
         self.clock.lap("draft")
@@ -260,7 +260,7 @@ class _Batch:
             return self._chunk_logits
         # Prompts of different lengths: the model computed logits at the end of the longest only.
         self.target.check_lm_head()
-        last = features.gather(1, to_device(ends, self.device)[..., None].expand(-1, 1, features.shape[-1]))
+        last = at_nodes(features, to_device(ends, self.device))
         return self.target.lm_logits(self.target.features_of(last))
 
     def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
@@ -355,5 +355,4 @@ def _room(target: Target, prompt: int, max_new_tokens: int) -> int:
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:
     """The target's raw log-probability of each emitted token, [B][D+1]."""
     path, tokens = to_device(verdict.path, logits.device), to_device(verdict.tokens, logits.device)
-    at_path = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
-    return at_path.float().log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()
+    return at_nodes(logits, path).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()

@@ -19,6 +19,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -80,6 +81,7 @@ class Kernels:
         if library.fsd_prepare():
             raise OSError("the system does not grant the use of AMX")
         self.panel: int = library.fsd_panel()
+        self._memory = threading.local()
         self._linear, self._layers, self._scratch = library.fsd_linear, library.fsd_layers_forward, library.fsd_scratch
         self._top = library.fsd_top
         self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
@@ -171,8 +173,12 @@ class Kernels:
         return out
 
     def scratch(self, layer: Layer, forward: Forward) -> Tensor:
-        """Memory that ``layer`` needs in ``forward``."""
-        return torch.empty(self._scratch(layer, forward), dtype=torch.uint8)
+        """Memory that ``layer`` needs in ``forward``: this thread's, whose forwards come one after the other."""
+        size = self._scratch(layer, forward)
+        held: Tensor | None = getattr(self._memory, "scratch", None)
+        if held is None or held.numel() < size:
+            held = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
+        return held
 
     def layers(
         self, layers: Array[Layer], forward: Forward, x: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]

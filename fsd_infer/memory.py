@@ -1,7 +1,10 @@
-"""Memory for key-value caches: what there is, and the refusal of a request that needs more."""
+"""Memory: what is free for key-value caches, the refusal of requests that need more, and giving back what was freed."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 from pathlib import Path
 
 import torch
@@ -41,6 +44,14 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return None if kibibytes is None else 1024 * int(kibibytes)
+
+
+def give_back() -> None:
+    """Return what has been freed to the system. C libraries keep it; glibc gives it back if it is told to."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def _gib(count: int) -> str:

@@ -130,7 +130,7 @@ class DraftTree:
             tokens=to_device(torch.tensor([row.tokens for row in rows]), device),
             parents=to_device(torch.tensor([row.parents for row in rows]), device),
             depths=to_device(torch.tensor([row.depths() for row in rows]), device),
-            ancestors=to_device(torch.tensor([row.ancestors() for row in rows]), device),
+            ancestors=to_device(_matrices([row.ancestors() for row in rows]), device),
             q_logits=q_logits,
             q_index=to_device(torch.tensor([row.q_index for row in rows]), device),
             draft_ids=draft_ids,
@@ -154,12 +154,14 @@ class TreeRow:
             depths.append(depths[parent] + 1)
         return depths
 
-    def ancestors(self) -> list[list[bool]]:
+    def ancestors(self) -> list[bytearray]:
+        """[N][N] 1 where the second is an ancestor of the first, or is it."""
         count = len(self.parents)
-        found = [[True] + [False] * (count - 1)]
+        found = [bytearray(count)]
+        found[0][0] = 1
         for node in range(1, count):
             line = found[self.parents[node]].copy()
-            line[node] = True
+            line[node] = 1
             found.append(line)
         return found
 
@@ -182,6 +184,12 @@ class TreeRow:
                     self.q_index.append(-1)
 
 
+def _matrices(rows: list[list[bytearray]]) -> Tensor:
+    """[B][N][N] bytes -> bool, at once: number by number takes longer than the rest of a tree."""
+    whole = bytearray(b"".join(line for matrix in rows for line in matrix))
+    return torch.frombuffer(whole, dtype=torch.bool).view(len(rows), len(rows[0]), -1)
+
+
 def _estimated_scores(tree: DraftTree) -> Tensor:
     """[B, N], see :meth:`DraftTree.to_rows`."""
     parents = tree.parents
@@ -198,6 +206,13 @@ def _estimated_scores(tree: DraftTree) -> Tensor:
         steps = torch.where(row >= 0, drafted, steps)
     steps[:, 0] = 0.0
     return torch.where(tree.ancestors, steps[:, None], 0.0).sum(-1)
+
+
+def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
+    """values [B, N, ...], nodes [B, K] -> [B, K, ...]. Copies whole entries, where gather goes number by number."""
+    count = values.shape[1]
+    index = nodes + count * torch.arange(nodes.shape[0], device=nodes.device)[:, None]
+    return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
 
 
 def ancestors_of(parents: Tensor) -> Tensor:

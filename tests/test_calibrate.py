@@ -120,6 +120,10 @@ def test_costs_of_a_batch() -> None:
     assert max(four.forward) == 8, "32 nodes were measured"
     assert four.round(2, 2, 1) == pytest.approx(2.0 + (0.3 + 3 / 7 * 0.7) + (0.1 + 3 / 7 * 0.7))
     assert prices.for_batch(8).round(4, 2, 2) == pytest.approx(5.0 + 1.0 + 2 * 0.8)
+    prices.row = 0.2
+    assert prices.round(8, 2, 1) == pytest.approx(2.0 + 0.3 + 0.1), "a single row has no other beside it"
+    assert prices.for_batch(8).round(4, 2, 2) == pytest.approx(5.0 + 7 * 0.2 + 1.0 + 2 * 0.8)
+    assert prices.for_batch(8).forward[1] == pytest.approx(2.0 + 7 * 0.2)
 
 
 def test_larger_batches_draft_less_and_then_not_at_all() -> None:
@@ -198,9 +202,9 @@ def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleD
     prices, contexts, correction = measure(drafter, drafter.target, tiny_prompts((5,)), new_tokens=6)
     sizes = calibrate.SIZES["cpu"]
     assert {*sizes.nodes} < set(prices.forward) <= {*sizes.nodes, *sizes.more}
-    assert set(prices.level) == set(prices.wide_level) == {2, 4, 6, 8} and prices.wide_fixed > 0
+    assert set(prices.level) == set(prices.wide_level) == {1, 2, 4, 6, 8} and prices.wide_fixed > 0
     curve = list(prices.forward.values())
-    assert 0 < curve[0] and curve == sorted(curve) and prices.fixed > 0
+    assert 0 < curve[0] and curve == sorted(curve) and prices.fixed > 0 and prices.row >= 0
     assert all(context.scores[0] == 0 and max(context.scores[1:]) < 0 for context in contexts)
     assert correction > 0
 

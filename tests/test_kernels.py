@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -207,6 +208,29 @@ def test_ragged_batches(family: str) -> None:
     out = decoder.generate(prompts, max_new_tokens=12, do_sample=False)
     assert out.sequences == expected, "trees and batches in bf16, token for token as one by one"
     assert out.stats.tau > 1.2
+
+
+@needs_kernels
+def test_scratch_is_used_again_by_one_thread_and_by_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = kernels()
+    assert compiled is not None
+    size = 1000
+    monkeypatch.setattr(compiled, "_scratch", lambda layer, forward: size)
+
+    def taken() -> Tensor:
+        return compiled.scratch(None, None)  # type: ignore[arg-type]
+
+    def twice() -> tuple[Tensor, Tensor]:
+        return taken(), taken()
+
+    with ThreadPoolExecutor(1) as other:
+        (here, again), (there, _) = twice(), other.submit(twice).result()
+        assert here is again is not there
+        size = 10**6
+        larger = taken()
+        assert larger is not here and larger.numel() == size
+        size = 10
+        assert taken() is larger
 
 
 @needs_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fsd_infer.cache import SlotCache
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError
 from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.memory import free_bytes
+from fsd_infer.memory import free_bytes, give_back
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
 
 
@@ -39,6 +40,19 @@ def drafter_of(kind: str, target: Target) -> Drafter:
     head = EagleHead(EagleConfig.for_target(target, num_layers=2))
     eagle = EagleDrafter(head, target, TreeShape(depth=3, width=4, nodes=12))
     return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
+
+
+def test_what_loading_has_freed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    asked = []
+    library = SimpleNamespace(malloc_trim=asked.append)
+    monkeypatch.setattr("fsd_infer.memory.ctypes", SimpleNamespace(CDLL=lambda name: library))
+    decoder = FuzzyDecoder.from_pretrained(str(tmp_path), "none", dtype=torch.float32, device="cpu")
+    assert asked == [0]
+    decoder.load_drafter("lookup")
+    assert asked == [0, 0]
+    del library.malloc_trim  # another C library
+    give_back()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -39,7 +39,7 @@ from fsd_infer.head import EagleHead
 from fsd_infer.kernels import likeliest
 from fsd_infer.target import Target
 from fsd_infer.transfer import to_device
-from fsd_infer.tree import DraftTree, ancestors_of, visible_slots
+from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class EagleSession(DraftSession):
         parts = zip(*(whole.split(READ_AT_ONCE, 1) for whole in (tokens, features, positions)), strict=True)
         out = torch.cat([self._read(*part) for part in parts], 1)
         ends = to_device((counts - 1).clamp_min(0), self.device)
-        last = out.gather(1, ends[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
+        last = at_nodes(out, ends[:, None])[:, 0]
         if self.last is not None and int(counts.min()) == 0:
             last = torch.where(to_device(counts > 0, self.device)[:, None], last, self.last)
         self.last = last
@@ -279,8 +279,8 @@ class EagleSession(DraftSession):
             if not_believed(path_scores, stop_below):
                 break
             parent = best // width  # which of the E expanded nodes each frontier node hangs under
-            features = features.gather(1, parent[..., None].expand(-1, -1, features.shape[-1]))
-            sees = torch.cat([sees.gather(1, parent[..., None].expand(-1, -1, sees.shape[-1])), own], dim=-1)
+            features = at_nodes(features, parent)
+            sees = torch.cat([at_nodes(sees, parent), own], dim=-1)
             features = self._expand(tokens.gather(1, best), features, sees, level)
             expanded = first + best
             first += tokens.shape[1]
@@ -328,6 +328,13 @@ class _Level:
 
 def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
     """The tree of the ``nodes - 1`` candidates with the highest cumulative log q; ids [Vd]: what q is about."""
+    # in lists NaN, which is refused later, has no order
+    in_lists = roots.device.type == "cpu" and not any(level.scores.isnan().any() for level in levels)
+    return (_best_in_lists if in_lists else _best_in_tensors)(roots, levels, drafter, ids)
+
+
+def _best_in_tensors(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
+    """Nothing waits for a device."""
     width, device = drafter.shape.width, roots.device
     batch = roots.shape[0]
     tokens = torch.cat([roots[:, None]] + [level.tokens for level in levels], dim=1)  # [B, 1 + C]
@@ -361,8 +368,35 @@ def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: 
         parents=tree_parents,
         depths=torch.cat([root, depths[chosen]], dim=1),
         ancestors=ancestors_of(tree_parents),
-        q_logits=q_logits.gather(1, rows[..., None].expand(-1, -1, q_logits.shape[-1])),
+        q_logits=at_nodes(q_logits, rows),
         q_index=index,
         draft_ids=ids,
         scores=torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, chosen)], dim=1),
     )
+
+
+def _best_in_lists(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
+    """On a CPU some dozen candidates are sorted in Python sooner than as many operations are started."""
+    width, rows, q_rows = drafter.shape.width, [], []  # q_rows: of the inner nodes
+    for row, root in enumerate(roots.tolist()):
+        tokens, scores, parents = [root], [0.0], [0]
+        q_row: dict[int, int] = {}
+        for level in levels:
+            for node in level.expanded[row].tolist():
+                q_row[node] = len(q_row)
+                parents += [node] * width
+            tokens += level.tokens[row].tolist()
+            scores += level.scores[row].tolist()
+        # stable, as with tensors
+        chosen = sorted(range(1, len(scores)), key=scores.__getitem__, reverse=True)[: drafter.max_nodes - 1]
+        nodes = [0, *sorted(chosen)]
+        number = {node: place for place, node in enumerate(nodes)}
+        tree_parents = [number[parents[node]] for node in nodes]
+        inner = {parent: place for place, parent in enumerate(sorted(set(tree_parents)))}
+        q_rows.append([q_row[nodes[parent]] for parent in inner])
+        q_index = [inner.get(place, -1) for place in range(len(nodes))]
+        rows.append(TreeRow([tokens[n] for n in nodes], tree_parents, [scores[n] for n in nodes], q_index))
+    most = max(map(len, q_rows))
+    index = torch.tensor([row + [0] * (most - len(row)) for row in q_rows])
+    q_logits = torch.cat([level.logits for level in levels], dim=1)
+    return DraftTree.from_rows(rows, at_nodes(q_logits, index), ids)

@@ -27,7 +27,7 @@ from fsd_infer.graphs import Recorder
 from fsd_infer.models import check_safetensors, load_target
 from fsd_infer.target import Target
 from fsd_infer.transfer import to_device
-from fsd_infer.tree import DraftTree, visible_slots
+from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 # (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited
 # for after every draft.
@@ -162,8 +162,8 @@ class LMSession(DraftSession):
         slots = self.cached[:, None] + offsets  # rows with less to read write padding behind their text
         unread = self.text.gather(1, slots.clamp_max(self.text.shape[1] - 1))
         logits = self._run(to_device(unread, self.device), slots)
-        last = to_device(self.lengths - self.cached - 1, self.device)[:, None, None]
-        logits = logits.gather(1, last.expand(-1, 1, logits.shape[-1]))[:, 0]
+        last = to_device(self.lengths - self.cached - 1, self.device)[:, None]
+        logits = at_nodes(logits, last)[:, 0]
         tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
         path_scores = [torch.zeros(roots.shape[0], device=self.device)]  # cumulative log q
         for step in range(1, depth + 1):

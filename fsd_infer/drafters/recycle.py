@@ -18,7 +18,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSessio
 from fsd_infer.errors import FsdError
 from fsd_infer.kernels import kernels, likeliest
 from fsd_infer.transfer import lists
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree, TreeRow, at_nodes
 
 BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
 BUCKET_NATS = 0.4
@@ -213,7 +213,7 @@ class RecycleSession(DraftSession):
         nodes = torch.arange(logits.shape[1]).expand(logits.shape[:2])
         if logits.device.type == "cpu" and kernels() is None:  # torch takes milliseconds for each dozen nodes
             nodes = path
-            logits = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
+            logits = at_nodes(logits, path)
         width = min(self.drafter.width, logits.shape[-1])
         log_p, choice = likeliest(logits, width)
         known = lists(tree.tokens, tree.parents, choice.flatten(1), log_p.flatten(1))
