@@ -130,7 +130,7 @@ class FuzzyDecoder:
         """
         if recorder is None and self.target.device.type != "cuda":
             raise FsdError(f"CUDA graphs need CUDA, but the target is on {self.target.device}: leave them out.")
-        self._recorder = recorder or CudaRecorder()
+        self._recorder = recorder or CudaRecorder(self.target.device)
         self.target.use_graphs(self._recorder)
         self.drafter.use_graphs(self._recorder)
 

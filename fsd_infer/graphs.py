@@ -39,21 +39,24 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """torch's CUDA graphs, all in one memory pool: no two of them run at a time."""
+    """torch's CUDA graphs of one device, all in one memory pool: no two of them run at a time."""
 
-    def __init__(self) -> None:
-        self.pool: Any = None
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._first: torch.cuda.CUDAGraph | None = None  # kept: a pool ends with the last of its graphs
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Any]]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            run()  # libraries set themselves up in their first call, which cannot be recorded
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            outputs = run()
-        self.pool = graph.pool()
+        with torch.cuda.device(self.device):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                run()  # libraries set themselves up in their first call, which cannot be recorded
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            pool = None if self._first is None else self._first.pool()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = run()
+        self._first = self._first or graph
         return outputs, graph.replay
 
 

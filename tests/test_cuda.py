@@ -58,6 +58,10 @@ def test_replayed_forwards_give_the_tokens_of_generate(family: str, kind: str) -
         assert decoder.generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
     assert target.graphs is not None and target.graphs.refused is None
     assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]
+    longer = reference(target.model, prompts, max_new_tokens=180)  # other memory, hence other recordings
+    for _ in range(2):
+        assert decoder.generate(prompts, max_new_tokens=180, do_sample=False).sequences == longer
+    assert target.graphs.refused is None
 
 
 def test_a_mixture_of_experts_that_cannot_be_recorded_decodes_as_ever() -> None:

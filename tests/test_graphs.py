@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.cache import SlotCache
+from fsd_infer.cli import main
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError
 from fsd_infer.graphs import SLOTS, Graphs
@@ -199,3 +201,10 @@ def test_keys_and_values_are_freed_with_the_last_reference(graphs: bool) -> None
 def test_a_cpu_has_no_cuda_graphs() -> None:
     with pytest.raises(FsdError, match="CUDA graphs need CUDA, but the target is on cpu"):
         decoder_of("none").use_graphs()
+
+
+def test_the_command_line_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    argv = ["generate", "--target", str(tmp_path), "--drafter", "none", "--device", "cpu", "--prompt", "x"]
+    assert main([*argv, "--cuda-graphs"]) == 2
+    assert "CUDA graphs need CUDA, but the target is on cpu" in capsys.readouterr().err
