@@ -620,43 +620,57 @@ void fsd_linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, in
   }
 }
 
-// The largest number of each row of x [rows, columns], NaN if there is one, and where it first stands.
+// The largest number of each row of x [rows, columns], NaN if there is one, and where it first stands. Numbers are compared
+// as integers, 32 at a time: signed magnitudes have the order of the numbers.
 void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64_t* where, int threads) {
+  constexpr int WIDE = 2 * LANES, CHAINS = 2;  // of comparisons that do not wait for each other
 #pragma omp parallel num_threads(threads)
   {
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF), infinity = _mm512_set1_epi16(0x7F80);
     const Share share(rows);
     for (int64_t row = share.begin; row < share.end; ++row) {
       const bf16* const from = x + row * columns;
-      const __m512i step = _mm512_set1_epi32(LANES);
-      __m512 top = _mm512_set1_ps(-INFINITY);
-      __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best = index;
-      __mmask16 broken = 0;
+      __m512i top[CHAINS], step[CHAINS];
+      for (int chain = 0; chain < CHAINS; ++chain)
+        top[chain] = _mm512_set1_epi16(INT16_MIN), step[chain] = _mm512_setzero_si512();
+      __mmask32 broken = 0;
       int64_t at = 0;
-      for (; at + LANES <= columns; at += LANES, index = _mm512_add_epi32(index, step)) {
-        const __m512 value = load(from + at);
-        const __mmask16 higher = _mm512_cmp_ps_mask(value, top, _CMP_GT_OQ);
-        broken |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        top = _mm512_mask_mov_ps(top, higher, value);
-        best = _mm512_mask_mov_epi32(best, higher, index);
+      for (uint16_t now = 0; at + CHAINS * WIDE <= columns; at += CHAINS * WIDE, ++now) {
+        for (int chain = 0; chain < CHAINS; ++chain) {
+          const __m512i bits = _mm512_loadu_si512(from + at + chain * WIDE);
+          const __m512i size = _mm512_and_si512(bits, magnitude), sign = _mm512_srai_epi16(bits, 15);
+          const __m512i value = _mm512_sub_epi16(_mm512_xor_si512(size, sign), sign);
+          const __mmask32 higher = _mm512_cmpgt_epi16_mask(value, top[chain]);
+          broken |= _mm512_cmpgt_epi16_mask(size, infinity);
+          top[chain] = _mm512_mask_mov_epi16(top[chain], higher, value);
+          step[chain] = _mm512_mask_mov_epi16(step[chain], higher, _mm512_set1_epi16((int16_t)now));
+        }
       }
-      float values[LANES];
-      int32_t places[LANES];
-      _mm512_storeu_ps(values, top);
-      _mm512_storeu_si512(places, best);
-      float most = values[0];
-      int64_t place = places[0];
+      int most = std::numeric_limits<int>::min();
+      int64_t place = 0;
       bool bad = broken != 0;
-      const auto consider = [&](float value, int64_t candidate) {
+      const auto consider = [&](int value, int64_t candidate) {
         if (value > most || (value == most && candidate < place)) most = value, place = candidate;
       };
-      for (int lane = 1; lane < LANES; ++lane) consider(values[lane], places[lane]);
-      for (; at < columns; ++at) {
-        const float value = number(from[at]);
-        bad |= value != value;
-        consider(value, at);
+      if (at) {
+        for (int chain = 0; chain < CHAINS; ++chain) {
+          int16_t values[WIDE];
+          uint16_t steps[WIDE];
+          _mm512_storeu_si512(values, top[chain]);
+          _mm512_storeu_si512(steps, step[chain]);
+          for (int lane = 0; lane < WIDE; ++lane)
+            consider(values[lane], ((int64_t)steps[lane] * CHAINS + chain) * WIDE + lane);
+        }
       }
-      highest[row] = bad ? std::numeric_limits<float>::quiet_NaN() : most;
-      where[row] = std::min(place, columns - 1);
+      for (; at < columns; ++at) {
+        const int bits = from[at], size = bits & 0x7FFF;
+        bad |= size > 0x7F80;
+        consider(bits & 0x8000 ? -size : size, at);
+      }
+      const uint32_t found = (uint32_t)std::abs(most) << 16 | (most < 0 ? 0x80000000u : 0u);
+      std::memcpy(highest + row, &found, sizeof(float));
+      if (bad) highest[row] = std::numeric_limits<float>::quiet_NaN();
+      where[row] = place;
     }
   }
 }

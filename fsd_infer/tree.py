@@ -165,6 +165,27 @@ class TreeRow:
             found.append(line)
         return found
 
+    def best_first(self) -> TreeRow:
+        """The same tree, numbered down its likeliest path first, then down the others: if the answer takes that path,
+        its keys and values lie in place already.
+        """
+        children: dict[int, list[int]] = {}
+        for node in range(len(self.parents) - 1, 0, -1):
+            children.setdefault(self.parents[node], []).append(node)
+        order, waiting = [], [0]
+        while waiting:
+            order.append(node := waiting.pop())
+            waiting += sorted(
+                children.get(node, ()), key=self.scores.__getitem__
+            )  # of equals the first is popped first
+        number = {node: place for place, node in enumerate(order)}
+        return TreeRow(
+            [self.tokens[node] for node in order],
+            [number[self.parents[node]] for node in order],
+            [self.scores[node] for node in order],
+            [self.q_index[node] for node in order],
+        )
+
     def pad(self, count: int, ids: int) -> None:
         """Append leaves with tokens below ``ids`` until there are ``count`` nodes. Leaves are without q, so one is."""
         if len(self.tokens) == count:

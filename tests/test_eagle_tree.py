@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fsd_infer.drafters.eagle import TreeShape, _best_in_lists, _best_in_tensors, _keep_best, _Level
 from fsd_infer.kernels import likeliest
+from fsd_infer.tree import DraftTree, ancestors_of
 
 VOCABULARY = 40
 
@@ -28,6 +30,19 @@ def levels_of(shape: TreeShape, batch: int, peaked: float) -> list[_Level]:
     return levels
 
 
+def paths(tree: DraftTree) -> list[dict[tuple[int, ...], tuple[float, list[float] | None]]]:
+    """Per row: the tokens from the root to a node -> its score and its row of q."""
+    found = []
+    for number, row in enumerate(zip(*map(Tensor.tolist, (tree.tokens, tree.parents, tree.scores, tree.q_index)))):
+        named: list[tuple[int, ...]] = []
+        of_row = {}
+        for token, parent, score, index in zip(*row):
+            named.append((*(named[parent] if named else ()), token))
+            of_row[named[-1]] = score, None if index < 0 else tree.q_logits[number, index].tolist()
+        found.append(of_row)
+    return found
+
+
 @pytest.mark.parametrize("peaked", [0.0, 5.0, 200.0])
 @pytest.mark.parametrize("shape", [TreeShape(1, 3, 9), TreeShape(3, 1, 4), TreeShape(4, 3, 8), TreeShape(5, 6, 16)])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -38,13 +53,15 @@ def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, peak
         levels = levels_of(shape, batch, peaked)
         roots, ids = torch.arange(batch), torch.arange(VOCABULARY)
         lists, tensors = (make(roots, levels, drafter, ids) for make in (_best_in_lists, _best_in_tensors))
-        for name in ("tokens", "parents", "depths", "ancestors", "q_index", "scores"):
-            assert torch.equal(getattr(lists, name), getattr(tensors, name)), name
-        kept = {(row, parent) for row, parents in enumerate(lists.parents.tolist()) for parent in parents[1:]}
-        assert kept == {(row, node) for row, node in (lists.q_index >= 0).nonzero().tolist()}
-        for row, node in kept:
-            one, other = (tree.q_logits[row, int(tree.q_index[row, node])] for tree in (lists, tensors))
-            assert torch.equal(one, other)
+        assert paths(lists) == paths(tensors)
+        for tree in (lists, tensors):
+            assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
+            assert torch.equal(tree.depths, tree.ancestors.sum(-1) - 1)
+        for row in lists.to_rows():  # down the likeliest path first
+            node = 0
+            while inner := [child for child, parent in enumerate(row.parents) if child and parent == node]:
+                assert min(inner) == node + 1 and row.scores[node + 1] == max(row.scores[child] for child in inner)
+                node += 1
         best = torch.cat([level.scores for level in levels], 1).sort(descending=True).values
         assert torch.equal(lists.scores[:, 1:].sort(descending=True).values, best[:, : drafter.max_nodes - 1])
         assert torch.equal(_keep_best(roots, levels, drafter, ids).tokens, lists.tokens)

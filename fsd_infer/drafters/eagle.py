@@ -395,7 +395,8 @@ def _best_in_lists(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, i
         inner = {parent: place for place, parent in enumerate(sorted(set(tree_parents)))}
         q_rows.append([q_row[nodes[parent]] for parent in inner])
         q_index = [inner.get(place, -1) for place in range(len(nodes))]
-        rows.append(TreeRow([tokens[n] for n in nodes], tree_parents, [scores[n] for n in nodes], q_index))
+        best = TreeRow([tokens[n] for n in nodes], tree_parents, [scores[n] for n in nodes], q_index)
+        rows.append(best.best_first())
     most = max(map(len, q_rows))
     index = torch.tensor([row + [0] * (most - len(row)) for row in q_rows])
     q_logits = torch.cat([level.logits for level in levels], dim=1)

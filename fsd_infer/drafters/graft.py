@@ -177,4 +177,4 @@ def _merge(main: TreeRow, side: TreeRow, nodes: int) -> TreeRow:
         [renumbered[parents[node]] for node in kept],
         [scores[node] for node in kept],
         q_index,
-    )
+    ).best_first()

@@ -66,9 +66,8 @@ class Evidence:
     @cached_property
     def child_scores(self) -> Tensor:
         """[B, N] the target's processed score of each node's token at its parent."""
-        tree = self.tree
-        rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
-        return self.round.scores[rows, tree.parents, tree.tokens]
+        scores = self.round.scores
+        return scores.flatten(1).gather(1, self.tree.parents * scores.shape[-1] + self.tree.tokens)
 
     def _largest(self) -> dict[str, Tensor]:
         """The largest logits, by whose they are: [B, N] at every node, of the drafter [B, I]."""
@@ -167,7 +166,10 @@ class Contexts:
         if self.whole:
             return None, None
         nodes, inner = self.evidence.tree.tokens.shape[1], self.evidence.tree.q_logits.shape[1]
-        return self.rows * nodes + self.nodes, self.rows * inner + self._q_index.clamp_min(0)
+        q_index = self._q_index.clamp_min(0)
+        if self.evidence.tree.tokens.shape[0] == 1:
+            return self.nodes, q_index
+        return self.rows * nodes + self.nodes, self.rows * inner + q_index
 
     @cached_property
     def best(self) -> Tensor:

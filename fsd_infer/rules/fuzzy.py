@@ -70,6 +70,8 @@ class DivergenceGate(GatedRule):
             return at.has_q
         if at.whole:
             return (self._distance(at) <= self.threshold) & at.has_q
+        if bool(at.has_q.all()):
+            return self._distance(at) <= self.threshold
         opens = torch.zeros_like(at.has_q)
         index = at.has_q.nonzero().squeeze(-1)
         if index.shape[0] == 0:
