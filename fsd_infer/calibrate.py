@@ -341,10 +341,8 @@ def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:
     tasks: dict[tuple[str, int, int], Callable[[], Any]] = {
         ("verify", n, 0): partial(_verify, probe, n) for n in counts
     }
-    wide, chains = (
-        Probe(target, probe.context, max(BATCH_NODES), WIDE),
-        [n for n in BATCH_NODES if n * WIDE <= max(counts)],
-    )
+    wide = Probe(target, probe.context, max(BATCH_NODES), WIDE)
+    chains = [n for n in BATCH_NODES if n * WIDE <= max(counts)]
     tasks |= {("verify wide", n, 0): partial(_verify, wide, n) for n in chains}
     widths = sorted({min(width, drafter.vocabulary) for width in sizes.widths})
     for batch in (1, WIDE):

@@ -238,9 +238,9 @@ class _Batch:
         for start in range(0, tokens.shape[1], PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
             slots = (start + torch.arange(chunk.shape[1], device=self.device)).expand_as(chunk)
-            everything = torch.arange(start + chunk.shape[1], device=self.device).expand(chunk.shape[0], -1)
-            cache.aim(slots, start, everything.shape[1])
-            visible = everything[:, None] <= slots[..., None]
+            read_by_then = start + chunk.shape[1]
+            cache.aim(slots, start, read_by_then)
+            visible = torch.arange(read_by_then, device=self.device) <= slots[..., None]
             self._chunk_logits, read = self.target.forward(chunk, slots, visible, cache, keep=1)
             features.append(read)
         return torch.cat(features, 1)

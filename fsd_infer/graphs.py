@@ -168,18 +168,16 @@ class Graphs:
                 memory.recordings.pop(next(iter(memory.recordings)))
             memory.recordings[key] = None
             return self.step(cache, visible, *inputs)
-        recording = memory.recordings[key]
-        if recording is not None:
-            recording.fill(visible, cache.slots, inputs)
-        else:
-            recording = memory.recordings[key] = self._record(cache, visible, inputs, size, span)
-            if recording is None:
-                return self.step(cache, visible, *inputs)
+        recording = memory.recordings[key] or self._record(cache, visible, inputs, size, span)
+        if recording is None:
+            return self.step(cache, visible, *inputs)
+        memory.recordings[key] = recording
+        recording.fill(visible, cache.slots, inputs)
         recording.replay()
         return tuple(out[:, :count].clone() for out in recording.outputs)
 
     def _record(self, cache: SlotCache, visible: Tensor, inputs: Outputs, size: int, span: int) -> _Recording | None:
-        """Record one shape, to be replayed with these inputs; None if that is not possible."""
+        """Record one shape, with these inputs to run on meanwhile; None if that is not possible."""
         aimed = cache.slots, cache.start, cache.used
         made = _Recording(
             tuple(_sized(x, size) for x in inputs),

@@ -360,7 +360,7 @@ def _best_in_tensors(roots: Tensor, levels: list[_Level], drafter: EagleDrafter,
     inner = torch.zeros_like(row_of, dtype=torch.bool).scatter_(1, kept_parents, True)
     # Hand over the rows of inner nodes only. Counting them would wait for a device: there are at most so many.
     index = (inner.cumsum(1) - 1).masked_fill(~inner, -1)
-    most = int(inner.sum(1).max()) if device.type == "cpu" else min(kept, q_nodes.shape[1])
+    most = min(kept, q_nodes.shape[1])
     rows = torch.zeros(batch, most + 1, dtype=torch.long, device=device)  # the last column takes what is no inner node
     rows = rows.scatter_(1, torch.where(inner, index, most), row_of)[:, :most]
     return DraftTree(
