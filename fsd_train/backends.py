@@ -158,19 +158,22 @@ class EndpointBackend:
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
         jobs = iter([job for batch in batches for job in batch if job.id not in done])
         pool = ThreadPoolExecutor(self.concurrency)
-        running: set[Future[Answer]] = set()
+        running: list[Future[Answer]] = []
         finished: list[Answer] = []
         try:
             while True:
                 for job in jobs:
-                    running.add(pool.submit(self._dispatch, job))
+                    running.append(pool.submit(self._dispatch, job))
                     if len(running) >= 2 * self.concurrency:
                         break
                 if not running:
                     break
-                ready, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    finished.append(future.result())
+                ready = wait(running, return_when=FIRST_COMPLETED).done
+                failures = [error for future in ready if (error := future.exception())]
+                finished += [future.result() for future in running if future in ready and not future.exception()]
+                running = [future for future in running if future not in ready]
+                if failures:
+                    raise failures[0]
                 if len(finished) >= self.group:
                     yield finished
                     finished = []

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ALL_COMPLETED
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,19 @@ def test_endpoint_retries_then_gives_up_keeping_what_is_done() -> None:
             for group in backend(url, concurrency=1, attempts=3).answer([[job(i) for i in range(5)]], set()):
                 got += [answer.job.id for answer in group]
     assert got == ["id0", "id1", "id2"]
+
+
+def test_endpoint_keeps_answers_that_come_with_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing_the_first(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        return (404, {"error": "no such model"}) if body["prompt"] == job(0).prompt_ids else completion(body)
+
+    monkeypatch.setattr("fsd_train.backends.FIRST_COMPLETED", ALL_COMPLETED)  # all land together
+    with replying(refusing_the_first) as (url, _):
+        got: list[str] = []
+        with pytest.raises(FsdError, match="no such model"):
+            for group in backend(url, concurrency=3).answer([[job(i) for i in range(6)]], set()):
+                got += [answer.job.id for answer in group]
+    assert got == ["id1", "id2", "id3", "id4", "id5"]
 
 
 @pytest.mark.parametrize(
