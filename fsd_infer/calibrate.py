@@ -478,6 +478,7 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
         "torch": torch.__version__,
         "replaced": sum(is_replaced(part) for part in target.model.modules()),
         "kernels": compiled is not None and compiled.panel,
+        "weights": drafter.describe().get("weights"),
         **({} if target.graphs is None else {"cuda_graphs": True}),
     }
     digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()

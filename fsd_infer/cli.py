@@ -83,6 +83,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         help="shape of the draft tree, and below which chance drafting stops; or auto: the fastest here by a "
         "measurement of some seconds, made once (default: by device)",
     )
+    models.add_argument(
+        "--no-quantize", action="store_true", help="on a CPU: read a head's weights in bf16, not in fp8"
+    )
     models.add_argument("--cuda-graphs", action="store_true", help="on a GPU: record forwards once and replay them")
     models.add_argument("--threads", type=positive, help="CPU threads")
 

@@ -32,7 +32,13 @@ def generate(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     _set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(
-        args.target, args.drafter, dtype=dtype, device=args.device, tree=tree, cuda_graphs=args.cuda_graphs
+        args.target,
+        args.drafter,
+        dtype=dtype,
+        device=args.device,
+        tree=tree,
+        quantize=not args.no_quantize,
+        cuda_graphs=args.cuda_graphs,
     )
     streamer = None
     if args.stream:
@@ -155,6 +161,7 @@ def bench(args: argparse.Namespace) -> int:
         device=args.device,
         tree=parse_tree(args.tree),
         cuda_graphs=args.cuda_graphs,
+        quantize=not args.no_quantize,
         limit=args.limit,
         every=args.every,
         max_new_tokens=args.max_new_tokens,
@@ -201,13 +208,12 @@ def warmup(args: argparse.Namespace) -> int:
     clock.lap("compile")
     speed_up(target.model, release=True)
     clock.lap("pack")
-    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size), not args.no_quantize)
     if args.cuda_graphs:
         decoder.use_graphs()
     decoder.drafter = decoder.load_drafter(args.drafter, pack=False)
     clock.lap("load")
-    for module in decoder.drafter.modules():
-        speed_up(module, release=True)
+    decoder.pack(decoder.drafter, release=True)
     clock.lap("pack")
     if target.device.type == "cpu":
         print("CPU kernels: " + ("none, decoding runs through torch" if compiled is None else "compiled"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fsd_infer.kernels import MOST_ROWS, kernels, panels_of
+from fsd_infer.kernels import MOST_ROWS, Weight, kernels, panels_of
 
 _Made = TypeVar("_Made")
 
@@ -54,7 +54,13 @@ def restore(module: nn.Module) -> int:
 
 
 class Packed(Replacement):
-    """x [..., in] -> x Wᵀ + b through the packed weight of one linear layer, or of several side by side."""
+    """x [..., in] -> x Wᵀ + b through the packed weight of one linear layer, or of several side by side.
+
+    Attributes:
+        weight: packed by oneDNN, [out, in]; after :meth:`quantize` fp8 panels, which our kernels alone read.
+        scales: [out] after :meth:`quantize`, in fp32; else None.
+        panels: where the kernels find the weight; None if they cannot read it.
+    """
 
     def __init__(self, *linears: nn.Linear) -> None:
         weights = [linear.weight.detach() for linear in linears]
@@ -63,14 +69,18 @@ class Packed(Replacement):
         self.linears, self.packed = linears, (self,)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self.bias = torch.cat(biases) if biases else None
-        self.panels = panels_of(weight, self.weight)  # None: the kernels cannot read it
+        self.columns, self.depth = weight.shape
+        address = panels_of(weight, self.weight)
+        self.panels = None if address is None else Weight(address, None)
+        self.scales: Tensor | None = None
         self.kernels = kernels()
         self.latest: tuple[Tensor, Tensor] | None = None  # of :class:`Share`
         self.table: nn.Embedding | None = None  # that its weight is tied to, if it serves both alone
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.panels and self.kernels and x.numel() <= MOST_ROWS * x.shape[-1] and x.dtype == torch.bfloat16:
-            return self.kernels.linear(x.contiguous(), self.panels, self.bias, self.weight.shape[0])
+        few = x.numel() <= MOST_ROWS * x.shape[-1] or self.scales is not None
+        if self.panels and self.kernels and few and x.dtype == torch.bfloat16:
+            return self.kernels.linear(x.contiguous(), self.panels, self.bias, self.columns)
         # .default: the overload itself, which Python reaches faster than the operator that chooses among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
@@ -86,11 +96,36 @@ class Packed(Replacement):
                 (self if len(self.linears) == 1 else Share(self, start, stop)).put_on(linear)
                 linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
+    def quantize(self) -> None:
+        """Hold the weight as fp8 numbers and a scale per output from now on: half as much to read.
+
+        A sign, three bits of exponent, four of the mantissa: a number is off by 1/33 of itself at most, or, where it is
+        small, by 1/248 of the largest of its output's. For drafters: what they draft changes no law of `exact`. Where
+        our kernels cannot read the weight it stays as it is.
+        """
+        if self.panels is None or self.kernels is None or self.scales is not None:
+            return
+        self.weight, self.scales = fp8_panels(self.dense(), self.kernels.panel)
+        self.panels = Weight(self.weight.data_ptr(), self.scales.data_ptr())
+
+    @property
+    def saved_bytes(self) -> int:
+        """By :meth:`quantize`, of the weight in bf16."""
+        return 0 if self.scales is None else self.columns * self.depth - self.scales.nbytes
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] in bf16, as the products have it."""
+        if self.scales is None:
+            return self.weight.to_dense()
+        numbers = self.weight.transpose(1, 2).reshape(self.columns, self.depth)
+        sizes = fp8_values()[numbers.int() & 127]
+        return (torch.where(numbers < 0, -sizes, sizes) * self.scales[:, None]).to(torch.bfloat16)
+
     def unpack(self) -> None:
-        """Give its layers the weights back that were let go, bit by bit the same."""
+        """Give its layers the weights back that were let go: bit by bit the same, or what :meth:`quantize` left."""
         if any(linear.weight.is_meta for linear in self.linears):
             sizes = [linear.out_features for linear in self.linears]
-            for linear, weight in zip(self.linears, self.weight.to_dense().split(sizes)):
+            for linear, weight in zip(self.linears, self.dense().split(sizes)):
                 if linear.weight.is_meta:
                     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
         if self.table is not None:
@@ -109,10 +144,24 @@ class Packed(Replacement):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [...] of the weight: [..., in]. Where our kernels cannot read it, all of it is unpacked for them."""
-        if self.panels and self.kernels:
-            count, depth = self.weight.shape
-            return self.kernels.rows(self.panels, count, depth, ids.contiguous())
-        return self.weight.to_dense()[ids]
+        if self.panels and self.kernels and self.scales is None:
+            return self.kernels.rows(self.panels.panels, self.columns, self.depth, ids.contiguous())
+        return self.dense()[ids]
+
+
+def fp8_values() -> Tensor:
+    """[128] sizes of the numbers of :meth:`Packed.quantize`, rising. The least, in place of 0, is 1/248 of the last."""
+    codes = torch.arange(128)
+    return (1 + (codes & 15) / 16) * 2.0 ** ((codes >> 4) - 7)
+
+
+def fp8_panels(weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as panels of ``side`` outputs, int8 [out / side, in / 2, side, 2], and scales [out], fp32."""
+    sizes, values = weight.float().abs(), fp8_values()
+    scales = (sizes.amax(1) / values[-1]).clamp_min(torch.finfo(torch.float32).tiny)
+    nearest = torch.bucketize(sizes / scales[:, None], (values[1:] + values[:-1]) / 2)
+    numbers = torch.where(weight.signbit(), nearest - 128, nearest).to(torch.int8)  # the sign is the highest bit
+    return numbers.view(-1, side, weight.shape[1] // 2, 2).transpose(1, 2).contiguous(), scales
 
 
 class Share(Replacement):
@@ -123,7 +172,7 @@ class Share(Replacement):
 
     def __init__(self, whole: Packed, start: int, stop: int) -> None:
         self.whole, self.columns = whole, slice(start, stop)
-        self.last = stop == whole.weight.shape[0]
+        self.last = stop == whole.columns
 
     def __call__(self, x: Tensor) -> Tensor:
         known = self.whole.latest
@@ -179,7 +228,7 @@ def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
     weight: Tensor = layer.weight  # type: ignore[assignment]
     if (weight.is_meta or not len(weight)) and is_replaced(layer):
         packed = vars(layer)["forward"].packed[0]
-        return packed.weight.to_dense() if ids is None else packed.rows(ids)
+        return packed.dense() if ids is None else packed.rows(ids)
     return weight if ids is None else weight[ids].contiguous()
 
 

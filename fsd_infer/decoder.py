@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fsd_infer.calibrate import AUTO, calibration_prompts, head_of, tune
@@ -58,9 +58,10 @@ class FuzzyDecoder:
         drafter: see :func:`load_drafter` for what a name may be.
     """
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
+    def __init__(self, target: Target, drafter: Drafter, quantize: bool = True) -> None:
         self.target = target
         self.drafter = drafter
+        self.quantize = quantize
         self._recorder: Recorder | None = None
 
     @classmethod
@@ -73,6 +74,7 @@ class FuzzyDecoder:
         device: str | torch.device | None = None,
         tree: TreeShape | str | None = None,
         pack: bool = True,
+        quantize: bool = True,
         cuda_graphs: bool = False,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
@@ -90,6 +92,9 @@ class FuzzyDecoder:
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.fuse.speed_up`). ``fsd_infer.cpu.restore(decoder.target.model)`` undoes it.
+            quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
+                :meth:`fsd_infer.cpu.Packed.quantize`): a draft costs the time in which they are read. The target's stay
+                as they are, so `exact` is as exact as without.
             cuda_graphs: see :meth:`use_graphs`.
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
@@ -108,7 +113,7 @@ class FuzzyDecoder:
         )
         if pack:
             speed_up(wrapped.model, release=True)
-        decoder = cls(wrapped, NoDrafter(wrapped.vocab_size))
+        decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
         if cuda_graphs:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack)
@@ -142,14 +147,19 @@ class FuzzyDecoder:
             raise FsdError(f'tree is a TreeShape or "{AUTO}", got {tree!r}.')
         made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
         if pack:
-            for module in made.modules():
-                speed_up(module, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
+            self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
         if self._recorder is not None:
             made.use_graphs(self._recorder)
         if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
             self.tune(made)
         give_back()  # weights in the type and layout of their file came and went
         return made
+
+    def pack(self, drafter: Drafter, release: bool) -> None:
+        """:func:`fsd_infer.fuse.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
+        for module in drafter.modules():
+            is_model = isinstance(module, PreTrainedModel)
+            speed_up(module, release, quantize=release and self.quantize and not is_model)
 
     def tune(self, drafter: Drafter | None = None, *, refresh: bool = False) -> TreeShape:
         """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.calibrate.tune`."""

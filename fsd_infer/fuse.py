@@ -33,6 +33,7 @@ from fsd_infer.cpu import (
     is_replaced,
     own_memory,
     pack_linears,
+    packed_in,
     releasable,
     share_embedding,
     through,
@@ -48,12 +49,12 @@ _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # that depend on nothin
 _ATTENTIONS = ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 
 
-def speed_up(module: nn.Module, release: bool = False) -> None:
+def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -> None:
     """:func:`fuse_layers` and :func:`fsd_infer.cpu.pack_linears` on a CPU; nothing elsewhere.
 
     With ``release`` the plain weights of packed layers are let go, layer by layer, so that memory holds them once
     (:func:`fsd_infer.cpu.releasable` and :func:`fsd_infer.cpu.share_embedding` say which). ``state_dict`` lacks their
-    values until :func:`fsd_infer.cpu.restore`.
+    values until :func:`fsd_infer.cpu.restore`. With ``quantize`` packed weights become fp8 (:meth:`Packed.quantize`).
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         layers = releasable(module) if release else ()
@@ -61,8 +62,20 @@ def speed_up(module: nn.Module, release: bool = False) -> None:
         pack_linears(module, layers)
         if release:
             share_embedding(module)
+        if quantize:
+            quantize_packed(module)
         if any(parameter.is_meta for parameter in module.parameters()):
             own_memory(module)
+
+
+def quantize_packed(module: nn.Module) -> None:
+    """:meth:`Packed.quantize` for every packed product in ``module``."""
+    for packed in packed_in(module):
+        packed.quantize()
+    for part in module.modules():
+        layer = vars(part).get("forward")
+        if isinstance(layer, FusedLayer) and layer.kernel is not None:
+            layer.kernel.find_weights()
 
 
 def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Array
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,8 +38,9 @@ class KernelLayer:
     no layer before it runs so far.
 
     Args:
-        layer: what the kernels need to know of it.
-        held: tensors whose addresses ``layer`` holds.
+        layer: what the kernels need to know of it, but for its weights.
+        products: its weights: of queries, keys and values, of the output, of gate and up, of down.
+        held: other tensors whose addresses ``layer`` holds.
         index: of the layer in the cache.
         once: shared by the layers of one model.
         compiled: the kernels.
@@ -48,6 +50,7 @@ class KernelLayer:
     def __init__(
         self,
         layer: Layer,
+        products: Sequence[Packed],
         held: list[Tensor],
         index: int,
         once: OncePerForward,
@@ -55,11 +58,18 @@ class KernelLayer:
         before: KernelLayer | None,
     ) -> None:
         self.layer, self.held, self.index, self.once, self.kernels = layer, held, index, once, compiled
+        self.products = products
+        self.find_weights()
         self.following: KernelLayer | None = None
         self.begins = before is None or before.sizes != self.sizes  # is it always the first of a call
         self.ready: _Ready | None = None
         if before is not None:
             before.following = self
+
+    def find_weights(self) -> None:
+        """Take note of where the products' weights are, anew if they were moved."""
+        for name, product in zip(("qkv", "output", "gate_up", "down"), self.products, strict=True):
+            setattr(self.layer, name, product.panels)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,22 +114,18 @@ class KernelLayer:
         ):
             return None
         qkv, output, gate_up, down = products
-        hidden, inner = down.weight.shape
+        hidden, inner = down.columns, down.depth
         if inner % compiled.panel or hidden % compiled.panel or attention.width % 32:
             return None
         addresses = [_address(weight) for weight in weights]
         layer = Layer(
             input_norm=addresses[0],
-            qkv=qkv.panels,
             qkv_bias=_address(qkv.bias),
             query_norm=addresses[2],
             key_norm=addresses[3],
-            output=output.panels,
             output_bias=_address(output.bias),
             mlp_norm=addresses[1],
-            gate_up=gate_up.panels,
             gate_up_bias=_address(gate_up.bias),
-            down=down.panels,
             down_bias=_address(down.bias),
             hidden=hidden,
             inner=inner,
@@ -130,7 +136,7 @@ class KernelLayer:
             scale=attention.module.scaling,
         )
         held = [weight for weight in weights if weight is not None]
-        return cls(layer, held, int(attention.module.layer_idx), once, compiled, before)
+        return cls(layer, products, held, int(attention.module.layer_idx), once, compiled, before)
 
     def takes(self, x: Tensor, visible: Tensor | None, embeddings: tuple[Tensor, Tensor] | None) -> bool:
         """Is this a forward for the kernels: bf16, a mask of what is visible, angles, and not too many rows?"""

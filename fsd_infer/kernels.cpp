@@ -2,7 +2,8 @@
 //
 // Plain C interface for ctypes; compiled on the user's machine by kernels.py. bf16 values are passed as uint16_t.
 // A weight W [N, K] lies as oneDNN packs it, in panels of output columns: [N / PANEL][K / 2][PANEL][2]. Where the CPU
-// has AMX, panels are of 32 columns and products run on its tiles; elsewhere of 64, and on vectors.
+// has AMX, panels are of 32 columns and products run on its tiles; elsewhere of 64, and on vectors. A weight may be
+// of fp8 numbers in the same places, with a scale per column: half as much to read, and every one of them is a bf16.
 // Everything is computed in fp32 and rounded where it is stored: after norms, products, residuals and gates.
 
 #include <immintrin.h>
@@ -17,9 +18,16 @@
 #include <limits>
 #include <type_traits>
 
+// A packed weight.
+struct fsd_weight {
+  const void* panels;
+  const float* scales;  // [N], by which the fp8 numbers of a column are multiplied; null: bf16
+};
+
 namespace {
 
 using bf16 = uint16_t;
+using fp8 = int8_t;  // see widened()
 #ifdef __AMX_BF16__
 constexpr int64_t PANEL = 32;  // output columns side by side in a packed weight
 constexpr int MOST = 32;       // rows of a product whose sums, with x and weights, fit eight tiles
@@ -51,6 +59,16 @@ inline __mmask16 lanes(int64_t left) { return left < LANES ? (__mmask16)((1u << 
 inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
 inline void store(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+
+// 32 numbers of a packed weight, as bf16.
+inline __m512i widened(const bf16* p) { return _mm512_loadu_si512(p); }
+
+// The byte's sign, three bits of exponent and four of the mantissa in their places: ±(1 + m / 16) · 2^(e - 7).
+inline __m512i widened(const fp8* p) {
+  const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)), 3);
+  constexpr int AND_OR = 0xEA;  // the sign has filled the bits above e: keep one, and make them 01111
+  return _mm512_ternarylogic_epi32(bits, _mm512_set1_epi16((short)0x83FF), _mm512_set1_epi16(0x3C00), AND_OR);
+}
 
 // e^x: 2^n by the exponent's bits times a polynomial of 2^f, |f| <= 1/2; relative error below 2e-7; 0 below -87.
 inline __m512 exponential(__m512 x) {
@@ -113,21 +131,34 @@ class Multiplier {
     _tile_stored(1, high_dots, LANES * 4);
   }
 
-  void operator()(int count, const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int part, int parts,
+  template <class Number>
+  void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
                   float* sums) {
     if (count != rows) shape(count);
     constexpr int64_t STEP = 2 * LANES * PANEL;  // numbers of a panel that a step reads, of 2 * LANES columns of x
-    constexpr int LINES = STEP / 32;
+    constexpr int LINE = 64 / sizeof(Number), LINES = STEP / LINE;
+    constexpr bool NARROW = sizeof(Number) < sizeof(bf16);
+    // Tiles are loaded from memory only: a step ahead, so that what is stored has arrived.
+    alignas(64) bf16 wide[2][NARROW ? STEP : 1];
+    const auto widen = [&](int64_t k) {
+      for (int64_t i = 0; i < STEP; i += 2 * LANES)
+        _mm512_store_si512(wide[k % 2] + i, widened(panel + k * STEP + i));
+    };
+    const int64_t steps = depth / (2 * LANES);
     const int first = LINES * part / parts, last = LINES * (part + 1) / parts;
     const bf16* const below = x + LANES * depth;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < depth / (2 * LANES); ++k, panel += STEP, next += STEP) {
-      for (int line = first; line < last; ++line) _mm_prefetch((const char*)(next + line * 32), _MM_HINT_T1);
-      _tile_loadd(6, panel, PANEL * 4);
-      _tile_loadd(7, panel + 2 * LANES, PANEL * 4);
+    if (NARROW) widen(0);
+    for (int64_t k = 0; k < steps; ++k) {
+      for (int line = first; line < last; ++line)
+        _mm_prefetch((const char*)(next + k * STEP + line * LINE), _MM_HINT_T1);
+      if (NARROW && k + 1 < steps) widen(k + 1);
+      const void* const from = NARROW ? (const void*)wide[k % 2] : panel + k * STEP;
+      _tile_loadd(6, from, PANEL * 4);
+      _tile_loadd(7, (const bf16*)from + 2 * LANES, PANEL * 4);
       _tile_loadd(4, x + k * 2 * LANES, depth * 2);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
@@ -148,20 +179,20 @@ class Multiplier {
 
 #else
 
-// sums [M, PANEL] = x Wt for M rows and one panel, in registers. Meanwhile, `lines` of the four cache lines that a step
-// reads are fetched of what comes next: later groups of rows find their panel in the cache and would leave the memory
-// idle. Not inlined: within a larger function, compilers keep the sums in memory.
-template <int M>
-__attribute__((noinline)) void tile(const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int lines,
+// sums [M, PANEL] = x Wt for M rows and one panel, in registers. Meanwhile, `lines`, at most two, of the cache lines that
+// a step reads are fetched of what comes next: later groups of rows find their panel in the cache and would leave the
+// memory idle. Not inlined: within a larger function, compilers keep the sums in memory.
+template <int M, class Number>
+__attribute__((noinline)) void tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines,
                                     float* sums) {
   __m512 sum[M][V];
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) sum[m][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < depth / 2; ++k) {
     __m512bh w[V];
-    for (int v = 0; v < V; ++v) w[v] = (__m512bh)_mm512_loadu_si512(panel + k * 2 * PANEL + v * 2 * LANES);
+    for (int v = 0; v < V; ++v) w[v] = (__m512bh)widened(panel + k * 2 * PANEL + v * 2 * LANES);
     if (lines > 0) _mm_prefetch((const char*)(next + k * 2 * PANEL), _MM_HINT_T1);
-    if (lines > 1) _mm_prefetch((const char*)(next + k * 2 * PANEL + 2 * LANES), _MM_HINT_T1);
+    if (lines > 1) _mm_prefetch((const char*)(next + k * 2 * PANEL) + 64, _MM_HINT_T1);
     for (int m = 0; m < M; ++m) {
       int32_t pair;
       std::memcpy(&pair, x + m * depth + 2 * k, sizeof pair);
@@ -175,10 +206,12 @@ __attribute__((noinline)) void tile(const bf16* x, int64_t depth, const bf16* pa
 
 class Multiplier {
  public:
-  void operator()(int count, const bf16* x, int64_t depth, const bf16* panel, const bf16* next, int part, int parts,
+  template <class Number>
+  void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
                   float* sums) const {
-    const int first = V * part / parts, lines = parts == 1 ? 0 : V * (part + 1) / parts - first;
-    next += first * 2 * LANES;
+    constexpr int LINE = 64 / sizeof(Number), LINES = 2 * PANEL / LINE;
+    const int first = LINES * part / parts, lines = parts == 1 ? 0 : LINES * (part + 1) / parts - first;
+    next += first * LINE;
     switch (count) {
       case 1: return tile<1>(x, depth, panel, next, lines, sums);
       case 2: return tile<2>(x, depth, panel, next, lines, sums);
@@ -193,8 +226,9 @@ class Multiplier {
 #endif
 
 // One panel for any number of rows, in groups of equal size or nearly so; calls done(row, column, 16 sums).
-template <class Done>
-inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const bf16* panel, Done done) {
+template <class Number, class Done>
+inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const Number* panel,
+                          Done done) {
   const int groups = (rows + MOST - 1) / MOST;
   for (int group = 0, row = 0; group < groups; ++group) {
     const int count = (rows - row + groups - group - 1) / (groups - group);
@@ -204,6 +238,18 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t
       for (int v = 0; v < V; ++v) done(row + m, v * LANES, _mm512_loadu_ps(sums + m * PANEL + v * LANES));
     row += count;
   }
+}
+
+// Panel `p` of a weight.
+template <class Done>
+inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const fsd_weight& weight,
+                          int64_t p, Done done) {
+  const int64_t start = p * PANEL * depth;
+  if (!weight.scales) return panel_product(multiply, x, rows, depth, (const bf16*)weight.panels + start, done);
+  const float* const scales = weight.scales + p * PANEL;
+  panel_product(multiply, x, rows, depth, (const fp8*)weight.panels + start, [&](int row, int at, __m512 sum) {
+    done(row, at, _mm512_mul_ps(sum, _mm512_loadu_ps(scales + at)));
+  });
 }
 
 struct Share {  // of a thread: units [begin, end)
@@ -216,11 +262,11 @@ struct Share {  // of a thread: units [begin, end)
 
 // This thread's columns of x [rows, depth] Wt + bias; calls done(row, column, 16 sums).
 template <class Done>
-inline void product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const bf16* weight, const bf16* bias,
-                    int64_t columns, Done done) {
+inline void product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const fsd_weight& weight,
+                    const bf16* bias, int64_t columns, Done done) {
   const Share share(columns / PANEL);
   for (int64_t p = share.begin; p < share.end; ++p)
-    panel_product(multiply, x, rows, depth, weight + p * PANEL * depth, [&](int row, int at, __m512 sum) {
+    panel_product(multiply, x, rows, depth, weight, p, [&](int row, int at, __m512 sum) {
       const int64_t column = p * PANEL + at;
       if (bias) sum = _mm512_add_ps(sum, load(bias + column));
       done(row, column, sum);
@@ -610,12 +656,12 @@ int64_t fsd_rows(const bf16* weight, int64_t rows, int64_t depth, const int64_t*
 int fsd_panel() { return (int)PANEL; }
 
 // y [rows, columns] = x [rows, depth] Wt + bias; bias may be null.
-void fsd_linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t rows, int64_t columns,
+void fsd_linear(const bf16* x, const fsd_weight* weight, const bf16* bias, bf16* y, int64_t rows, int64_t columns,
                 int64_t depth, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     Multiplier multiply;
-    product(multiply, x, (int)rows, depth, weight, bias, columns,
+    product(multiply, x, (int)rows, depth, *weight, bias, columns,
             [&](int row, int64_t column, __m512 sum) { store(y + row * columns + column, sum); });
   }
 }
@@ -709,10 +755,11 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
   }
 }
 
-// A decoder layer of the Llama kind. Weights are packed, norms and biases are vectors; those marked * may be null.
+// A decoder layer of the Llama kind. Norms and biases are vectors; those marked * may be null.
 struct fsd_layer {
-  const bf16 *input_norm /* * */, *qkv, *qkv_bias /* * */, *query_norm /* * */, *key_norm /* * */, *output,
-      *output_bias /* * */, *mlp_norm, *gate_up, *gate_up_bias /* * */, *down, *down_bias /* * */;
+  fsd_weight qkv, output, gate_up, down;
+  const bf16 *input_norm /* * */, *qkv_bias /* * */, *query_norm /* * */, *key_norm /* * */, *output_bias /* * */,
+      *mlp_norm, *gate_up_bias /* * */, *down_bias /* * */;
   int64_t hidden, inner, query_heads, key_heads, width;
   float epsilon, scale;
 };
@@ -831,13 +878,12 @@ void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forwa
   for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
     const int64_t start = p * PANEL;
     const bf16* const bias = layer->gate_up_bias;
-    panel_product(multiply, normed, rows, hidden, layer->gate_up + start * hidden, [&](int row, int at, __m512 sum) {
+    panel_product(multiply, normed, rows, hidden, layer->gate_up, p, [&](int row, int at, __m512 sum) {
       if (bias) sum = _mm512_add_ps(sum, load(bias + start + at));
       const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
       _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
     });
-    const bf16* const ups = layer->gate_up + (inner + start) * hidden;
-    panel_product(multiply, normed, rows, hidden, ups, [&](int row, int at, __m512 sum) {
+    panel_product(multiply, normed, rows, hidden, layer->gate_up, inner / PANEL + p, [&](int row, int at, __m512 sum) {
       if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
       store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
     });

@@ -43,12 +43,19 @@ _TILES = {"amx_tile", "amx_bf16"}
 logger = logging.getLogger(__name__)
 
 
+class Weight(Structure):
+    """``fsd_weight`` of kernels.cpp."""
+
+    _fields_ = [("panels", c_void_p), ("scales", c_void_p)]
+
+
 class Layer(Structure):
     """``fsd_layer`` of kernels.cpp."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output")),
-        *((name, c_void_p) for name in ("output_bias", "mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "qkv_bias", "query_norm", "key_norm", "output_bias")),
+        *((name, c_void_p) for name in ("mlp_norm", "gate_up_bias", "down_bias")),
         *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "width")),
         *((name, c_float) for name in ("epsilon", "scale")),
     ]
@@ -94,13 +101,13 @@ class Kernels:
         self._likeliest = library.fsd_likeliest
         self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
         self._likeliest.restype = None
-        self._linear.argtypes = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
+        self._linear.argtypes = (c_void_p, POINTER(Weight), *[c_void_p] * 2, *[c_int64] * 3, c_int)
         self._layers.argtypes = (POINTER(Layer), c_int64, POINTER(Forward), *[c_void_p] * 2, *[POINTER(c_void_p)] * 2)
         self._linear.restype = self._layers.restype = None
         self._scratch.argtypes, self._scratch.restype = [POINTER(Layer), POINTER(Forward)], c_int64
 
-    def linear(self, x: Tensor, weight: int, bias: Tensor | None, columns: int) -> Tensor:
-        """x [..., in] -> [..., columns]; ``weight``: address of the panels."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, columns: int) -> Tensor:
+        """x [..., in] -> [..., columns]."""
         y = x.new_empty((*x.shape[:-1], columns))
         depth = x.shape[-1]
         rows, added = x.numel() // depth, None if bias is None else bias.data_ptr()

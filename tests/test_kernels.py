@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, kernel_layer
 from fsd_infer import kernels as module
-from fsd_infer.cpu import Packed, can_pack, is_replaced, restore
+from fsd_infer.checkpoint import save_head
+from fsd_infer.cpu import Packed, can_pack, fp8_panels, fp8_values, is_replaced, restore
 from fsd_infer.divergence import divergence
+from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.fuse import speed_up
 from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.kernels import MOST_ROWS, PLAIN_DIVERGENCES, Kernels, kernels
@@ -80,6 +85,53 @@ def test_products(rows: int, bias: bool) -> None:
     assert torch.equal(made(x)[:, -1], made(x[:, -1:])[:, 0]), "a row does not depend on the others"
     transposed = x[0].T.contiguous().T
     assert torch.equal(made(transposed), made(x)[0]), "whatever the strides"
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 16, 33, MOST_ROWS + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_fp8_weights(rows: int, bias: bool) -> None:
+    layer = torch.nn.Linear(96, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight[3], layer.weight[4, 7] = 0.0, 2.0  # nothing, and one that dwarfs the others
+    made, x = Packed(layer), torch.randn(rows, 96).bfloat16()
+    before = made.dense()
+    assert torch.equal(before, layer.weight)
+    made.quantize()
+    off, most = (made.dense().double() - before.double()).abs(), before.double().abs().amax(1, keepdim=True)
+    bound = torch.maximum(before.double().abs() / 33, most / 248) + made.dense().double().abs() / 2**8  # of bf16
+    assert bool((off <= bound + 1e-30).all()) and float(off.max()) > 0
+    assert made.saved_bytes == 96 * 192 - 4 * 192 and made.weight.nbytes == 96 * 192
+    expected = F.linear(x.double(), made.dense().double(), None if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(made(x).double(), expected, atol=2e-2, rtol=2**-8)
+    assert torch.equal(made(x)[-1], made(x[-1:])[0]), "a row does not depend on the others"
+    numbers, scales, address = made.weight, made.scales, made.weight.data_ptr()
+    made.quantize()
+    assert made.weight is numbers and made.scales is scales and address == made.weight.data_ptr(), "once is enough"
+
+
+def test_numbers_of_fp8() -> None:
+    values = fp8_values()
+    assert values.tolist() == sorted(set(values.tolist())) and torch.equal(values.bfloat16().float(), values)
+    assert values[[0, 1, 16, 127]].tolist() == [2**-7, 2**-7 * 17 / 16, 2**-6, 31 / 16]
+    weight = torch.cat([values, -values])[None]
+    numbers, scales = fp8_panels(weight, 1)
+    assert scales.tolist() == [1.0] and numbers.flatten().tolist() == [*range(128), *range(-128, 0)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", [True, False])
+def test_fp8_products_with_and_without_amx(tiles: bool) -> None:
+    if tiles and not module._TILES <= module._cpu_flags():
+        pytest.skip("needs AMX")
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    compiled = Kernels(module._compiled(compiler, tiles))
+    assert compiled.panel == (32 if tiles else 64)
+    weight, x = torch.randn(128, 160).bfloat16(), torch.randn(3, 9, 160).bfloat16()
+    numbers, scales = fp8_panels(weight, compiled.panel)
+    y = compiled.linear(x, module.Weight(numbers.data_ptr(), scales.data_ptr()), None, 128)
+    sizes = fp8_values()[numbers.transpose(1, 2).reshape(128, 160).int() & 127] * scales[:, None]
+    expected = F.linear(x.double(), torch.where(weight.signbit(), -sizes, sizes).double())
+    torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=2**-8)
 
 
 @needs_kernels
@@ -277,6 +329,44 @@ def test_a_heads_own_layer() -> None:
     assert len(fast.sequences[0]) == len(slow.sequences[0]) == 16
     plain = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
     assert fast.sequences == plain.sequences
+
+
+@needs_kernels
+def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
+    target = Target(fitting_model("llama"))
+    head = EagleHead(EagleConfig.for_target(target, final_norm=True, draft_vocab_size=64))
+    head.initialise_from(target)
+    path = save_head(tmp_path / "head", head, target.fingerprint())
+    decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
+    made = decoder.load_drafter(path, TreeShape(3, 3, 8))
+    assert isinstance(made, EagleDrafter) and made.describe()["weights"] == "fp8" and kernel_layers(made.head) == 1
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB), quantize=False).load_drafter(path, TreeShape(3, 3, 8))
+    handed = EagleDrafter(copy.deepcopy(head), target, TreeShape(3, 3, 8))
+    assert decoder.load_drafter(handed) is handed
+    for other in (plain, handed):
+        assert isinstance(other, EagleDrafter) and "weights" not in other.describe()
+
+    def logits(drafter: EagleDrafter) -> Tensor:
+        session = EagleSession(drafter, DraftRequest(1, 20))
+        torch.manual_seed(0)
+        features = torch.randn(1, 9, 128).bfloat16()
+        session.extend(torch.arange(9)[None], features, torch.tensor([9]))
+        assert session.last is not None
+        return session._q_logits(session.last[:, None]).float()
+
+    with torch.inference_mode():
+        expected, found = logits(plain), logits(made)
+    off = float((found - expected).norm() / expected.norm())
+    assert 1e-3 < off < 0.1  # of random weights, through five products
+    asked = tiny_prompts((9,))
+    answers = [
+        decoder.generate(asked, drafter=drafter, max_new_tokens=16, do_sample=False).sequences
+        for drafter in (made, plain, decoder.drafter)
+    ]
+    assert answers[0] == answers[1] == answers[2], "whatever is drafted"
+    restore(made.head)
+    for name, value in plain.head.state_dict().items():
+        assert made.head.state_dict()[name].shape == value.shape
 
 
 @needs_kernels

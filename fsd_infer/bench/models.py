@@ -23,7 +23,8 @@ class Models:
     untouched copy of the same weights.
 
     Args:
-        target, drafter, dtype, device, tree, cuda_graphs: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
+        target, drafter, dtype, device, tree, cuda_graphs, quantize: as in ``FuzzyDecoder.from_pretrained``, dtype by
+            name.
         first_drafter: name of the drafter to load together with the target; others follow through :meth:`load`.
     """
 
@@ -33,6 +34,7 @@ class Models:
     device: str | None = None
     tree: TreeShape | str | None = None
     cuda_graphs: bool = False
+    quantize: bool = True
     first_drafter: str | None = "none"
     reference_loaded: bool = False
     decoder_loaded: bool = False
@@ -48,6 +50,7 @@ class Models:
             device=self.device,
             tree=self.tree,
             cuda_graphs=self.cuda_graphs,
+            quantize=self.quantize,
         )
         self._drafters[self.first_drafter] = made.drafter
         return made

@@ -75,6 +75,7 @@ def profile_method(text: str, settings: dict[str, Any], prompt_tokens: int) -> d
     models = Models(
         settings["target"], settings.get("drafter"), settings["dtype"], settings.get("device"),
         TreeShape(**tree) if isinstance(tree, dict) else tree, settings.get("cuda_graphs", False),
+        settings.get("quantize", True),
     )  # fmt: skip
     method = make_methods([text], models)[0]
     assert isinstance(method, EngineMethod)
@@ -103,15 +104,18 @@ class Meter:
         """Bytes by part, and the peak while one answer is decoded.
 
         ``weights`` counts every parameter and buffer of target and drafter once, also those that are held in the layout
-        of the CPU's library alone; ``packed_weights`` is what lies in that layout. ``above_weights_and_caches`` is
-        (peak - libraries) / (weights + caches) - 1, with what is held in both layouts among what is above.
+        of the CPU's library alone, and those that became fp8 as such; ``packed_weights`` is what lies in that layout.
+        ``above_weights_and_caches`` is (peak - libraries) / (weights + caches) - 1, with what is held in both layouts
+        among what is above.
         ``peak_loading`` is the peak until the models were loaded; None where the system cannot tell it from the later
         one.
         """
         decoder = method.decoder
         modules = [decoder.target.model, *method.drafter.modules()]
         weights = tensor_bytes(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()])
-        packed = sum(_bytes(product.weight) for module in modules for product in packed_in(module))
+        products = [product for module in modules for product in packed_in(module)]
+        weights -= sum(product.saved_bytes for product in products)
+        packed = sum(_bytes(product.weight) for product in products)
         gc.collect()
         loaded, loading = self._resident(), self._peak()
         told_apart = self._restart_peak()

@@ -37,7 +37,8 @@ class Settings:
         prompts: .jsonl, .jsonl.gz or .json file; rows with `turns` (the first is asked), `prompt`, `question`,
             `instruction` or `messages`.
         methods: see :mod:`fsd_infer.bench.methods`.
-        target, drafter, dtype, device, tree, cuda_graphs: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
+        target, drafter, dtype, device, tree, cuda_graphs, quantize: as in ``FuzzyDecoder.from_pretrained``, dtype by
+            name.
         limit: only the first so many prompts; None for all.
         every: take each so-many-th row of the file (files are often sorted by category).
         max_new_tokens: of each answer.
@@ -61,6 +62,7 @@ class Settings:
     device: str | None = None
     tree: TreeShape | str | None = None
     cuda_graphs: bool = False
+    quantize: bool = True
     limit: int | None = None
     every: int = 1
     max_new_tokens: int = 128
@@ -154,8 +156,9 @@ def run(
 def models_of(settings: Settings) -> Models:
     """What its methods run on, with nothing loaded yet."""
     return Models(
-        settings.target, settings.drafter, settings.dtype, settings.device, settings.tree, settings.cuda_graphs
-    )
+        settings.target, settings.drafter, settings.dtype, settings.device, settings.tree, settings.cuda_graphs,
+        settings.quantize,
+    )  # fmt: skip
 
 
 def _measure(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.checkpoint import is_public, load_head
+from fsd_infer.cpu import packed_in
 from fsd_infer.drafters.base import (
     DRAFTERS,
     Drafter,
@@ -209,12 +210,15 @@ class EagleDrafter(Drafter):
         sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
         batches = {"by_batch": sizes} if sizes else {}
         public = {"public": True} if self.public else {}
+        narrow = any(packed.scales is not None for module in self.modules() for packed in packed_in(module))
+        weights = {"weights": "fp8"} if narrow else {}
         return {
             **super().describe(),
             "width": self.shape.width,
             **stop,
             "draft_vocab_size": self.vocabulary,
             "context_ids": self.context_ids,
+            **weights,
             **batches,
             **public,
         }
