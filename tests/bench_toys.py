@@ -23,8 +23,8 @@ class Toy:
         return ["--target", str(self.target), "--drafter", str(self.drafter), "--dtype", "fp32"]
 
 
-def save_toy(directory: Path) -> Toy:
-    target = save_tiny_chat_target(directory / "target")
+def save_toy(directory: Path, hidden_size: int = 32) -> Toy:
+    target = save_tiny_chat_target(directory / "target", hidden_size=hidden_size)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 
 import fsd_train.module
-from benchmarks import context_ids
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
-from fsd_infer.checkpoint import save_head
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.vocabulary import NEVER, ContextVocabulary
@@ -20,7 +17,6 @@ from fsd_infer.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import LMHead
 from fsd_train.module import EagleModule
-from tests.bench_toys import save_toy
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 from tests.train_toys import make_toys
 
@@ -154,23 +150,3 @@ def test_training_drafts_the_prompts_ids_too(toys: Path) -> None:
     out = module.loss(after)
     out.loss.backward()
     assert all(parameter.grad is not None for parameter in module.head.layers.parameters())
-
-
-# the benchmark -------------------------------------------------------------------------------------------------------
-
-
-def test_the_benchmark_compares_one_head_with_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toy = save_toy(tmp_path)
-    target = Target.from_pretrained(str(toy.target), dtype=torch.float32)
-    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=8))
-    directory = save_head(tmp_path / "head", head, target.fingerprint())
-    out = tmp_path / "record.json"
-    argv = ["--target", str(toy.target), "--prompts", str(toy.prompts), "--dtype", "fp32", "--threads", "1"]
-    argv += ["--max-new-tokens", "6", "--tree", "2,2,5", "--json", str(out)]
-    assert context_ids.main([*argv, "--drafter", str(directory)]) == 0
-    methods = json.loads(out.read_text())["methods"]
-    assert [methods[name]["drafter"]["context_ids"] for name in ("without", "with")] == [False, True]
-    assert methods["with"]["identical_to_baseline"] == 1.0
-    assert "mean" in capsys.readouterr().out
-    assert context_ids.main([*argv, "--drafter", str(toy.drafter)]) == 2
-    assert "is no head with a reduced draft vocabulary" in capsys.readouterr().err

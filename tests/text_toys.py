@@ -57,13 +57,13 @@ def tiny_tokenizer(template: str | None = CHATML) -> Any:
     return fast
 
 
-def save_tiny_chat_target(directory: Path, seed: int = 0, max_positions: int = 256) -> Path:
+def save_tiny_chat_target(directory: Path, seed: int = 0, max_positions: int = 256, hidden_size: int = 32) -> Path:
     """Directory of a random llama of two layers in fp32 with the tiny tokenizer; its answers end now and then."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
