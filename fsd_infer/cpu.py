@@ -101,7 +101,8 @@ class Packed(Replacement):
 
         A sign, three bits of exponent, four of the mantissa: a number is off by 1/33 of itself at most, or, where it is
         small, by 1/248 of the largest of its output's. For drafters: what they draft changes no law of `exact`. Where
-        our kernels cannot read the weight it stays as it is.
+        our kernels cannot read the weight it stays as it is. Call :func:`fsd_infer.fuse.quantize_packed`, which tells
+        layers that hold the address.
         """
         if self.panels is None or self.kernels is None or self.scales is not None:
             return

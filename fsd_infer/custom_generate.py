@@ -42,6 +42,7 @@ def generate(
         drafter: see :func:`load_drafter`; None: the shipped head if the model is a built-in target. A name is loaded
             on every call, so pass a Drafter object in a loop.
         rule: acceptance rule or its name.
+        stopping_criteria: they are called with the text alone, ``scores`` is None.
         seed: of the draws at temperature > 0.
         stream_to: a streamer. ``generate`` shows its own ``streamer`` argument the prompt but does not hand it on to
             custom loops; for the same reason stop strings need an explicit ``StopStringCriteria``.
@@ -100,6 +101,9 @@ def prepared_request(
     """A prepared ``generate`` call as a :class:`Request`: padding stripped, end-of-sequence and length taken apart."""
     if (config.num_beams or 1) > 1:
         raise FsdError("beam search cannot be combined with speculative decoding: set num_beams=1.")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise FsdError(f"{name} is not kept by speculative decoding: leave it out, or ask the model itself.")
     if streamer is not None and input_ids.shape[0] > 1:
         raise FsdError("a streamer shows one answer: pass one prompt.")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,6 @@ def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    if items and (isinstance(items[0], int) or isinstance(items[0], Mapping)):
+    if items and isinstance(items[0], (Integral, Mapping)):
         return [items]
     return items

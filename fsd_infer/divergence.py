@@ -219,6 +219,7 @@ class Divergence:
             and {p.dtype, q.dtype} <= {torch.bfloat16, torch.float32}
             and not (torch.is_grad_enabled() and (p.requires_grad or q.requires_grad))
             and q.shape[-1] == (p.shape[-1] if draft_ids is None else draft_ids.shape[0])
+            and (draft_ids is None or draft_ids.dtype == torch.long)
             and not (draft_ids is not None and self.infinite_on_reduced_vocabulary)
         )
         return kernels() if fits else None

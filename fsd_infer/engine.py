@@ -40,7 +40,8 @@ class Request:
         max_new_tokens: upper bound of each answer's length.
         greedy: temperature 0.
         processors: prepared logits processors, temperature included.
-        criteria: prepared stopping criteria other than end-of-sequence and length.
+        criteria: prepared stopping criteria other than end-of-sequence and length. They are called with the text alone:
+            their ``scores`` are None.
         eos_token_ids: tokens that end an answer.
         generator: randomness; None for torch's global generator.
         on_tokens: called with (row, tokens) as soon as tokens of an answer are final.
@@ -78,7 +79,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
     """Decode a batch.
 
     Raises:
-        FsdError: an empty prompt.
+        FsdError: an empty prompt, a token id that the target does not know, a processor that cannot look at a tree.
         ContextLengthError: a prompt that leaves no room in the target's context.
         CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
@@ -110,15 +111,22 @@ class _Batch:
         for row, prompt in enumerate(request.prompts):
             if not prompt:
                 raise FsdError(f"prompt {row} is empty: give at least one token.")
-        drafter = drafter.for_batch(len(request.prompts))
+            if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+                raise FsdError(
+                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, but {target.name} knows 0 to "
+                    f"{target.vocab_size - 1}: encode it with the target's own tokenizer."
+                )
+        count = len(request.prompts)
+        drafter = drafter.for_batch(count)
         self.target, self.drafter, self.rule, self.request = target, drafter, rule, request
         self.limits = [_room(target, len(prompt), request.max_new_tokens) for prompt in request.prompts]
-        self.processors = TreeProcessors(request.processors)
+        self.processors = TreeProcessors(request.processors, count)
         self.device = target.device
-        count = len(request.prompts)
         longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
         self.capacity = longest + drafter.max_nodes
-        self.cache_bytes = target.cache_bytes(count, self.capacity) + drafter.cache_bytes(count, longest + 1)
+        # Rows that emitted less are padded to the row that emitted most: behind the longest text, by a round's depth.
+        reach = longest + 1 + drafter.max_depth
+        self.cache_bytes = target.cache_bytes(count, self.capacity) + drafter.cache_bytes(count, reach)
         held = target.held_bytes + drafter.held_bytes
         check_caches(self.cache_bytes, count, self.capacity, self.device, request.max_cache_bytes, held)
         self.cache = target.new_cache(count, self.capacity)
@@ -131,7 +139,7 @@ class _Batch:
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
         self.session = drafter.start(
-            first, DraftRequest(count, longest + 1, request.greedy, process, request.generator, self.device)
+            first, DraftRequest(count, reach, request.greedy, process, request.generator, self.device)
         )
         self.roots = first
         self.clock = clock_of(self.device)
@@ -272,11 +280,11 @@ class _Batch:
             Verification(
                 tree=tree,
                 logits=logits,
-                scores=processors.nodes(logits, tree, texts),
+                scores=processors.nodes(logits, tree, texts, self.rows),
                 greedy=self.request.greedy,
                 uniforms=torch.rand(*tree.tokens.shape, 3, generator=self.request.generator, device=self.device),
                 budget_left=self.budget,
-                process_draft=(lambda drafted: processors.drafts(drafted, logits.shape[-1], texts))
+                process_draft=(lambda drafted: processors.drafts(drafted, logits.shape[-1], texts, self.rows))
                 if processors
                 else None,
             )

@@ -184,6 +184,8 @@ class KernelLayer:
     ) -> tuple[Forward, list[Tensor]]:
         """What all layers of a forward share, as the kernels take it, and the tensors whose addresses it holds."""
         batch, _, count, used = visible.shape
+        if not 0 <= int(slots.min()) <= int(slots.max()) < keys.shape[2]:  # the kernels would write wherever that is
+            raise IndexError(f"slots {int(slots.min())} to {int(slots.max())} of a cache with {keys.shape[2]}.")
         cosine, sine = (angles.to(torch.bfloat16).expand(batch, -1, -1).contiguous() for angles in embeddings)
         held = [cosine, sine, visible.contiguous(), slots.expand(batch, -1).contiguous()]
         forward = Forward(

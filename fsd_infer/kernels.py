@@ -164,8 +164,10 @@ class Kernels:
             [...], or [R].
 
         Raises:
-            IndexError: a row that is not there.
+            IndexError: a row or a token that is not there.
         """
+        if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < p.shape[-1]:
+            raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
         for x, which in zip((p, q), rows):
             if which is not None and not all(0 <= row < len(x) for row in which.tolist()):
                 raise IndexError(f"rows {which.tolist()} of logits with {len(x)} rows.")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
@@ -24,7 +31,11 @@ _CONTEXT_FREE = {
     "SuppressTokensLogitsProcessor",
     "LogitNormalization",
 }
-_REFUSED = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "AssistedVolumeLogitsProcessor"}
+_REFUSED = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale runs a model of its own",
+    "AssistedVolumeLogitsProcessor": "it runs a model of its own",
+    "SynthIDTextWatermarkLogitsProcessor": "it keeps a state that follows one text",
+}
 
 
 class TreeProcessors:
@@ -32,19 +43,19 @@ class TreeProcessors:
 
     Args:
         processors: as ``generate`` prepares them (may be empty).
+        batch: rows of the request.
 
     Raises:
-        FsdError: for a processor that keeps a model's state of its own and so cannot look at a tree.
+        FsdError: for a processor with a state of its own, which cannot look at a tree.
     """
 
-    def __init__(self, processors: LogitsProcessorList | None) -> None:
+    def __init__(self, processors: LogitsProcessorList | None, batch: int = 1) -> None:
+        self.batch = batch
         self.processors: Any = LogitsProcessorList(processors or [])
         names = [type(p).__name__ for p in self.processors]
         for name in names:
             if name in _REFUSED:
-                raise FsdError(
-                    f"{name} (guidance_scale) runs a model of its own and cannot be applied to a draft tree."
-                )
+                raise FsdError(f"{name} cannot be applied to a draft tree: {_REFUSED[name]}. Leave it out.")
         self.contextual = any(name not in _CONTEXT_FREE for name in names)
         self._free: Any = LogitsProcessorList(
             [p for p, name in zip(self.processors, names, strict=True) if name in _CONTEXT_FREE]
@@ -58,13 +69,14 @@ class TreeProcessors:
         flat = logits.reshape(-1, logits.shape[-1])
         return self._free(_no_context(flat), flat.clone()).view_as(logits)
 
-    def nodes(self, logits: Tensor, tree: DraftTree, texts: list[Tensor]) -> Tensor:
+    def nodes(self, logits: Tensor, tree: DraftTree, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
         """Processed scores of the target at every node.
 
         Args:
             logits: [B, N, V] raw, fp32.
             tree: the tree.
             texts: per row the token ids before the root, [T_b], as ``generate`` would pass them to processors.
+            rows: which row of the request each of them is.
 
         Returns:
             [B, N, V]; ``logits`` itself if there are no processors.
@@ -74,14 +86,15 @@ class TreeProcessors:
         if not self.contextual:
             return self.context_free(logits)
         scores = torch.empty_like(logits)
-        for row, text in enumerate(texts):
+        for row, (text, asked) in enumerate(zip(texts, rows, strict=True)):
             for node_depth in tree.depths[row].unique().tolist():
                 nodes = (tree.depths[row] == node_depth).nonzero()[:, 0]
                 context = self._contexts(tree, row, nodes, text)
-                scores[row, nodes] = self.processors(context, logits[row, nodes].clone())
+                processors = LogitsProcessorList([self._of_row(p, asked, len(nodes)) for p in self.processors])
+                scores[row, nodes] = processors(context, logits[row, nodes].clone())  # type: ignore[arg-type]
         return scores
 
-    def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor]) -> Tensor:
+    def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
         """Processed scores of the drafter at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""
         q_logits = tree.q_logits.float()
         if tree.draft_ids is not None:
@@ -92,12 +105,25 @@ class TreeProcessors:
             return self.context_free(q_logits) if self.processors else q_logits
         # every node borrows its q (or zeros), is processed in its context, and the inner ones are taken back
         inner = tree.q_index >= 0
-        rows = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
-        processed = self.nodes(q_logits.gather(1, rows), tree, texts)
+        own = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
+        processed = self.nodes(q_logits.gather(1, own), tree, texts, rows)
         scores = torch.zeros_like(q_logits)
         batch, nodes = inner.nonzero(as_tuple=True)
         scores[batch, tree.q_index[batch, nodes]] = processed[batch, nodes]
         return scores
+
+    def _of_row(self, processor: Any, row: int, count: int) -> Any:
+        """A processor for ``count`` contexts of one row of the request, which it would take for as many rows."""
+        if isinstance(processor, PrefixConstrainedLogitsProcessor):
+            allowed = processor._prefix_allowed_tokens_fn
+            return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)
+        if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):  # its prompts may have several answers each
+            processor, prompts = copy.copy(processor), processor.encoder_input_ids
+            processor.encoder_input_ids = prompts[row * len(prompts) // self.batch].expand(count, -1)
+        elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+            processor, prompts = copy.copy(processor), processor.generated_ngrams
+            processor.batch_size, processor.generated_ngrams = 1, [prompts[row * len(prompts) // self.batch]]
+        return processor
 
     def _contexts(self, tree: DraftTree, row: int, nodes: Tensor, text: Tensor) -> Tensor:
         """[M, T + depth + 1] ids up to and including each of the nodes, which share one depth."""

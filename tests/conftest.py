@@ -14,8 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from fsd_infer.models import builtin_dir
+
+settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("steady")  # how busy a machine is says nothing of the code
 
 # One thread per core unless the caller says otherwise, shared out among pytest-xdist's processes: more of them spin
 # against each other on small machines.

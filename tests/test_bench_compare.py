@@ -177,7 +177,10 @@ def test_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
     port, mark = free_ports(), tmp_path / "pid"
-    sleeper = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    sleeper = (
+        f"import os, pathlib, time; made = pathlib.Path({str(mark)!r} + '.part'); made.write_text(str(os.getpid())); "
+        f"made.rename({str(mark)!r}); time.sleep(600)"  # whole, whenever it is ended
+    )
     with pytest.raises(Unavailable, match="did not answer within"):
         with ServerProcess([sys.executable, "-c", sleeper], port, tmp_path / "log", seconds=1):
             pass

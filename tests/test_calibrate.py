@@ -221,20 +221,20 @@ def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleD
 
 
 def test_tune_reaches_the_head_in_a_graft_and_nothing_else(
-    quick: Path, drafter: EagleDrafter, caplog: pytest.LogCaptureFixture
+    quick: Path, drafter: EagleDrafter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibrate, "alone_from", lambda costs, shape: 3.5)
     target = drafter.target
     grafted = GraftedDrafter(drafter, LookupDrafter(VOCAB), 9)
     shape = tune(grafted, target, calibration_prompts(None, VOCAB))
     assert [record.message[:27] for record in caplog.records] == ["measuring which draft tree "]
     assert drafter.shape == shape and grafted.nodes == shape.nodes
-    alone = grafted.alone_from
-    assert calibrate.SURE <= alone < math.inf
+    assert grafted.alone_from == 3.5
     grafted.alone_from = math.inf
     grafted.nodes, twice = 9, GraftedDrafter(grafted, RecycleDrafter(VOCAB), 9)
     assert head_of(twice) is drafter and tune(twice, target, [[1, 2]]) == shape
     assert twice.nodes == grafted.nodes == shape.nodes and len(caplog.records) == 1
-    assert twice.alone_from == grafted.alone_from == alone
+    assert twice.alone_from == grafted.alone_from == 3.5
     with pytest.raises(FsdError, match="auto"):
         tune(NoDrafter(VOCAB), target, [[1, 2]])
     plain = FuzzyDecoder(target, NoDrafter(VOCAB)).load_drafter("lookup", "auto")

@@ -11,14 +11,36 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats as scipy_stats
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
 
 import fsd_infer
-from fsd_infer import DraftOnly, Exact, FsdError, Fuzzy, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target
+from fsd_infer import (
+    DraftOnly,
+    EagleDrafter,
+    Exact,
+    FsdError,
+    Fuzzy,
+    FuzzyDecoder,
+    LMDrafter,
+    NoDrafter,
+    RandomGate,
+    Target,
+    TreeShape,
+)
 from fsd_infer.custom_generate import target_of
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
+from fsd_infer.head import EagleConfig, EagleHead
 from fsd_infer.rules import Source
 from fsd_infer.token_ids import left_pad
+from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
 
 
@@ -46,6 +68,8 @@ GREEDY_REQUESTS: dict[str, dict[str, Any]] = {
     "eos": dict(eos_token_id=[9, 24]),
     "forced_eos": dict(forced_eos_token_id=3),
     "max_length": dict(max_new_tokens=None, max_length=40),
+    "encoder_repetition_penalty": dict(encoder_repetition_penalty=4.0),
+    "encoder_no_repeat_ngram": dict(encoder_no_repeat_ngram_size=1),
     "several": dict(repetition_penalty=1.3, bad_words_ids=[[7]], no_repeat_ngram_size=3, suppress_tokens=[11]),
 }
 
@@ -65,6 +89,87 @@ def test_padded_batch_with_processors_equals_generate(model: Any, oracle: FuzzyD
     options = dict(max_new_tokens=20, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3, min_new_tokens=5)
     expected = model.generate(ids, attention_mask=(ids != 0).long(), **options)[:, longest:].tolist()
     assert oracle.generate(prompts, **options).sequences == expected
+
+
+def test_processors_that_know_the_row_are_given_the_requests(model: Any, oracle: FuzzyDecoder) -> None:
+    """A tree's nodes come to a processor as rows; what it holds for each row of the request must not go by those."""
+    prompts, allowed = [[5, 6, 7, 8], [9, 10, 11, 12]], [list(range(0, VOCAB, 2)), list(range(1, VOCAB, 2))]
+    asked = set()
+
+    def of_row(row: int, text: torch.Tensor) -> list[int]:
+        asked.add((row, text[0].item()))
+        return allowed[row]
+
+    ids = torch.tensor(prompts)
+    for name, value in {
+        "prefix_allowed_tokens_fn": of_row, "encoder_repetition_penalty": 4.0, "encoder_no_repeat_ngram_size": 1,
+    }.items():  # fmt: skip
+        options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, name: value}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 4:].tolist()
+        asked.clear()
+        assert oracle.generate(prompts, **options).sequences == expected, name
+        assert oracle.generate(prompts[:1], **options).sequences == expected[:1], name
+    several = dict(max_new_tokens=8, do_sample=True, num_return_sequences=2, encoder_no_repeat_ngram_size=1, seed=1)
+    for row, answer in enumerate(oracle.generate(prompts, **several).sequences):
+        assert not set(answer) & set(prompts[row // 2])
+    oracle.generate(prompts, max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=of_row)
+    assert asked == {(0, 5), (1, 9)}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["head", "lm"])
+def test_a_row_that_leaps_at_its_neighbours_end_stays_within_the_caches(kind: str, depth: int, target: Target) -> None:
+    """What a row emits less than another is padded behind its text: by more than its own drafter's depth in a graft."""
+    first, second, length = [5, 6, 7, 8, 9, 10, 11, 12], [9, 10, 11], 24
+    texts = [prompt + reference(target.model, [prompt])[0] for prompt in (first, second)]
+    main: Drafter
+    if kind == "lm":
+        main = LMDrafter(Target(tiny_model("llama", seed=5)), target, depth=depth)
+    else:
+        main = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target, TreeShape(depth, 1, depth + 1))
+    # the first row gets ahead by ten tokens at once, the second follows as the first has four left
+    leaps = _Leaps(texts, {0: 10, 1: len(second) + length - 12})
+    out = FuzzyDecoder(target, GraftedDrafter(main, leaps, nodes=16)).generate(
+        [first, second], max_new_tokens=length, do_sample=False
+    )
+    assert out.sequences == [text[-length:] for text in texts]
+    assert leaps.taken == [0, 1]
+
+
+class _Leaps(Drafter):
+    """Silent but for ten right drafts in each row where its text has the length given for it."""
+
+    name, max_nodes, max_depth = "leaps", 11, 10
+
+    def __init__(self, texts: list[list[int]], at: dict[int, int]) -> None:
+        self.texts, self.at = texts, at
+        self.taken: list[int] = []
+
+    def start(self, first_tokens: torch.Tensor, request: DraftRequest) -> _LeapsSession:
+        return _LeapsSession(self)
+
+
+class _LeapsSession(DraftSession):
+    def __init__(self, drafter: _Leaps) -> None:
+        self.drafter, self.rows, self.lengths = drafter, [0, 1], [1, 1]
+
+    def extend(self, tokens: torch.Tensor, features: torch.Tensor, counts: torch.Tensor) -> None:
+        self.lengths = [length + count for length, count in zip(self.lengths, counts.tolist(), strict=True)]
+
+    def draft(self, roots: torch.Tensor) -> DraftTree:
+        made = []
+        for row, length, root in zip(self.rows, self.lengths, roots.tolist(), strict=True):
+            drafts = []
+            if row not in self.drafter.taken and length >= self.drafter.at[row]:
+                self.drafter.taken.append(row)
+                drafts = self.drafter.texts[row][length : length + 10]
+            count = len(drafts) + 1
+            scores = [-0.01 * depth for depth in range(count)]
+            made.append(TreeRow([root, *drafts], [max(0, node - 1) for node in range(count)], scores, [-1] * count))
+        return DraftTree.from_rows(made, torch.empty(len(made), 0, VOCAB))
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.rows, self.lengths = ([values[i] for i in rows.tolist()] for values in (self.rows, self.lengths))
 
 
 def test_custom_generate_hook_returns_what_generate_returns(model: Any, target: Target) -> None:
@@ -328,6 +433,21 @@ def test_bad_requests(oracle: FuzzyDecoder, target: Target) -> None:
         oracle.generate([[1] * 256], max_new_tokens=2)
     with pytest.raises(FsdError, match="num_beams|beam"):
         oracle.generate([[1, 2]], max_new_tokens=2, num_beams=2)
+    for wrong in (-1, VOCAB):
+        with pytest.raises(FsdError, match=f"prompt 1 has token ids from .*knows 0 to {VOCAB - 1}"):
+            oracle.generate([[1, 2], [3, wrong]], max_new_tokens=2)
+    for option in ("output_scores", "output_logits"):
+        with pytest.raises(FsdError, match=f"{option} is not kept"):
+            oracle.generate([[1, 2]], max_new_tokens=2, return_dict_in_generate=True, **{option: True})
+    watermark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+    with pytest.raises(FsdError, match="SynthID.* keeps a state that follows one text"):
+        oracle.generate([[1, 2]], max_new_tokens=2, do_sample=True, watermarking_config=watermark)
+    with pytest.raises(FsdError, match="guidance_scale runs a model of its own"):
+        oracle.generate([[1, 2]], max_new_tokens=2, guidance_scale=2.0)
+    assert (
+        oracle.generate(np.array([1, 2]), max_new_tokens=2).sequences
+        == oracle.generate([1, 2], max_new_tokens=2).sequences
+    )
     other = Target(tiny_model("llama", vocab_size=120))
     with pytest.raises(VocabularyMismatchError, match="120"):
         LMDrafter(other, target)

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -267,6 +268,7 @@ def test_scratch_is_used_again_by_one_thread_and_by_no_other(monkeypatch: pytest
     compiled = kernels()
     assert compiled is not None
     size = 1000
+    monkeypatch.setattr(compiled, "_memory", threading.local())  # earlier tests' may be larger
     monkeypatch.setattr(compiled, "_scratch", lambda layer, forward: size)
 
     def taken() -> Tensor:
@@ -449,6 +451,12 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
     for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
         with pytest.raises(IndexError):
             measure.with_reduced_drafter(p, q, ids, wrong)
+    p, ids = torch.randn(3, 20), torch.tensor([4, 5, 19])
+    expected = divergence("js").with_reduced_drafter(p, p[:, :3], ids)
+    torch.testing.assert_close(divergence("js").with_reduced_drafter(p, p[:, :3], ids.int()), expected)
+    for unknown in (-1, 20):
+        with pytest.raises(IndexError, match="20 columns"):
+            divergence("js").with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, unknown]))
 
 
 @needs_kernels
@@ -456,6 +464,23 @@ def test_divergences_with_gradients_go_through_torch() -> None:
     p, q = torch.randn(3, 20), torch.randn(3, 20, requires_grad=True)
     divergence("js")(p, q).sum().backward()
     assert q.grad is not None and bool(q.grad.abs().sum() > 0)
+
+
+@needs_kernels
+def test_slots_that_are_not_there_are_refused() -> None:
+    model = fitting_model("llama")
+    speed_up(model)
+    target = Target(model)
+    tokens, visible = torch.tensor([[1, 2]]), torch.ones(1, 2, 4, dtype=torch.bool)
+    for first, fits in ((2, True), (3, False), (-1, False)):
+        cache = target.new_cache(1, 4)
+        slots = torch.tensor([[first, first + 1]])
+        cache.aim(slots, None, 4)
+        if fits:
+            target.forward(tokens, slots, visible, cache)
+        else:
+            with pytest.raises(IndexError, match="of a cache with 4"):
+                target.forward(tokens, slots.clamp_min(0), visible, cache)
 
 
 @needs_kernels

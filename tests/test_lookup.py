@@ -52,7 +52,7 @@ def scan(text: list[int], context: list[int], max_ngram: int, min_ngram: int, wi
     return found[:width]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=4), st.sampled_from([(4, 1, 3), (3, 2, 2), (1, 1, 1), (8, 1, 4)]))
 def test_index_knows_what_a_scan_of_the_text_finds(text: list[int], drafts: list[int], options: tuple) -> None:
     context = (text + drafts)[-LONGEST_MATCH:]
@@ -104,7 +104,7 @@ def check_tree(tree: DraftTree) -> None:
     assert bool((tree.q_index[leaves] == -1).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 6))
 def test_trees_are_trees(texts: list[list[int]], nodes: int, depth: int) -> None:
     drafter = LookupDrafter(VOCAB, depth=depth, nodes=nodes)

@@ -130,7 +130,7 @@ def test_events_arrive_one_by_one() -> None:
 
     def answer(prompt: list[int], limit: int) -> list[int]:
         if prompt == [9]:
-            assert asked.wait(10), "the first prompt's events were held back"
+            assert asked.wait(60), "the first prompt's events were held back"
         return made_up(prompt, limit)
 
     with serving(Behaviour(answer)) as url:

@@ -48,7 +48,7 @@ class DraftRequest:
 
     Attributes:
         batch: B.
-        slots: longest text, in tokens, that the batch can reach (prompt and answer).
+        slots: what the batch's texts can reach, in tokens: prompt, answer, and the padding of rows that emitted less.
         greedy: temperature 0: chains are drafted by argmax instead of sampled.
         process: the request's context-free logits processors, [..., V] -> [..., V], or None.
         generator: source of randomness for sampled chains, or None for torch's global one.
