@@ -74,7 +74,7 @@ class FeatureStore:
         for record in _records(self.directory):
             path = self.directory / record["file"]
             if not path.is_file() or path.stat().st_size != record["bytes"]:
-                raise DataError(f"{path} is missing or truncated: delete {path.with_suffix('.json')} and cache again.")
+                raise DataError(f"{path} is missing or truncated: {_AGAIN}")
             offsets = record["offsets"]
             for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
                 self._where[key] = (len(self._shards), start, stop)
@@ -207,7 +207,8 @@ def cache_features(
         total += len(ids)
     wanted = total - held.tokens
     _check_disk(directory, wanted * _token_bytes(target))
-    number = len(list(_records(directory)))
+    # not their count: a damaged shard that was deleted leaves a hole
+    number = 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
     bar = tqdm(
         total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
     )
@@ -272,8 +273,12 @@ def _shards(todo: Mapping[str, Sequence[int] | Tensor], shard_tokens: int) -> It
         yield shard
 
 
+def _record_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("shard-*.json"))
+
+
 def _records(directory: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(directory.glob("shard-*.json")):
+    for path in _record_files(directory):
         yield read_json(path, "Delete it and cache again.")
 
 

@@ -85,6 +85,18 @@ def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("*.safetensors"))) == shards + 1
 
 
+def test_a_damaged_shard_is_deleted_and_made_again(target: Target, tmp_path: Path) -> None:
+    rows = sequences()
+    cache_features(target, rows, tmp_path, shard_tokens=100, progress=False)
+    count = len(list(tmp_path.glob("*.safetensors")))
+    assert count > 2
+    for suffix in (".json", ".safetensors"):  # as the errors advise
+        (tmp_path / "shard-00001").with_suffix(suffix).unlink()
+    store = cache_features(target, rows, tmp_path, shard_tokens=100, progress=False)
+    assert len(store) == len(rows) and len(list(tmp_path.glob("*.safetensors"))) == count
+    check(store, target, rows)
+
+
 def test_max_tokens_bounds_the_cache(target: Target, tmp_path: Path) -> None:
     rows = sequences()
     store = cache_features(target, rows, tmp_path, max_tokens=100, progress=False)
