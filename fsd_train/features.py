@@ -327,7 +327,7 @@ def _complete_lines(path: Path, scratch: Path) -> Path:
             return path
         file.seek(0)
         content = file.read()
-    copy = scratch / path.name
+    copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may have one name
     copy.write_bytes(content[: content.rfind(b"\n") + 1])
     return copy
 

@@ -363,7 +363,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["endpoint_model"] = args.endpoint_model
     else:
         settings.update(batch_size=args.batch_size, dtype=args.dtype, rule=RULE, drafter=args.drafter)
-    settings["prompts"] = {Path(path).name: rows_digest(path) for path in args.prompts}
+    digests: dict[str, list[str]] = {}
+    for path in args.prompts:
+        digests.setdefault(Path(path).name, []).append(rows_digest(path))
+    settings["prompts"] = {name: found[0] if len(found) == 1 else found for name, found in digests.items()}
     return settings
 
 

@@ -184,6 +184,18 @@ def test_command_reads_a_growing_file(target: Target, tmp_path: Path, capsys: py
     assert "6 sequences" in capsys.readouterr().err
 
 
+def test_command_reads_growing_files_of_one_name(target: Target, tmp_path: Path) -> None:
+    model = save_toy_target(tmp_path / "target")
+    paths = []
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        paths.append(write_answers(tmp_path / name / "answers.jsonl", target, rows=2, seed=seed))
+        with open(paths[-1], "a") as file:
+            file.write('{"prompt_ids": [')
+    assert main(["--target", str(model), "--data", *map(str, paths), "--output", str(tmp_path / "cache")]) == 0
+    assert len(FeatureStore(tmp_path / "cache")) == 4
+
+
 def test_command_reads_a_recipe(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_toy_target(tmp_path / "target")
     answers = write_answers(tmp_path / "answers.jsonl", target, rows=6)

@@ -147,6 +147,18 @@ def test_other_settings_are_refused(tmp_path: Path, target: Path, capsys: pytest
     assert output.read_bytes() == before
 
 
+def test_every_prompt_file_of_one_name_counts(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    first, second = prompts_file(tmp_path / "a", 3), prompts_file(tmp_path / "b", 2)
+    argv = command(target, first, tmp_path / "a.jsonl", "--prompts", str(first), str(second))
+    assert main(argv) == 0 and main(argv) == 0
+    capsys.readouterr()
+    prompts_file(tmp_path / "a", 4)
+    assert main(argv) == 1
+    assert "prompts was" in capsys.readouterr().err
+
+
 def test_a_file_in_use_is_refused(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fcntl
 
