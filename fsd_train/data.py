@@ -20,7 +20,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.prompts import encode_conversation, row_id
 from fsd_infer.rowfiles import read_rows
 from fsd_train.backends import stable_seed
-from fsd_train.features import FeatureStore, WithFeatures, sequence_key
+from fsd_train.features import MAX_LENGTH, FeatureStore, WithFeatures, sequence_key
 from fsd_train.safety import check_order
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
 
@@ -146,7 +146,7 @@ def read_answers(
     paths: Sequence[str | Path],
     tokenizer: Any = None,
     *,
-    max_length: int = 1024,
+    max_length: int = MAX_LENGTH,
     validation_fraction: float = 0.0,
     vocab_size: int | None = None,
 ) -> tuple[AnswersDataset, AnswersDataset]:
@@ -248,7 +248,7 @@ class AnswersDataModule(LightningDataModule):
         train_files: list[str],
         validation_files: list[str] | None = None,
         validation_fraction: float = 0.02,
-        max_length: int = 1024,
+        max_length: int = MAX_LENGTH,
         batch_tokens: int = 4096,
         validation_batch_tokens: int | None = None,
         tokenizer: str | None = None,

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = "fsd-features"
 VERSION = 1
+MAX_LENGTH = 1024  # tokens kept per sequence unless told otherwise, in training and in its cache
 _WEIGHTS = "weights_sha256"  # in the header's target; caches of earlier versions lack it
 _AGAIN = "delete it and its .json, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
@@ -346,7 +347,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--layers", type=int, nargs="+", metavar="N",
         help="also store the outputs of these decoder layers, for heads with fused_layers",
     )  # fmt: skip
-    parser.add_argument("--max-length", type=int, help="tokens kept per sequence, as in training (512)")
+    parser.add_argument("--max-length", type=int, help=f"tokens kept per sequence, as in training ({MAX_LENGTH})")
     parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
     parser.add_argument(
         "--min-answer-share", type=float, default=0.0, help="leave out rows with fewer answer tokens, which cost much"
@@ -381,7 +382,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     defaults = recipe_options(args.config) if args.config else {}
-    for name, value in {"layers": [], "max_length": 512, **{k: v for k, v in defaults.items() if v}}.items():
+    for name, value in {"layers": [], "max_length": MAX_LENGTH, **{k: v for k, v in defaults.items() if v}}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]

@@ -15,9 +15,11 @@ import yaml
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train import features as module
+from fsd_train.data import AnswersDataModule
 from fsd_train.features import (
     FeatureStore,
     WithFeatures,
+    _arguments,
     cache_features,
     length_batches,
     main,
@@ -210,6 +212,9 @@ def test_command_reads_a_recipe(target: Target, tmp_path: Path, capsys: pytest.C
     assert store.layers == [1] and len(store) == 6 and store.tokens <= 6 * 12
     assert main(["--config", str(path), "--output", str(tmp_path / "long"), "--max-length", "64"]) == 0
     assert FeatureStore(tmp_path / "long").tokens > store.tokens
+    del recipe["data"]["max_length"]  # then as long as in training
+    path.write_text(yaml.safe_dump(recipe))
+    assert _arguments(["--config", str(path)]).max_length == AnswersDataModule([str(answers)]).max_length
     del recipe["data"]["features"]
     path.write_text(yaml.safe_dump(recipe))
     with pytest.raises(SystemExit):
