@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -270,6 +272,11 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.2g} MB"
 
 
+def _yaml(*names: str) -> str:
+    """Names as items of a YAML list on one line, quoted where they have to be."""
+    return yaml.safe_dump(list(names), default_flow_style=True, allow_unicode=True, width=math.inf).strip()[1:-1]
+
+
 def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note: str = "") -> str:
     """The recipe as YAML."""
     run = f"runs/{slug(facts.name)}"
@@ -299,7 +306,7 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note
     else:
         why = f"of {facts.vocab_size}; EAGLE-3 and SpecForge use 32000"
     every = 200 if small else 500
-    tokenizer = f"  tokenizer: {facts.name}   # encodes rows of text\n" if choices.tokenizer else ""
+    tokenizer = f"  tokenizer: {_yaml(facts.name)}   # encodes rows of text\n" if choices.tokenizer else ""
     return f"""\
 # A draft head for {facts.name} ({facts.family}, {_count(facts.parameters)} weights, hidden size {facts.hidden_size}).
 #
@@ -358,7 +365,7 @@ trainer:
     - class_path: fsd_train.callbacks.TokenRate
 
 model:
-  target: {facts.name}
+  target: {_yaml(facts.name)}
   head:
 {layer}    final_norm: {scaled}
     feature_scale: {scaled}
@@ -376,7 +383,7 @@ model:
   eval_steps: {max(5, choices.unroll_steps)}
 
 data:
-  train_files: [{", ".join(answers)}]
+  train_files: [{_yaml(*answers)}]
 {tokenizer}  validation_fraction: 0.02
   max_length: {choices.max_length}
   batch_tokens: {choices.batch_tokens}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import ModelLoadError
 from fsd_train.cli import main as cli
-from fsd_train.new_recipe import TargetFacts, choose, covering_vocabulary, facts_of, memory, recipe_for
+from fsd_train.new_recipe import TargetFacts, choose, covering_vocabulary, facts_of, memory, recipe_for, render
 from tests.families import tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 
@@ -186,6 +187,17 @@ def test_new_recipe_can_be_trained(
     assert "decoded_tau/exact" in metrics.read_text()
     check_decoding(target, head)
     assert cli(wanted) == 1  # does not overwrite
+
+
+def test_names_read_back_from_a_recipe_as_they_were_given() -> None:
+    facts = TargetFacts("models/a: b, #1", "llama", parameters=10**8, hidden_size=576, intermediate_size=1536, layers=2,
+                        heads=9, kv_heads=3, head_dim=64, vocab_size=49152)  # fmt: skip
+    files = ["runs/plain.jsonl", "a, b.jsonl", "c #1.jsonl", "[d]: 'e'.jsonl", "été \U0001f600.jsonl", "x" * 200 + " y"]
+    text = render(facts, replace(choose(facts), tokenizer=True), files)
+    config = yaml.safe_load(text)
+    assert config["data"]["train_files"] == files and "train_files: [runs/plain.jsonl, " in text
+    assert config["model"]["target"] == config["data"]["tokenizer"] == facts.name
+    assert "  target: owner/model-1.5b\n" in render(replace(facts, name="owner/model-1.5b"), choose(facts))
 
 
 def test_facts_are_the_models_own(targets: Callable[[str], Path]) -> None:
