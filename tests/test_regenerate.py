@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import time
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +23,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from fsd_infer.errors import FsdError
 from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from fsd_infer.prompts import encode_chat
-from fsd_train.backends import EndpointBackend, Job
-from fsd_train.regenerate import main, pick_temperature, plan_jobs
+from fsd_train.backends import Answer, EndpointBackend, Job
+from fsd_train.cli import main as cli
+from fsd_train.regenerate import AnswerFile, answer_line, main, pick_temperature, plan_jobs
 from tests.openai_server import Reply, replying
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
 
@@ -110,26 +115,38 @@ def test_resumes_exactly_from_any_cut(tmp_path: Path, target: Path, temperature:
         assert read(part) == expected
 
 
+def killed_run(batches: int, share: float, argv: list[str]) -> None:
+    """`fsd-train regenerate`; kills its process when so many batches are written, and this share of the next one."""
+    append, calls = AnswerFile.append, count()
+
+    def last(self: AnswerFile, file: IO[bytes], answers: Sequence[Answer]) -> None:
+        if next(calls) < batches:
+            return append(self, file, answers)
+        lines = b"".join(map(answer_line, answers))
+        os.write(file.fileno(), lines[: int(share * len(lines))])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with patch.object(AnswerFile, "append", last):
+        cli(["regenerate", *argv])
+
+
 def test_sigkilled_run_resumes_without_loss_or_duplicates(tmp_path: Path, target: Path) -> None:
-    prompts = prompts_file(tmp_path, 160)
+    seed = random.SystemRandom().randrange(10**6)
+    draw = random.Random(seed)
+    batches, share = draw.randrange(1, 20), draw.random()
+    print(f"seed {seed}: killed in batch {batches} at {share:.3f}")  # shown where the test fails
+    prompts = prompts_file(tmp_path, 40)
     killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    run = [sys.executable, "-m", "fsd_train.cli", "regenerate", *command(target, prompts, killed, "--batch-size", "2")]
-    process = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        while not killed.exists() or killed.read_bytes().count(b"\n") < 6:
-            assert process.poll() is None, process.stderr and process.stderr.read().decode()
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    kept = killed.read_bytes().count(b"\n")
-    assert 6 <= kept < 160
+    program = f"import sys; from tests.test_regenerate import killed_run as run; run({batches}, {share}, sys.argv[1:])"
+    run = [sys.executable, "-c", program, *command(target, prompts, killed, "--batch-size", "2")]
+    process = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert 2 * batches <= killed.read_bytes().count(b"\n") < 40
     assert main(command(target, prompts, killed, "--batch-size", "2")) == 0
     assert main(command(target, prompts, whole, "--batch-size", "2")) == 0
     assert read(killed) == read(whole)
-    assert len(read(whole)) == 160
+    assert len(read(whole)) == 40
 
 
 def test_other_settings_are_refused(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +245,17 @@ def backend(
 
 def test_endpoint_sends_ids_and_takes_ids(tmp_path: Path, target: Path) -> None:
     prompts, output = prompts_file(tmp_path, 20), tmp_path / "a.jsonl"
-    with replying(completion) as (url, asked), replying(completion) as (other, asked_too):
+    second = threading.Event()
+
+    def held(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        second.wait(30)  # so that two requests are in flight at once
+        return completion(body)
+
+    def prompt(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        second.set()
+        return completion(body)
+
+    with replying(held) as (url, asked), replying(prompt) as (other, asked_too):
         options = ["--endpoint", url, other + "/v1", "--endpoint-model", "toy", "--temperature", "0", "0.8"]
         assert main(command(target, prompts, output, *options)) == 0
         rows = read(output)
