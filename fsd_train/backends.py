@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -156,35 +158,50 @@ class EndpointBackend:
         self._lock = threading.Lock()
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
+        """Groups of answers, each in the order asked.
+
+        What has come when a request fails for good, or at Ctrl-C, is handed out before the error goes on. Requests in
+        flight are left to themselves then: neither the caller nor the interpreter's end waits for them.
+        """
         jobs = iter([job for batch in batches for job in batch if job.id not in done])
-        pool = ThreadPoolExecutor(self.concurrency)
-        running: list[Future[Answer]] = []
-        finished: list[Answer] = []
+        queue: SimpleQueue[tuple[Future[Answer], Job] | None] = SimpleQueue()
+        asked: list[Future[Answer]] = []  # in their order, until they are handed out
         try:
+            for _ in range(self.concurrency):
+                # a ThreadPoolExecutor's threads are no daemons: the interpreter would join them at its end
+                threading.Thread(target=self._work, args=(queue,), daemon=True).start()
             while True:
-                for job in jobs:
-                    running.append(pool.submit(self._dispatch, job))
-                    if len(running) >= 2 * self.concurrency:
-                        break
-                if not running:
+                landed = [future for future in asked if future.done()]
+                answers = [future.result() for future in landed]  # raises if a request failed for good
+                for job in islice(jobs, 2 * self.concurrency - (len(asked) - len(landed))):
+                    asked.append(Future())
+                    queue.put((asked[-1], job))
+                if len(answers) >= self.group or len(landed) == len(asked):
+                    if answers:
+                        yield answers
+                    asked = [future for future in asked if future not in landed]
+                if not asked:
                     break
-                ready = wait(running, return_when=FIRST_COMPLETED).done
-                failures = [error for future in ready if (error := future.exception())]
-                finished += [future.result() for future in running if future in ready and not future.exception()]
-                running = [future for future in running if future not in ready]
-                if failures:
-                    raise failures[0]
-                if len(finished) >= self.group:
-                    yield finished
-                    finished = []
-        except FsdError:
-            if finished:  # a request failed for good: what was answered so far is kept
-                yield finished
+                wait([future for future in asked if future not in landed], return_when=FIRST_COMPLETED)
+        except (Exception, KeyboardInterrupt):
+            answers = [future.result() for future in asked if future.done() and not future.exception()]
+            if answers:
+                yield answers
             raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-        if finished:
-            yield finished
+            for future in asked:
+                future.cancel()
+            for _ in range(self.concurrency):
+                queue.put(None)
+
+    def _work(self, queue: SimpleQueue[tuple[Future[Answer], Job] | None]) -> None:
+        """Answers jobs one after the other until None comes."""
+        for future, job in iter(queue.get, None):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._dispatch(job))
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _dispatch(self, job: Job) -> Answer:
         with self._lock:

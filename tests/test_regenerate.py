@@ -377,6 +377,37 @@ def test_endpoint_keeps_answers_that_come_with_a_failure(monkeypatch: pytest.Mon
     assert got == ["id1", "id2", "id3", "id4", "id5"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_endpoint_keeps_answers_and_waits_for_none_when_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    second, over = threading.Event(), threading.Event()
+
+    def held(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if number == 2:
+            second.set()
+            over.wait(30)
+        return completion(body)
+
+    def stopped(*_: Any, **__: Any) -> None:
+        assert second.wait(30)
+        raise error
+
+    monkeypatch.setattr("fsd_train.backends.wait", stopped)
+    with replying(held) as (url, asked):
+        before = set(threading.enumerate())
+        got: list[str] = []
+        with pytest.raises(error):
+            for group in backend(url, concurrency=1).answer([[job(i) for i in range(9)]], set()):
+                got += [answer.job.id for answer in group]
+        left = set(threading.enumerate()) - before
+        assert all(thread.daemon for thread in left)  # for which the interpreter does not wait at its end
+        over.set()
+        for thread in left:
+            thread.join(30)
+    assert got == ["id0"] and len(asked) == 2  # one request at a time: the second came when the first was answered
+
+
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
