@@ -6,16 +6,17 @@ import json
 import multiprocessing
 import os
 import random
-import socket
 import subprocess
 import sys
 import types
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +40,7 @@ RANKS = 2
 STEPS = 4
 ACCUMULATE = 2  # batches per step and rank
 LR = 1e-3
+PATIENCE = 180.0  # seconds until ranks that say nothing are taken to wait for one another
 
 
 class Record(Callback):
@@ -78,6 +80,14 @@ class Record(Callback):
         found = {"losses": self.losses, "head": head, "val_loss": val_loss, "decoded": decoded, **self.facts}
         self.directory.mkdir(parents=True, exist_ok=True)
         torch.save(found, self.directory / f"rank{trainer.global_rank}.pt")
+
+
+class OneRankFails(Callback):
+    """Ends the second rank before it joins the group."""
+
+    def __init__(self) -> None:
+        if os.environ.get("LOCAL_RANK") == "1":
+            raise DataError("this rank fails")
 
 
 def _held(tensor: torch.Tensor) -> int:
@@ -140,24 +150,34 @@ def _one_rank(rank: int, port: int, argv: list[str], log: str) -> None:
     """What a cluster's launcher does for each process."""
     sys.stdout = sys.stderr = open(log, "w", buffering=1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the launcher serves the port
     torch.set_num_threads(1)
     sys.exit(cli(argv))
 
 
 def run_ranks(argv: list[str], out: Path) -> list[dict[str, Any]]:
-    """Runs ``argv`` in two processes that form one group; returns what each recorded."""
+    """Runs ``argv`` in two processes that form one group; returns what each recorded.
+
+    Where one fails the other is ended, which would wait for it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_strategies"])  # the imports are paid for once
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # this process holds the port from before the ranks begin until they are done, so no other can take it
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [out / f"rank{rank}.log" for rank in range(RANKS)]
-    ranks = [context.Process(target=_one_rank, args=(rank, port, argv, str(logs[rank]))) for rank in range(RANKS)]
+    ranks = [context.Process(target=_one_rank, args=(rank, store.port, argv, str(logs[rank]))) for rank in range(RANKS)]
     for process in ranks:
         process.start()
+    running = [process.sentinel for process in ranks]
+    while running:
+        ended = wait(running, PATIENCE)
+        running = [sentinel for sentinel in running if sentinel not in ended]
+        if not ended or any(process.exitcode for process in ranks):
+            break
     for process in ranks:
+        process.kill()
         process.join()
-    said = "\n".join(log.read_text() for log in logs)
+    said = "\n".join(log.read_text() for log in logs if log.exists())
     assert [process.exitcode for process in ranks] == [0] * RANKS, said
     return [torch.load(out / f"rank{rank}.pt") for rank in range(RANKS)]
 
@@ -234,6 +254,14 @@ def test_fsdp_gives_the_single_process_curve(toys: Path, single: dict[str, Any],
     for rank in ranks:
         assert rank["target_sharded"]
         assert rank["target_share"] == rank["head_share"] == rank["moment_share"] == 1 / RANKS
+
+
+def test_a_rank_that_fails_ends_the_other(toys: Path, tmp_path: Path) -> None:
+    """Which waits for it in forming the group, for half an hour as PyTorch has it."""
+    both = ["--trainer.strategy", "ddp", "--trainer.devices", str(RANKS)]
+    fails = ["--trainer.callbacks+", "tests.test_strategies.OneRankFails"]
+    with pytest.raises(AssertionError, match="this rank fails"):
+        run_ranks(command(toys, tmp_path, ACCUMULATE, *both, *fails), tmp_path)
 
 
 @pytest.mark.slow
