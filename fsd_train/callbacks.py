@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 class ExportHead(Callback):
     """Writes the head in the form `fsd-infer` reads, at the end of training and, if asked, every n steps.
 
+    With ``ema_decay`` it is the averaged weights that are written, each time.
+
     Args:
         directory: where to; default ``head`` in the trainer's log directory.
         every_n_train_steps: also during training. The directory is replaced as a whole, so it always holds a usable
@@ -49,7 +51,8 @@ class ExportHead(Callback):
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             self._last = step
-            self.write(trainer, pl_module)
+            with _averaged(trainer, pl_module):
+                self.write(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.write(trainer, pl_module)

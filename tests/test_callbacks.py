@@ -14,12 +14,13 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from fsd_infer.checkpoint import load_head
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer.target import Target
-from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
+from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
@@ -115,6 +116,26 @@ def test_averaged_weights_are_what_decodes(toys: Path, tmp_path: Path) -> None:
     trainer(tmp_path, callback).fit(module, data)
     assert len(seen) == 1
     assert torch.equal(seen[0], module.head.fc.weight)  # after training the module holds the averaged weights
+
+
+def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys, ema_decay=0.9, lr=0.05)
+    callback = ExportHead(str(tmp_path / "head"), every_n_train_steps=4)
+    written, write = [], callback.write
+
+    def note(*args: Any) -> None:
+        write(*args)
+        written.append(load_head(tmp_path / "head").fc.weight)
+
+    callback.write = note  # type: ignore[method-assign]
+    trainer(tmp_path, callback).fit(module, data)
+    at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
+    # averaging is told of a step after this callback, so what it has then is the average of those before
+    average = at[3]["state_dict"]["head.fc.weight"]
+    assert torch.equal(written[0], average.bfloat16().float())
+    raw = at[4]["current_model_state"]["head.fc.weight"]  # training went on with these
+    assert float((raw - average).abs().max()) > 0.05
+    assert len(written) == 2 and torch.equal(written[1], module.head.fc.weight.bfloat16().float())
 
 
 def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:
