@@ -18,6 +18,8 @@ OPTIMIZERS = ("adamw", "muon")
 class MuonAdamW(Optimizer):
     """Muon (Jordan 2024) for matrices and AdamW for the rest, as one optimiser with one list of parameter groups.
 
+    Either list may be empty: a LoRA adapter has matrices alone.
+
     Muon's update is scaled so that its root mean square is that of AdamW's (Liu et al., arXiv 2502.16982), so one
     learning rate serves both.
     """
@@ -30,10 +32,11 @@ class MuonAdamW(Optimizer):
         weight_decay: float,
         betas: tuple[float, float],
     ) -> None:
-        self.parts: list[Optimizer] = [
-            Muon(list(matrices), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            AdamW(list(others), lr=lr, weight_decay=0.0, betas=betas),
-        ]
+        self.parts: list[Optimizer] = []
+        if matrices:
+            self.parts.append(Muon(list(matrices), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self.parts.append(AdamW(list(others), lr=lr, weight_decay=0.0, betas=betas))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share_groups()
 

@@ -282,10 +282,12 @@ def test_full_training_exports_a_model_that_decodes(toys: Path, tmp_path: Path) 
     assert torch.equal(logits_of(load_lm(tmp_path / "again", target).model), logits_of(loaded.model))
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
-    whole, _ = fit(toys, tmp_path / "whole", lora=lora, on_policy=0.5)
-    again, _ = fit(toys, tmp_path / "again", lora=lora, on_policy=0.5, ckpt=tmp_path / "whole" / "ckpt" / "step=2.ckpt")
+@pytest.mark.parametrize(
+    "options", [{}, {"lora": LORA}, {"lora": LORA, "optimizer": "muon"}], ids=["full", "lora", "lora-muon"]
+)
+def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    whole, _ = fit(toys, tmp_path / "whole", on_policy=0.5, **options)
+    again, _ = fit(toys, tmp_path / "again", on_policy=0.5, ckpt=tmp_path / "whole" / "ckpt" / "step=2.ckpt", **options)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
 
