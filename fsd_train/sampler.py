@@ -16,11 +16,12 @@ from fsd_train.backends import stable_seed
 class TokenBudgetSampler(Sampler[list[int]]):
     """Batches of conversations of like length whose padded size stays within a budget of tokens.
 
-    Each epoch shuffles the rows, sorts windows of them by length, fills batches up to B·M <= ``max_tokens``, and
-    shuffles the batches. Where that would leave a window with more padding than ``max_padding``, as with few rows and a
-    large budget, that window's budget is lowered until it fits. The order follows from seed and epoch alone. With
-    several replicas each gets every n-th batch; the first batches are repeated at the end where needed, so that all
-    replicas have the same number.
+    Each epoch deals the rows to windows anew, each of which gets its share of every length, fills batches up to
+    B·M <= ``max_tokens`` with a window's rows in the order of length, and shuffles the batches. Where that would leave
+    more padding than ``max_padding``, as with few rows and a large budget, the budget is lowered until it fits. The
+    order follows from seed and epoch alone, and all epochs have the same number of batches: Trainer counts those of the
+    first only. With several replicas each gets every n-th batch; the first batches are repeated at the end where
+    needed, so that all replicas have the same number.
 
     `start_at` makes the next pass begin inside an epoch.
 
@@ -29,9 +30,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         max_tokens: padded tokens per batch; a single longer row makes a batch of its own.
         seed: of the order.
         shuffle: False keeps one order, by length, in every epoch.
-        window: rows that are sorted together.
+        window: rows that are sorted together, at most.
         rank, replicas: which share of the batches to give, of how many.
-        max_padding: share of padding in a window at most, in (0, 1].
+        max_padding: share of padding at most, in (0, 1].
     """
 
     def __init__(
@@ -83,16 +84,19 @@ class TokenBudgetSampler(Sampler[list[int]]):
         random = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
         count = len(self.lengths)
         order = torch.randperm(count, generator=random).tolist() if self.shuffle else list(range(count))
-        window = self.window if self.shuffle else max(count, 1)
-        batches: list[list[int]] = []
-        for start in range(0, count, window):
-            rows = sorted(order[start : start + window], key=self.lengths.__getitem__)
-            budget = float(self.max_tokens)
-            found = self._fill(rows, budget)
-            while self._padding(found) > self.max_padding:  # ends at the latest with single rows
-                budget *= 0.8
-                found = self._fill(rows, budget)
-            batches += found
+        rows = sorted(order, key=self.lengths.__getitem__)
+        windows = max(math.ceil(count / self.window), 1) if self.shuffle else 1
+        # Each group gives one row to every window. Batches planned for the groups' longest rows fit all windows, so
+        # their number is the same whoever gets which row.
+        groups = [rows[start : start + windows] for start in range(0, count, windows)]
+        parts = self._parts([self.lengths[group[-1]] for group in groups], windows)
+        groups = [[group[i] for i in torch.randperm(len(group), generator=random).tolist()] for group in groups]
+        batches = [
+            [groups[number][window] for number in part if window < len(groups[number])]  # the last group may be smaller
+            for window in range(windows)
+            for part in parts
+        ]
+        batches = [batch for batch in batches if batch]
         if self.shuffle:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
         if batches and self.replicas > 1:
@@ -100,15 +104,20 @@ class TokenBudgetSampler(Sampler[list[int]]):
             batches = [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
         return batches
 
-    def _fill(self, rows: Sequence[int], budget: float) -> list[list[int]]:
-        """Rows of rising length as batches of at most ``budget`` padded tokens, or of one row."""
-        batches: list[list[int]] = []
-        for index in rows:
-            # in rising order the newest row is the longest, so it sets the padded width
-            if not batches or (len(batches[-1]) + 1) * self.lengths[index] > budget:
-                batches.append([])
-            batches[-1].append(index)
-        return batches
+    def _parts(self, widths: Sequence[int], windows: int) -> list[list[int]]:
+        """Which groups' rows make a batch, in each of the windows alike. ``widths``: longest row per group, rising."""
+        budget, tokens = float(self.max_tokens), sum(self.lengths)
+        while True:
+            parts: list[list[int]] = []
+            for number, width in enumerate(widths):
+                # in rising order the newest row is the longest, so it sets the padded width
+                if not parts or (len(parts[-1]) + 1) * width > budget:
+                    parts.append([])
+                parts[-1].append(number)
+            padded = windows * sum(len(part) * widths[part[-1]] for part in parts)
+            if len(parts) == len(widths) or 1 - tokens / padded <= self.max_padding:
+                return parts
+            budget *= 0.8
 
     def _padding(self, batches: Sequence[Sequence[int]]) -> float:
         padded = sum(len(batch) * max(self.lengths[index] for index in batch) for batch in batches)

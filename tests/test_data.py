@@ -166,6 +166,24 @@ def test_batches_cover_every_row_once_within_the_budget() -> None:
     assert list(TokenBudgetSampler([300, 10], 100)) in ([[0], [1]], [[1], [0]])  # too long for the budget: alone
 
 
+@pytest.mark.parametrize(("count", "replicas"), [(500, 1), (503, 1), (503, 2)])
+def test_every_epoch_has_as_many_batches_as_the_first(count: int, replicas: int) -> None:
+    """Trainer counts the first one's: of a longer one it would leave the end out, in a shorter one lose its place."""
+    samplers = [TokenBudgetSampler(lengths(count), 1000, window=60, rank=i, replicas=replicas) for i in range(replicas)]
+    sizes, numbers, partners = samplers[0].lengths, set(), []
+    for epoch in range(5):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        numbers |= {len(sampler) for sampler in samplers}
+        batches = [tuple(batch) for sampler in samplers for batch in sampler]
+        partners.append(set(batches))
+        assert sorted(index for batch in set(batches) for index in batch) == list(range(count))
+        assert max(len(batch) * max(sizes[i] for i in batch) for batch in batches) <= 1000
+        assert max(sampler.padding for sampler in samplers) < 0.1
+    assert len(numbers) == 1
+    assert len(partners[0] & partners[1]) < 0.1 * len(partners[0])  # other rows together each time
+
+
 def test_order_is_seeded_and_differs_by_epoch() -> None:
     first, again, other = (TokenBudgetSampler(lengths(), 1000, seed=seed) for seed in (0, 0, 1))
     assert list(first) == list(again) != list(other)
