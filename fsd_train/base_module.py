@@ -91,6 +91,7 @@ class DistillationModule(LightningModule, ABC):
             raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
         self.loss = build_loss(loss, loss_args)
         steps = max(unroll_steps, eval_steps)
+        self.val_loss = StepMean(1)
         self.val_agreement = StepMean(steps)
         self.val_chain = ExpectedTau()
         self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, steps)
@@ -308,16 +309,19 @@ class DistillationModule(LightningModule, ABC):
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
             self._frozen.full_head = LMHead.of(self.target)
         seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
+        self.val_loss.update(out.loss.expand(1, len(drafts.positions)), drafts.weights[:1])
         self.val_agreement.update(seen.agree, drafts.weights)
         self.val_chain.update(seen.agree, drafts.weights, drafts.positions)
         self.val_rules.update(seen, drafts.weights, drafts.positions)
-        self.log("val_loss", out.loss, prog_bar=True, batch_size=len(drafts.positions), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
+        # these exchange what ranks counted, so all ranks come here, with or without a supervised token
+        self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
         for step, value in enumerate(self.val_agreement.compute()):
             self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
         self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
         for name, metric in self.val_rules.compute().items():
             self.log(f"val_{name}", metric)
+        self.val_loss.reset()
         self.val_agreement.reset()
         self.val_chain.reset()

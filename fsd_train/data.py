@@ -22,7 +22,7 @@ from fsd_infer.rowfiles import read_rows
 from fsd_train.backends import stable_seed
 from fsd_train.features import MAX_LENGTH, FeatureStore, WithFeatures, sequence_key
 from fsd_train.safety import check_order
-from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
+from fsd_train.sampler import ResumableLoader, TokenBudgetSampler, ValidationLoader
 
 log = logging.getLogger(__name__)
 
@@ -337,11 +337,14 @@ class AnswersDataModule(LightningDataModule):
         return ResumableLoader(self._with_features(self.train_set), sampler, **self._loader_options())
 
     def val_dataloader(self) -> DataLoader[Item] | list[Any]:
-        """Batches of the held-out rows, always in the same order; an empty list if there are none."""
+        """Batches of the held-out rows, always in the same order; an empty list if there are none.
+
+        So that all replicas have the same number, some may get an earlier one again, but without its loss mask.
+        """
         if not self.validation_set:
             return []
         sampler = self._make_sampler(self.validation_set, self.validation_batch_tokens, shuffle=False)
-        return DataLoader(self._with_features(self.validation_set), batch_sampler=sampler, **self._loader_options())
+        return ValidationLoader(self._with_features(self.validation_set), sampler, **self._loader_options())
 
     def _make_sampler(self, dataset: AnswersDataset, tokens: int, shuffle: bool) -> TokenBudgetSampler:
         trainer = self.trainer

@@ -75,6 +75,17 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """All batches of this replica in the current epoch, whatever `start_at` says."""
+        batches = self._all()
+        size = math.ceil(len(batches) / self.replicas)
+        return [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
+
+    @property
+    def own(self) -> int:
+        """How many of this replica's batches no other one has before it; those behind them are repeated ones."""
+        return len(self._all()[self.rank :: self.replicas])
+
+    def _all(self) -> list[list[int]]:
+        """The batches of all replicas in the current epoch."""
         epoch = self.epoch if self.shuffle else 0
         if self._batches is None or self._batches[0] != epoch:
             self._batches = epoch, self._plan(epoch)
@@ -99,9 +110,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
         batches = [batch for batch in batches if batch]
         if self.shuffle:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
-        if batches and self.replicas > 1:
-            size = math.ceil(len(batches) / self.replicas)
-            batches = [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
         return batches
 
     def _parts(self, widths: Sequence[int], windows: int) -> list[list[int]]:
@@ -169,3 +177,23 @@ class ResumableLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.order.start_at(state["epoch"], state["batch"])
         self._given = self.order.skip
+
+
+class ValidationLoader(DataLoader[Any]):
+    """A DataLoader whose repeated batches supervise nothing: replicas keep in step, and no row counts twice.
+
+    Args:
+        dataset: indexed by the sampler's batches; it collates to batches with a ``loss_mask``.
+        sampler: the order.
+        options: as for DataLoader.
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=sampler, **options)
+        self.order = sampler
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.order.own:
+                batch["loss_mask"].zero_()
+            yield batch

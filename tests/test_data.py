@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +208,20 @@ def test_replicas_share_the_batches(replicas: int) -> None:
     assert len({len(part) for part in parts}) == 1  # equal numbers, or a replica would wait for ever
     given = [tuple(batch) for part in parts for batch in part]
     assert set(given) == {tuple(batch) for batch in whole} and len(given) - len(whole) < replicas
+
+
+def test_repeated_validation_batches_supervise_nothing(tmp_path: Path) -> None:
+    rows = [{"id": f"row{i}", "prompt_ids": [1] * 5, "response_ids": [2] * 5} for i in range(8)]
+    path = str(write_rows(tmp_path / "a.jsonl", rows))
+    given, counted = [], []
+    for rank in range(3):
+        data = AnswersDataModule([path], validation_files=[path], batch_tokens=20)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=3)  # type: ignore[assignment]
+        data.setup()
+        batches = list(data.val_dataloader())
+        given.append(len(batches))
+        counted += [name for batch in batches if batch["loss_mask"].any() for name in batch["ids"]]
+    assert given == [2, 2, 2] and sorted(counted) == sorted(row["id"] for row in rows)  # 4 batches for 3 replicas
 
 
 @pytest.mark.parametrize("workers", [0, 2])

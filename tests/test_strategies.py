@@ -75,9 +75,9 @@ class Record(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with whole_head(pl_module):
             head = {name: value.detach().clone() for name, value in pl_module.head.state_dict().items()}
-        val_loss = float(trainer.callback_metrics["val_loss"])
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
         (decoded,) = [callback.points for callback in trainer.callbacks if isinstance(callback, DecodedTau)]
-        found = {"losses": self.losses, "head": head, "val_loss": val_loss, "decoded": decoded, **self.facts}
+        found = {"losses": self.losses, "head": head, "metrics": metrics, "decoded": decoded, **self.facts}
         self.directory.mkdir(parents=True, exist_ok=True)
         torch.save(found, self.directory / f"rank{trainer.global_rank}.pt")
 
@@ -96,18 +96,19 @@ def _held(tensor: torch.Tensor) -> int:
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with target/ and answers.jsonl."""
+    """A directory with target/, answers.jsonl and held.jsonl, whose rows make three batches of 64 tokens."""
     root = tmp_path_factory.mktemp("toys")
     save_toy_target(root / "target")
     draw = random.Random(0)
-    rows = [
-        {
-            f"{part}_ids": [draw.randrange(3, VOCAB) for _ in range(draw.randint(6, 14))]
+
+    def row(shortest: int, longest: int) -> dict[str, list[int]]:
+        return {
+            f"{part}_ids": [draw.randrange(3, VOCAB) for _ in range(draw.randint(shortest, longest))]
             for part in ("prompt", "response")
         }
-        for _ in range(64)
-    ]
-    write_rows(root / "answers.jsonl", rows)
+
+    write_rows(root / "answers.jsonl", [row(6, 14) for _ in range(64)])
+    write_rows(root / "held.jsonl", [row(10, 10) for _ in range(9)])
     return root
 
 
@@ -118,7 +119,7 @@ def command(toys: Path, out: Path, accumulate: int, *more: str) -> list[str]:
             "max_steps": STEPS, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "precision": "32-true",
             "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1,
             "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
-            "check_val_every_n_epoch": None, "val_check_interval": STEPS * accumulate, "limit_val_batches": 2,
+            "check_val_every_n_epoch": None, "val_check_interval": STEPS * accumulate,
             "default_root_dir": str(out),
             "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(out)}},
             "callbacks": [
@@ -139,7 +140,10 @@ def command(toys: Path, out: Path, accumulate: int, *more: str) -> list[str]:
             "target": str(toys / "target"), "head": {"final_norm": True}, "draft_vocab_size": 40, "unroll_steps": 2,
             "loss_args": {"w_feature": 0.3, "w_ce": 1.0}, "lr": LR, "warmup_steps": 2, "eval_steps": 2,
         },
-        "data": {"train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.25, "batch_tokens": 64},
+        "data": {
+            "train_files": [str(toys / "answers.jsonl")], "validation_files": [str(toys / "held.jsonl")],
+            "batch_tokens": 64,
+        },
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config))
@@ -204,9 +208,25 @@ def check_same_run(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
     assert len(set(expected)) == STEPS
     for rank in ranks:
         assert rank["target_frozen"] and rank["trained"] == single["trained"]
-        assert rank["val_loss"] == ranks[0]["val_loss"]
+        assert rank["metrics"] == pytest.approx(ranks[0]["metrics"], rel=0, nan_ok=True)
         for name, value in single["head"].items():
             torch.testing.assert_close(rank["head"][name], value, rtol=0, atol=0.1 * LR, msg=name)
+
+
+def check_metrics(out: Path, ranks: list[dict[str, Any]], **data: Any) -> None:
+    """One process that validates the same weights finds the same: no row counts twice."""
+    config = json.loads((out / "config.json").read_text())
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    module, rows = EagleModule(**config["model"]), AnswersDataModule(**config["data"], **data)
+    last = out / "ckpt" / "last.ckpt"
+    (found,) = trainer.validate(module, rows, ckpt_path=last, weights_only=False, verbose=False)
+    assert {"val_loss", "val_tau", "val_agreement_1", "val_expected_tau/exact"} <= set(found)
+    assert len(rows.val_dataloader()) % RANKS  # so some rank gets a batch that another one had
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(found, rel=1e-5)
 
 
 def check_decoding(out: Path, toys: Path, ranks: list[dict[str, Any]]) -> None:
@@ -214,7 +234,7 @@ def check_decoding(out: Path, toys: Path, ranks: list[dict[str, Any]]) -> None:
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32, device="cpu")
     head = EagleHead(load_head(out / "head", target).config)
     head.load_state_dict(ranks[0]["head"])
-    data = AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.25)
+    data = AnswersDataModule([str(toys / "answers.jsonl")], [str(toys / "held.jsonl")])
     data.setup()
     prompts = DecodedTau(prompts=2, max_new_tokens=8)._prompts(types.SimpleNamespace(datamodule=data), target)
     decoder = FuzzyDecoder(target, EagleDrafter(head, target))
@@ -240,6 +260,7 @@ def test_ddp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], 
     argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", "ddp", "--trainer.devices", str(RANKS))
     ranks = run_ranks(argv, tmp_path)
     check_same_run(ranks, single)
+    check_metrics(tmp_path, ranks)
     check_files(tmp_path, toys, ranks[0])
     check_decoding(tmp_path, toys, ranks)
     assert not ranks[0]["target_sharded"] and ranks[0]["head_share"] == 1
@@ -247,8 +268,10 @@ def test_ddp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], 
 
 def test_fsdp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], tmp_path: Path) -> None:
     argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", "fsdp", "--trainer.devices", str(RANKS))
-    ranks = run_ranks(argv, tmp_path)
+    one_batch = 1000  # the second rank has none of its own to validate
+    ranks = run_ranks([*argv, "--data.validation_batch_tokens", str(one_batch)], tmp_path)
     check_same_run(ranks, single)
+    check_metrics(tmp_path, ranks, validation_batch_tokens=one_batch)
     check_files(tmp_path, toys, ranks[0])
     check_decoding(tmp_path, toys, ranks)
     for rank in ranks:
