@@ -317,7 +317,7 @@ class DistillationModule(LightningModule, ABC):
     def on_validation_epoch_end(self) -> None:
         # these exchange what ranks counted, so all ranks come here, with or without a supervised token
         self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
-        for step, value in enumerate(self.val_agreement.compute()):
+        for step, value in enumerate(self.val_agreement.by_step()):
             self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
         self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
         for name, metric in self.val_rules.compute().items():

@@ -109,8 +109,12 @@ class StepMean(Metric):
         self.rows += counted.sum(1)
 
     def compute(self) -> Tensor:
-        """[S], NaN for a step that was never supervised."""
+        """[S], of one step a scalar (torchmetrics has it so); NaN for a step that was never supervised."""
         return self.total / self.rows
+
+    def by_step(self) -> list[Tensor]:
+        """What :meth:`compute` gives as S scalars."""
+        return list(self.compute().reshape(-1))
 
 
 class ExpectedTau(Metric):
@@ -190,11 +194,11 @@ class RuleMetrics(nn.Module):
         """Scalars by name, and a clean slate for the next epoch."""
         values: dict[str, Tensor] = {}
         for name, metric in zip(self.divergences, self.distance, strict=True):
-            values.update({f"divergence_{name}_{step}": value for step, value in enumerate(metric.compute())})
+            values.update({f"divergence_{name}_{step}": value for step, value in enumerate(metric.by_step())})
             metric.reset()
         for (text, gated, _), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
             if gated is not None:
-                values.update({f"gate_open_{step}/{text}": value for step, value in enumerate(gate.compute())})
+                values.update({f"gate_open_{step}/{text}": value for step, value in enumerate(gate.by_step())})
             values[f"expected_tau/{text}"] = tau.compute()
             gate.reset()
             tau.reset()

@@ -284,6 +284,13 @@ def test_a_checkpoint_without_records_goes_on_with_a_warning(
     assert f"{old} does not say which target and data" in caplog.text
 
 
+def test_validation_of_a_single_step(toys: Path, tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=3)
+    run.fit(*make(toys, unroll_steps=1, eval_steps=1))
+    steps = {name for name in run.callback_metrics if name.startswith(("val_agreement", "val_gate_open"))}
+    assert steps == {"val_agreement_0", "val_gate_open_0/fuzzy:js:0.3"}
+
+
 def test_tensorboard_by_recipe(toys: Path, tmp_path: Path) -> None:
     logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": str(tmp_path)}}
     config = {
