@@ -179,7 +179,10 @@ class DistillationModule(LightningModule, ABC):
         return trainer is not None and "bf16" in str(trainer.precision)
 
     def setup(self, stage: str) -> None:
+        """Make the model. Raises DataError if the data has token ids that the target lacks."""
         self.configure_model()
+        if hasattr(self._datamodule, "check_ids"):
+            self._datamodule.check_ids(self.target.vocab_size)
 
     def configure_callbacks(self) -> list[Callback]:
         callbacks: list[Callback] = [CheckResume(), StopOnNonFinite()]

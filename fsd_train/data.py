@@ -52,9 +52,11 @@ class AnswersDataset(Dataset[Item]):
 
     Args:
         rows: (id of the row, ids, loss mask) per sequence.
+        highest: the highest token id in the files, and the row ("file:line") it was found in.
     """
 
-    def __init__(self, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    def __init__(self, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]], highest: tuple[int, str]) -> None:
+        self.highest = highest
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
         self._ids = [torch.tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
@@ -73,15 +75,20 @@ class AnswersDataset(Dataset[Item]):
 
     def subset(self, indices: Sequence[int]) -> AnswersDataset:
         """The rows with these indices, in this order, as a dataset of its own."""
-        chosen = AnswersDataset([])
+        chosen = AnswersDataset([], self.highest)
         chosen.row_ids = [self.row_ids[i] for i in indices]
         chosen.lengths = [self.lengths[i] for i in indices]
         chosen._ids = [self._ids[i] for i in indices]
         chosen._masks = [self._masks[i] for i in indices]
         return chosen
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError, which names a row, if the files hold ids that a target of this vocabulary lacks."""
+        check_id(*self.highest, vocab_size)
+
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each id occurs under the loss mask."""
+        """[V] how often each id occurs under the loss mask. Raises as :meth:`check_ids`."""
+        self.check_ids(vocab_size)
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for ids, mask in zip(self._ids, self._masks, strict=True):
             counts += torch.bincount(ids[mask], minlength=vocab_size)
@@ -137,6 +144,15 @@ def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
     return ids
 
 
+def check_id(token: int, where: str, vocab_size: int) -> None:
+    """Raise DataError if a token id, that of the row ``where``, is none of a vocabulary's."""
+    if token >= vocab_size:
+        raise DataError(
+            f"{where}: token id {token} is outside the target's vocabulary of {vocab_size}. "
+            "Regenerate the answers with this target."
+        )
+
+
 def held_out(messages: Sequence[Mapping[str, str]] | Sequence[int], fraction: float) -> bool:
     """Whether a prompt belongs to the validation split: by its hash, so equal prompts never stand on both sides."""
     return stable_seed("validation", messages) / 2**31 < fraction
@@ -157,7 +173,7 @@ def read_answers(
         tokenizer: for rows without ids.
         max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
         validation_fraction: share of the prompts that goes to the second dataset, all sequences of a row together.
-        vocab_size: the target's; ids beyond it are an error.
+        vocab_size: the target's; ids beyond it are an error. Without it see :meth:`AnswersDataset.check_ids`.
 
     Returns:
         (training, validation)
@@ -166,15 +182,13 @@ def read_answers(
         DataError: a malformed row, with file and line or row number, or no row at all.
     """
     parts: tuple[list[Any], list[Any]] = ([], [])
+    highest = (-1, "")
     for path in paths:
         for row in read_rows(path):
             sequences = encode_row(row.values, tokenizer, row.where)
-            highest = max(max(ids) for ids, _ in sequences)
-            if vocab_size is not None and highest >= vocab_size:
-                raise DataError(
-                    f"{row.where}: token id {highest} is outside the target's vocabulary of {vocab_size}. "
-                    "Regenerate the answers with this target."
-                )
+            highest = max(highest, (max(max(ids) for ids, _ in sequences), row.where))
+            if vocab_size is not None:
+                check_id(*highest, vocab_size)
             kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
             if not kept:
                 continue
@@ -189,7 +203,7 @@ def read_answers(
             side += [(name, ids[:max_length], mask[:max_length]) for ids, mask in kept]
     if not parts[0]:
         raise DataError(f"{', '.join(map(str, paths))}: no row to train on (max_length {max_length}).")
-    return AnswersDataset(parts[0]), AnswersDataset(parts[1])
+    return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)
 
 
 def collate(items: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Batch:
@@ -232,7 +246,8 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: padded tokens per training batch.
         validation_batch_tokens: the same for validation; as ``batch_tokens`` by default.
         tokenizer: built-in name, directory or hub id; needed only for rows without token ids.
-        vocab_size: the target's, to check the rows against.
+        vocab_size: the target's, to stop reading at the first row that it does not fit. Without it training and
+            validation compare the rows with their target once all are read.
         features: directory that `fsd-train cache-features` wrote; rows it does not hold are left out. Without it the
             target runs in every step.
         num_workers: processes that collate; 0 is fastest for answers without cached features.
@@ -316,8 +331,17 @@ class AnswersDataModule(LightningDataModule):
             log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
         return rows.subset(keep)
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError, which names file and row, if rows hold ids that a target of this vocabulary lacks."""
+        for rows in (self.train_set, self.validation_set):
+            assert rows is not None, "setup() has not run"
+            rows.check_ids(vocab_size)
+
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it)."""
+        """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it).
+
+        Raises DataError as :meth:`check_ids`.
+        """
         assert self.train_set is not None, "setup() has not run"
         return self.train_set.answer_counts(vocab_size)
 

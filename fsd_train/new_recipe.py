@@ -189,17 +189,21 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
 
 
 def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> Choices:
-    """Draft vocabulary and length after the answers that will be trained on. Raises DataError on malformed rows."""
+    """Draft vocabulary and length after the answers that will be trained on.
+
+    Raises DataError on malformed rows and on token ids that the target lacks.
+    """
     from fsd_train.data import AnswersDataModule
 
     longest = min(facts.positions or 2048, 4 * choices.max_length)
+    options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": longest, "vocab_size": facts.vocab_size}
     tokenizer: str | None = None
-    data = AnswersDataModule(list(files), validation_fraction=0.0, max_length=longest)
+    data = AnswersDataModule(list(files), **options)
     try:
         data.setup()
     except DataError:  # rows of text
         tokenizer = facts.name
-        data = AnswersDataModule(list(files), validation_fraction=0.0, max_length=longest, tokenizer=tokenizer)
+        data = AnswersDataModule(list(files), tokenizer=tokenizer, **options)
         data.setup()
     assert data.train_set is not None
     lengths = sorted(data.train_set.lengths)

@@ -20,9 +20,11 @@ from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer.target import Target
+from fsd_train.base_module import DistillationModule
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
+from fsd_train.lm_module import LMModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.metrics import RuleMetrics, compare
 from fsd_train.module import EagleModule
@@ -194,6 +196,25 @@ def test_infinite_gradient_stops(toys: Path, tmp_path: Path) -> None:
     assert torch.equal(module.head.fc.weight, before)
     (file,) = tmp_path.rglob("non-finite-step-0-rank-0.json")
     assert len(json.loads(file.read_text())["batches"]) == 2
+
+
+def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
+    """In training and validation files; by heads with and without a draft vocabulary or average, and small LMs."""
+    good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text(good[0] + json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n" + good[2])
+    target = str(toys / "target")
+    modules: list[DistillationModule] = [
+        *(EagleModule(target, draft_vocab_size=size, ema_decay=ema) for size in (40, None) for ema in (None, 0.9)),
+        LMModule(target, target),
+    ]
+    for module in modules:
+        for files in [[other], [toys / "answers.jsonl", other]]:
+            train, *held = map(str, files)
+            run = trainer(tmp_path / "run")
+            with pytest.raises(DataError, match=f"^{other}:2: token id 64 .* vocabulary of 64. Regenerate"):
+                run.fit(module, AnswersDataModule([train], held, batch_tokens=128))
+            assert run.global_step == 0
 
 
 def test_bad_checkpoints_are_refused_before_training(toys: Path, tmp_path: Path) -> None:

@@ -85,6 +85,17 @@ def test_malformed_rows_name_file_and_line(tmp_path: Path, row: str, problem: st
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
+def test_ids_beyond_a_vocabulary_are_told_without_reading_again(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [1, 9], "response_ids": [2]}, {"prompt_ids": [1], "response_ids": [3, 2]}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    found, _ = read_answers([path])
+    path.unlink()
+    assert found.answer_counts(10).tolist() == [0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
+    for rows_found in (found, found.subset([1])):
+        with pytest.raises(DataError, match=f"{path}:1: token id 9 is outside .* vocabulary of 9"):
+            rows_found.answer_counts(9)
+
+
 def test_a_template_that_breaks_even_one_answer_is_refused_by_file_and_line(tmp_path: Path) -> None:
     rows = [{"prompt_ids": [1], "response_ids": [2]}, {"messages": [USER, BOT]}]
     path = write_rows(tmp_path / "a.jsonl", rows)

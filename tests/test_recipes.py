@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.errors import ModelLoadError
+from fsd_infer.errors import DataError, ModelLoadError
 from fsd_train.cli import main as cli
 from fsd_train.new_recipe import TargetFacts, choose, covering_vocabulary, facts_of, memory, recipe_for, render
 from tests.families import tiny_model
@@ -198,6 +198,12 @@ def test_names_read_back_from_a_recipe_as_they_were_given() -> None:
     assert config["data"]["train_files"] == files and "train_files: [runs/plain.jsonl, " in text
     assert config["model"]["target"] == config["data"]["tokenizer"] == facts.name
     assert "  target: owner/model-1.5b\n" in render(replace(facts, name="owner/model-1.5b"), choose(facts))
+
+
+def test_no_recipe_for_answers_of_another_vocabulary(targets: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "answers.jsonl", [{"prompt_ids": [1], "response_ids": [100_000]}])
+    with pytest.raises(DataError, match=f"{path}:1: token id 100000 .* Regenerate"):
+        recipe_for(str(targets("llama")), [str(path)])
 
 
 def test_facts_are_the_models_own(targets: Callable[[str], Path]) -> None:
