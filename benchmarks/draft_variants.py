@@ -3,8 +3,7 @@
 Both methods decode the same prompts in turns under the exact rule, with the same head and tree. What is varied:
 
 * ``context-ids``: the ids of each text join a reduced draft vocabulary (``EagleDrafter(context_ids=...)``);
-* ``weights``: the head's weights are read as fp8 instead of bf16, by our CPU kernels (``FuzzyDecoder(quantize=...)``);
-* ``alone``: lookup that is sure of its drafts is verified without the head's (``GraftedDrafter(alone_from=...)``).
+* ``weights``: the head's weights are read as fp8 instead of bf16, by our CPU kernels (``FuzzyDecoder(quantize=...)``).
 
 Run: python -m benchmarks.draft_variants VARIED [--tree D,W,N] [--batch-size B] [--limit N --every K] [--json RECORD]
 """
@@ -12,7 +11,6 @@ Run: python -m benchmarks.draft_variants VARIED [--tree D,W,N] [--batch-size B] 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import sys
@@ -30,14 +28,13 @@ from fsd_infer.bench.models import Models
 from fsd_infer.bench.record import jsonable
 from fsd_infer.bench.runner import encode_rows, models_of, read_rows, take_turns
 from fsd_infer.commands import parse_tree
-from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter
+from fsd_infer.drafters import Drafter, EagleDrafter
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.report import number, table
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["without=exact", "with=exact"]
-GRAFTED = "+lookup"
 
 
 def _context_ids(models: Models) -> list[Drafter]:
@@ -60,21 +57,7 @@ def _weights(models: Models) -> list[Drafter]:
     return pair
 
 
-def _alone(models: Models) -> list[Drafter]:
-    pair = [models.decoder.load_drafter(f"{models.drafter or 'shipped'}{GRAFTED}", models.tree) for _ in METHODS]
-    without, alone = pair
-    if not isinstance(alone, GraftedDrafter) or alone.alone_from == math.inf:
-        raise FsdError(f"nothing tells from where on {alone.name!r} leaves its head out: measure it with --tree auto.")
-    assert isinstance(without, GraftedDrafter)
-    without.alone_from = math.inf
-    return pair
-
-
-VARIED: dict[str, Callable[[Models], list[Drafter]]] = {
-    "context-ids": _context_ids,
-    "weights": _weights,
-    "alone": _alone,
-}
+VARIED: dict[str, Callable[[Models], list[Drafter]]] = {"context-ids": _context_ids, "weights": _weights}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,9 +14,6 @@ is below ``stop_below``. So each context has a depth of its own, and a shape tak
 
 tokens per second. The shape with the most is taken.
 
-What is grafted onto the head is verified alone where the head's drafts would not earn their time
-(:func:`alone_from`).
-
 B rows share a forward, which then has B times as many nodes, and a depth of drafting. So larger batches want smaller
 trees, and above some size none at all: a shape is chosen for each of :data:`BATCHES`, with C(B · n) + (B - 1) · R, and
 with drafting measured at batch 1 and at batch 8 and taken to be linear in between and beyond. R is what a row adds by
@@ -59,13 +56,10 @@ from fsd_infer.tree import DraftTree
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-VERSION = 9  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 8  # raised whenever measurements or formulas change, so that older files are not read
 
 DEPTHS = tuple(range(1, 9))
 STOPS = tuple(tenth / 10 for tenth in range(10))
-
-
-Choice = tuple[dict[int, TreeShape | None], float]  # shapes by batch, :func:`alone_from`
 
 
 @dataclass(frozen=True)
@@ -85,8 +79,6 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 WIDE = 8  # rows of the batch that is measured besides
 BATCH_NODES = (1, 2, 3)  # of each of these rows
 CONTEXT = 128  # tokens that measured forwards attend to
-HEAD_ADDS = 1.0  # drafts, where another drafter is sure of its own (0.6 where it expects two or more, by hand)
-SURE = 2.0  # drafts that it expects, at least; below, a head adds more than that
 SECONDS = 1.5  # of repeated measurements, after one pass over all of them
 PASSES = 3  # at least
 
@@ -189,19 +181,6 @@ def rate(costs: Costs, contexts: Sequence[Sequence[Grown]], shape: TreeShape, co
     return tokens / seconds
 
 
-def alone_from(costs: Costs, shape: TreeShape) -> float:
-    """How many drafts another drafter must expect to be accepted for the head's to be left out.
-
-    With C seconds of the forward, D of the head's drafting, which goes to the last depth in contexts so sure, E drafts
-    expected and :data:`HEAD_ADDS` more with the head's, (1 + E) / C is at least (1 + E + HEAD_ADDS) / (C + D) from
-    E = HEAD_ADDS · C / D - 1 on. At least :data:`SURE`.
-    """
-    drafting = shape.depth * _between(costs.level, shape.width)
-    if not drafting:
-        return math.inf
-    return max(SURE, round(HEAD_ADDS * _between(costs.forward, shape.nodes) / drafting - 1.0, 2))
-
-
 def best_shape(
     costs: Costs, contexts: Sequence[Candidates], correction: float = 1.0, stops: Sequence[float] = STOPS
 ) -> TreeShape:
@@ -274,22 +253,20 @@ def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, 
             f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
         )
     file = _file(head, target)
-    known = None if refresh else _read(file)
-    if known is None:
+    shapes = None if refresh else _read(file)
+    if shapes is None:
         log.warning("measuring which draft tree is the fastest here: some seconds, once (kept in %s)", file.parent)
         costs, contexts, correction = measure(head, target, prompts)
         # elsewhere the check would cost more than it saves: the device would be waited for
         shapes = best_by_batch(costs, contexts, correction, STOPS if target.device.type == "cpu" else (0.0,))
-        assert shapes[1] is not None, "a single row always drafts"
-        known = shapes, alone_from(costs, shapes[1])
-        _write(file, known, costs, correction)
-    shapes, alone = known
+        known = {batch: shape and asdict(shape) for batch, shape in shapes.items()}
+        _write(file, {"shapes": known, "costs": asdict(costs), "correction": correction})
     shape = shapes[1]
     assert shape is not None, "a single row always drafts"
     head.shape = head.reshaped(shape).shape
     head.by_batch = {batch: shape for batch, shape in shapes.items() if batch > 1}
     while isinstance(drafter, GraftedDrafter):
-        drafter.nodes, drafter.alone_from, drafter = shape.nodes, alone, drafter.main
+        drafter.nodes, drafter = shape.nodes, drafter.main
     return head.shape
 
 
@@ -485,26 +462,18 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
     return cache_dir() / "trees" / f"{digest[:24]}.json"
 
 
-def _read(file: Path) -> Choice | None:
-    """What a file holds, or None where there is none or the file is damaged."""
+def _read(file: Path) -> dict[int, TreeShape | None] | None:
+    """The shapes in a file by batch, or None where there is none or the file is damaged."""
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        shapes = {int(batch): None if shape is None else TreeShape(**shape) for batch, shape in known["shapes"].items()}
-        alone = math.inf if known["alone_from"] is None else float(known["alone_from"])
-        return (shapes, alone) if shapes[1] else None
+        known = json.loads(file.read_text(encoding="utf-8"))["shapes"]
+        shapes = {int(batch): None if shape is None else TreeShape(**shape) for batch, shape in known.items()}
+        return shapes if shapes[1] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _write(file: Path, choice: Choice, costs: Costs, correction: float) -> None:
+def _write(file: Path, record: dict[str, Any]) -> None:
     """By one rename, so that no reader sees half a file. A cache that cannot be written costs time, nothing else."""
-    shapes, alone = choice
-    record = {
-        "shapes": {batch: shape and asdict(shape) for batch, shape in shapes.items()},
-        "alone_from": None if alone == math.inf else alone,  # JSON has no infinity
-        "costs": asdict(costs),
-        "correction": correction,
-    }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:

@@ -13,7 +13,6 @@ from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, T
 from fsd_infer.calibrate import (
     Candidates,
     Costs,
-    alone_from,
     best_by_batch,
     best_shape,
     calibration_prompts,
@@ -106,16 +105,6 @@ def test_rate_of_a_shape_that_stops_where_it_is_not_worth_it() -> None:
     assert best_shape(costs(1.0, 0.0, 0.3), [sure, unsure]).stop_below > 0, (
         "depth pays in one context, not in the other"
     )
-
-
-def test_a_head_is_left_out_where_it_would_not_earn_its_time() -> None:
-    shape = TreeShape(depth=3, width=2, nodes=4)
-    prices = costs(2.0, 0.25, 0.25)  # 3 s for 4 nodes, 0.75 s of drafting
-    assert alone_from(prices, shape) == 3.0
-    alone, both = (1 + 3.0) / 3.0, (1 + 3.0 + calibrate.HEAD_ADDS) / 3.75
-    assert alone == pytest.approx(both)
-    assert alone_from(costs(2.0, 0.25, 5.0), shape) == calibrate.SURE, "however slow the head"
-    assert alone_from(costs(2.0, 0.25, 0.0), shape) == math.inf
 
 
 def test_costs_between_measured_points() -> None:
@@ -221,20 +210,16 @@ def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleD
 
 
 def test_tune_reaches_the_head_in_a_graft_and_nothing_else(
-    quick: Path, drafter: EagleDrafter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    quick: Path, drafter: EagleDrafter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(calibrate, "alone_from", lambda costs, shape: 3.5)
     target = drafter.target
     grafted = GraftedDrafter(drafter, LookupDrafter(VOCAB), 9)
     shape = tune(grafted, target, calibration_prompts(None, VOCAB))
     assert [record.message[:27] for record in caplog.records] == ["measuring which draft tree "]
     assert drafter.shape == shape and grafted.nodes == shape.nodes
-    assert grafted.alone_from == 3.5
-    grafted.alone_from = math.inf
     grafted.nodes, twice = 9, GraftedDrafter(grafted, RecycleDrafter(VOCAB), 9)
     assert head_of(twice) is drafter and tune(twice, target, [[1, 2]]) == shape
     assert twice.nodes == grafted.nodes == shape.nodes and len(caplog.records) == 1
-    assert twice.alone_from == grafted.alone_from == 3.5
     with pytest.raises(FsdError, match="auto"):
         tune(NoDrafter(VOCAB), target, [[1, 2]])
     plain = FuzzyDecoder(target, NoDrafter(VOCAB)).load_drafter("lookup", "auto")

@@ -58,14 +58,3 @@ def test_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert draft_variants.main(command(toy, "weights", "--drafter", head)) == 2
     assert "has no fp8 weights here" in capsys.readouterr().err
-
-
-def test_a_sure_lookup(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("FSD_CACHE", str(tmp_path / "cache"))
-    out, head = tmp_path / "record.json", head_of(toy, tmp_path / "head")
-    assert draft_variants.main(command(toy, "alone", "--drafter", head, "--json", str(out), tree="auto")) == 0
-    methods = json.loads(out.read_text())["methods"]
-    assert ["alone_from" in methods[name]["drafter"] for name in ("without", "with")] == [False, True]
-    capsys.readouterr()
-    assert draft_variants.main(command(toy, "alone", "--drafter", head)) == 2
-    assert "--tree auto" in capsys.readouterr().err

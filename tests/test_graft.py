@@ -17,8 +17,7 @@ from torch import Tensor
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.checkpoint import save_head
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
-from fsd_infer.drafters.eagle import EagleSession
-from fsd_infer.drafters.graft import GraftedSession, _warn_sampled, merge_trees
+from fsd_infer.drafters.graft import _warn_sampled, merge_trees
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.head import EagleConfig, EagleHead
@@ -301,69 +300,6 @@ def test_the_union_accepts_what_either_part_does() -> None:
         taus[name] = out.stats.tau
     assert taus["both"] > taus["head"] + 1
     assert taus["both"] > 0.7 * taus["lookup"]  # with half its nodes
-
-
-def test_a_sure_side_is_verified_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main drafter drafts in the other rounds only, and goes on from the whole text when it does."""
-    model = circling_model()
-    target = Target(model)
-    [prompt], asked, sure = tiny_prompts((9,)), [], []
-    expected = reference(model, [prompt], max_new_tokens=48)
-    draft, judge = EagleSession.draft, GraftedSession._is_sure
-
-    def noted_draft(session: EagleSession, roots: Tensor) -> DraftTree:
-        tree = draft(session, roots)
-        asked.append(tree)
-        return tree
-
-    def noted_judge(session: GraftedSession, side: DraftTree) -> bool:
-        sure.append((judge(session, side), sum(map(math.exp, side.to_rows()[0].scores)) - 1))
-        return sure[-1][0]
-
-    monkeypatch.setattr(EagleSession, "draft", noted_draft)
-    monkeypatch.setattr(GraftedSession, "_is_sure", noted_judge)
-    rounds = {}
-    for least in (0.0, 2.0, math.inf):
-        asked.clear(), sure.clear()
-        head = grafts(target)["eagle"].main
-        drafter = GraftedDrafter(head, LookupDrafter(VOCAB), alone_from=least)
-        out = FuzzyDecoder(target, drafter).generate([prompt], max_new_tokens=48, do_sample=False)
-        assert out.sequences == expected
-        assert len(asked) == sum(not alone for alone, _ in sure)
-        assert all(alone == (promised >= least) for alone, promised in sure)
-        rounds[least] = len(asked)
-    assert rounds[0.0] == 0 < rounds[2.0] < rounds[math.inf]
-
-
-@pytest.mark.parametrize("main", ["eagle", "oracle", "self"])
-def test_answers_are_generates_whenever_the_side_is_alone(main: str) -> None:
-    model = circling_model()
-    target = Target(model)
-    prompts = tiny_prompts()
-    expected = reference(model, prompts)
-    for least in (0.0, 0.5, 1.5):
-        parts = grafts(target)[main]
-        drafter = GraftedDrafter(parts.main, parts.side, parts.nodes, least)
-        for prompt, answer in zip(prompts, expected, strict=True):
-            out = FuzzyDecoder(target, drafter).generate([prompt], max_new_tokens=24, do_sample=False)
-            assert out.sequences == [answer]
-
-
-def test_no_row_of_a_batch_is_left_to_the_side() -> None:
-    """Else its gates would depend on the rows beside it."""
-    target = Target(circling_model())
-    whole = grafts(target)["eagle"]
-    drafter = GraftedDrafter(whole.main, whole.side, alone_from=0.0)
-    assert drafter.for_batch(1) is drafter and drafter.describe()["alone_from"] == 0.0
-    batched = drafter.for_batch(3)
-    assert isinstance(batched, GraftedDrafter) and batched.alone_from == math.inf and batched.nodes == drafter.nodes
-    assert "alone_from" not in batched.describe() and batched.describe() == whole.describe()
-    options: dict[str, Any] = dict(rule="fuzzy:js:inf", max_new_tokens=24, do_sample=False)
-    made = [FuzzyDecoder(target, one).generate(tiny_prompts(), **options) for one in (drafter, whole)]
-    assert made[0].sequences == made[1].sequences and made[0].stats.gate_open_fraction > 0
-    for wrong in (-1.0, math.nan):
-        with pytest.raises(FsdError, match="alone_from is a number of drafts"):
-            GraftedDrafter(whole.main, whole.side, alone_from=wrong)
 
 
 def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytest.MonkeyPatch) -> None:

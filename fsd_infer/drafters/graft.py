@@ -40,37 +40,28 @@ class GraftedDrafter(Drafter):
     A drafter that samples its chain (a small LM at temperature above 0) drafts alone there: a second child has no place
     in the exact test of a sampled draft.
 
-    Where ``side`` is sure of its drafts, those of ``main`` add little and take their time: ``alone_from``. It holds for
-    requests of one row, so that what a row's gates see does not depend on the rows beside it.
-
     Args:
         main: the drafter whose distributions are used.
         side: what is grafted on; its distributions are not used.
         nodes: nodes verified per round, the root included; default as many as ``main`` has alone.
-        alone_from: ``main`` does not draft, and the tree of ``side`` is verified alone, where ``side`` expects so many
-            of its drafts or more to be accepted (the chances of its nodes, added up); inf: never.
 
     Raises:
-        FsdError: fewer than 2 nodes, ``alone_from`` negative or NaN.
+        FsdError: fewer than 2 nodes.
     """
 
     name = "graft"
 
-    def __init__(self, main: Drafter, side: Drafter, nodes: int | None = None, alone_from: float = math.inf) -> None:
+    def __init__(self, main: Drafter, side: Drafter, nodes: int | None = None) -> None:
         self.main, self.side = main, side
         self.nodes = main.max_nodes if nodes is None else nodes
-        self.alone_from = alone_from
         if self.nodes < 2:
             raise FsdError(f"a grafted tree needs nodes >= 2, got {self.nodes}: give nodes.")
-        if not alone_from >= 0:  # True for NaN
-            raise FsdError(f"alone_from is a number of drafts, at least 0; got {alone_from}.")
         self.name = f"{main.name}+{side.name}"
         self.target = getattr(main, "target", None)
 
     @property
     def max_nodes(self) -> int:
-        alone = 0 if self.alone_from == math.inf else self.side.max_nodes
-        return max(self.nodes, self.main.max_nodes, alone)  # main's own tree where it samples
+        return max(self.nodes, self.main.max_nodes)  # main's own tree where it samples
 
     @property
     def max_depth(self) -> int:
@@ -82,12 +73,9 @@ class GraftedDrafter(Drafter):
 
     def for_batch(self, batch: int) -> Drafter:
         main = self.main.for_batch(batch)
-        if isinstance(main, NoDrafter) and main is not self.main:  # where one tree does not pay, two do not either
-            return main
-        alone_from = self.alone_from if batch == 1 else math.inf
-        if main is self.main and alone_from == self.alone_from:
-            return self
-        return GraftedDrafter(main, self.side, self.nodes if main is self.main else main.max_nodes, alone_from)
+        if main is self.main or isinstance(main, NoDrafter):  # where one tree does not pay, two do not either
+            return self if main is self.main else main
+        return GraftedDrafter(main, self.side, main.max_nodes)
 
     def forget(self) -> None:
         self.main.forget()
@@ -98,8 +86,7 @@ class GraftedDrafter(Drafter):
 
     def describe(self) -> dict[str, Any]:
         parts = {"main": self.main.describe(), "side": self.side.describe()}
-        alone = {} if self.alone_from == math.inf else {"alone_from": self.alone_from}
-        return {"name": self.name, "nodes": self.nodes, "depth": self.max_depth, **alone, **parts}
+        return {"name": self.name, "nodes": self.nodes, "depth": self.max_depth, **parts}
 
 
 class GraftedSession(DraftSession):
@@ -117,20 +104,15 @@ class GraftedSession(DraftSession):
             session.observe(tree, logits, path, tokens, accepted)
 
     def draft(self, roots: Tensor) -> DraftTree:
-        side = self.side.draft(roots)
-        if not side.sampled and self._is_sure(side):
-            return side
         main = self.main.draft(roots)
-        for tree, drafter in ((main, self.drafter.main), (side, self.drafter.side)):
-            if tree.sampled:
-                _warn_sampled(drafter.name)
-                return main
+        if main.sampled:
+            _warn_sampled(self.drafter.main.name)
+            return main
+        side = self.side.draft(roots)
+        if side.sampled:
+            _warn_sampled(self.drafter.side.name)
+            return main
         return merge_trees(main, side, self.drafter.nodes)
-
-    def _is_sure(self, side: DraftTree) -> bool:
-        """Does the side's tree promise enough, in every row, to be verified alone?"""
-        least = self.drafter.alone_from
-        return least < math.inf and all(sum(map(math.exp, row.scores[1:])) >= least for row in side.to_rows())
 
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
