@@ -29,7 +29,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         lengths: tokens per row.
         max_tokens: padded tokens per batch; a single longer row makes a batch of its own.
         seed: of the order.
-        shuffle: False keeps one order, by length, in every epoch.
+        shuffle: False keeps one order in every epoch, whatever the seed: long and short batches mixed, so that the
+            first ones (``limit_val_batches``) speak for all.
         window: rows that are sorted together, at most.
         rank, replicas: which share of the batches to give, of how many.
         max_padding: share of padding at most, in (0, 1].
@@ -92,7 +93,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return self._batches[1]
 
     def _plan(self, epoch: int) -> list[list[int]]:
-        random = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
+        random = torch.Generator().manual_seed(stable_seed(self.seed if self.shuffle else 0, epoch))
         count = len(self.lengths)
         order = torch.randperm(count, generator=random).tolist() if self.shuffle else list(range(count))
         rows = sorted(order, key=self.lengths.__getitem__)
@@ -108,9 +109,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             for part in parts
         ]
         batches = [batch for batch in batches if batch]
-        if self.shuffle:
-            batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
-        return batches
+        return [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
 
     def _parts(self, widths: Sequence[int], windows: int) -> list[list[int]]:
         """Which groups' rows make a batch, in each of the windows alike. ``widths``: longest row per group, rising."""

@@ -207,7 +207,10 @@ def test_order_is_seeded_and_differs_by_epoch() -> None:
     fixed = TokenBudgetSampler(lengths(), 1000, shuffle=False)
     still = list(fixed)
     fixed.set_epoch(3)
-    assert list(fixed) == still
+    assert list(fixed) == still == list(TokenBudgetSampler(lengths(), 1000, seed=7, shuffle=False))
+    widths = [max(lengths()[row] for row in batch) for batch in still]
+    early = widths[: len(widths) // 3]  # as a limit on validation would have it
+    assert min(early) < sum(widths) / len(widths) < max(early)
     with pytest.raises(DataError, match="max_tokens is 0"):
         TokenBudgetSampler([1], 0)
 
