@@ -199,6 +199,7 @@ class Divergence:
         p_logits [M, V] and of q_logits [I, Vd] (None: all, in order) -> [R], by our CPU kernels without a copy.
         The five plain forms work on Vd + 1 bins; the top-k forms need the target's own ranking and expand q.
         """
+        draft_ids = None if draft_ids is None else draft_ids.long()  # heads are stored with narrower ones
         compiled = self._compiled(p_logits, q_logits, draft_ids)
         shapes = [x.shape[:-1] if which is None else which.shape for x, which in zip((p_logits, q_logits), rows)]
         if compiled is not None and shapes[0] == shapes[1]:
@@ -219,7 +220,6 @@ class Divergence:
             and {p.dtype, q.dtype} <= {torch.bfloat16, torch.float32}
             and not (torch.is_grad_enabled() and (p.requires_grad or q.requires_grad))
             and q.shape[-1] == (p.shape[-1] if draft_ids is None else draft_ids.shape[0])
-            and (draft_ids is None or draft_ids.dtype == torch.long)
             and not (draft_ids is not None and self.infinite_on_reduced_vocabulary)
         )
         return kernels() if fits else None
