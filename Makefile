@@ -14,7 +14,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: $(STAMP)  ## install, fetch the built-in model, train for a minute, decode and compare
-	$(BIN)/fsd-infer quickstart
+	$(BIN)/fsd-train quickstart
 
 install: $(STAMP)  ## create .venv with the tested versions
 

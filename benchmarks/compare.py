@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def own_methods(target: str, drafter: str | None, assistant: str | None, thresholds: Sequence[str]) -> list[str]:
     """Methods of this package and of transformers, as far as there are drafters for the target."""
-    from fsd_infer.models import shipped_drafter
+    from fsd_infer.targets.loading import shipped_drafter
 
     methods = ["hf-generate", "hf-lookup:8"]
     methods += [f"hf-assisted=hf-assisted:{assistant}"] if assistant else []
@@ -143,7 +143,7 @@ def start_servers(args: argparse.Namespace, stack: ExitStack) -> dict[str, dict[
     """
     import torch
 
-    from fsd_infer.models import resolve_target
+    from fsd_infer.targets.loading import resolve_target
 
     cuda = torch.cuda.is_available()
     try:

@@ -36,11 +36,11 @@ from benchmarks.training_batches import choose_rows, describe, make_batches
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.profile import peak_bytes, resident_bytes, restart_peak
 from fsd_infer.bench.record import interval
+from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
-from fsd_infer.report import number, table
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
-from fsd_train.module import EagleModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.optim import build_optimizer
 from fsd_train.vocabulary import choose_draft_ids
 

@@ -27,11 +27,11 @@ from fsd_infer.bench.environment import environment
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.record import jsonable
 from fsd_infer.bench.runner import encode_rows, models_of, read_rows, take_turns
-from fsd_infer.commands import parse_tree
+from fsd_infer.cli.commands import parse_tree
+from fsd_infer.cli.report import number, table
 from fsd_infer.drafters import Drafter, EagleDrafter
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
-from fsd_infer.report import number, table
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["without=exact", "with=exact"]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, get_linear_schedule_with_warmup
 
 from fsd_infer.errors import FsdError
-from fsd_infer.head import EagleHead
+from fsd_infer.heads.head import EagleHead
 from fsd_train.unroll import supervised
 
 REPOSITORY = "https://github.com/SafeAILab/EAGLE"

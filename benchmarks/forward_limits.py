@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from fsd_infer.bench.environment import environment
-from fsd_infer.cpu import Packed, packed_in
+from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.packing import Packed, packed_in
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
-from fsd_infer.fuse import speed_up
-from fsd_infer.probe import Probe
 from fsd_infer.target import Target
+from fsd_infer.tuning.probe import Probe
 
 READ = 2**28  # bytes that are summed
 SIDE = 2048  # of the square matrices that are multiplied

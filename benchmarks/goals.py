@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.models import shipped_drafter
+from fsd_infer.targets.loading import shipped_drafter
 
 LIKELIHOOD_FALL = 0.02  # of the log-likelihood per token of exact's answers, at most
 BEGIN, END = "<!-- goals: written by benchmarks/goals.py -->", "<!-- goals: end -->"

@@ -39,16 +39,16 @@ from fsd_infer.bench.hf import GenerateMethod
 from fsd_infer.bench.profile import tensor_bytes
 from fsd_infer.bench.record import BenchPrompt, build_record
 from fsd_infer.bench.runner import Settings, take_turns
-from fsd_infer.commands import parse_tree
+from fsd_infer.cli.commands import parse_tree
+from fsd_infer.cli.report import bench_table
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, EagleDrafter, NoDrafter
 from fsd_infer.errors import FsdError
-from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.models import attention_for, default_device, parse_dtype
-from fsd_infer.report import bench_table
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Exact
 from fsd_infer.target import Target
-from fsd_infer.transfer import to_device
+from fsd_infer.targets.loading import attention_for, default_device, parse_dtype
 from fsd_infer.tree import DraftTree, ancestors_of
 
 LLAMA_3_1_8B = {

@@ -18,8 +18,8 @@ from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_train.data import AnswersDataModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import build_loss
-from fsd_train.module import EagleModule
 
 SECTIONS = ("steps", "seeds", "baselines", "model", "data", "trainer", "arms", "evaluation")
 PARTS = ("all", "tune", "report")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.report import head_trees
+from fsd_infer.cli.report import head_trees
 
 
 def number(value: float | None, digits: int) -> str:

@@ -25,12 +25,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from benchmarks.recorded import record_main, settings_of
 from benchmarks.training_batches import choose_rows
 from fsd_infer.bench.environment import environment
+from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
-from fsd_infer.report import number, table
 from fsd_infer.target import Target
 from fsd_train.data import AnswersDataModule, read_answers
+from fsd_train.eagle_module import EagleModule
 from fsd_train.features import cache_features
-from fsd_train.module import EagleModule
 from fsd_train.unroll import supervised
 
 

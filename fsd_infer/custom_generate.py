@@ -17,7 +17,7 @@ from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.target import Target
-from fsd_infer.token_ids import pad_id
+from fsd_infer.targets.token_ids import pad_id
 
 
 def generate(

@@ -14,20 +14,20 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from fsd_infer.calibrate import AUTO, calibration_prompts, head_of, tune
+from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.cpu.fused_ops import speed_up
 from fsd_infer.custom_generate import generate, prepared_request
+from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
+from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, decode
 from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.fuse import speed_up
-from fsd_infer.graphs import CudaRecorder, Recorder
-from fsd_infer.memory import give_back
-from fsd_infer.prompts import encode_chat
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
-from fsd_infer.token_ids import left_pad, pad_id
+from fsd_infer.targets.token_ids import left_pad, pad_id
+from fsd_infer.tuning.autotune import AUTO, calibration_prompts, head_of, tune
 
 __all__ = ["FuzzyDecoder", "Generation", "Prompt", "generate", "load_drafter"]
 
@@ -89,10 +89,10 @@ class FuzzyDecoder:
             dtype: of both; default bf16.
             device: default CUDA if there is one.
             tree: depth, width and nodes of the draft tree; default by device. "auto": measure for a few seconds which
-                tree is fastest here with this target and head, once (see :mod:`fsd_infer.calibrate`).
+                tree is fastest here with this target and head, once (see :mod:`fsd_infer.tuning.autotune`).
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
-                :func:`fsd_infer.fuse.speed_up`). ``fsd_infer.cpu.restore(decoder.target.model)`` undoes it.
+                :func:`fsd_infer.cpu.speed_up`). ``fsd_infer.cpu.restore(decoder.target.model)`` undoes it.
             quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
                 :meth:`fsd_infer.cpu.Packed.quantize`): a draft costs the time in which they are read. The target's stay
                 as they are, so `exact` is as exact as without.
@@ -157,13 +157,13 @@ class FuzzyDecoder:
         return made
 
     def pack(self, drafter: Drafter, release: bool) -> None:
-        """:func:`fsd_infer.fuse.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
+        """:func:`fsd_infer.cpu.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
         for module in drafter.modules():
             is_model = isinstance(module, PreTrainedModel)
             speed_up(module, release, quantize=release and self.quantize and not is_model)
 
     def tune(self, drafter: Drafter | None = None, *, refresh: bool = False) -> TreeShape:
-        """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.calibrate.tune`."""
+        """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.tuning.tune`."""
         encode = None if self.tokenizer is None else self.encode
         prompts = calibration_prompts(encode, self.target.vocab_size)
         return tune(drafter or self.drafter, self.target, prompts, refresh=refresh)

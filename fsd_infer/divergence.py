@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.errors import FsdError, VocabularyMismatchError
-from fsd_infer.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.registry import Registry
 
 LN2 = math.log(2.0)

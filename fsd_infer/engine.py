@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.clock import clock_of
+from fsd_infer.device.clock import clock_of
+from fsd_infer.device.memory import check_caches
+from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
-from fsd_infer.memory import check_caches
-from fsd_infer.processing import TreeProcessors
+from fsd_infer.logits_processors import TreeProcessors
 from fsd_infer.rules.base import Rule, Verdict, Verification
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
-from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 PREFILL_CHUNK = 512

@@ -11,6 +11,16 @@ from typing import Any
 from fsd_infer.errors import DataError, FsdError
 
 
+def cache_dir() -> Path:
+    """Where expanded targets, compiled kernels and measured trees are kept.
+
+    $FSD_CACHE, else $XDG_CACHE_HOME/fsd, else ~/.cache/fsd.
+    """
+    if os.environ.get("FSD_CACHE"):
+        return Path(os.environ["FSD_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsd"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file in UTF-8, by one rename, so that no reader sees half of it."""
     draft = path.with_name(path.name + ".partial")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import rows_of
+from fsd_infer.cpu.packing import rows_of
+from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.graphs import Graphs, Recorder, new_cache, slots_taken
-from fsd_infer.models import load_target
-from fsd_infer.token_ids import eos_ids
+from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.token_ids import eos_ids
 
 _DIGEST_ROWS = 1024
 

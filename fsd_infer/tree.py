@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_infer.transfer import lists, to_device
+from fsd_infer.device.transfer import lists, to_device
 
 
 @dataclass

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
 
+from fsd_infer.chat.encoding import Message, end_of_turn
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
-from fsd_infer.prompts import Message, end_of_turn
+from fsd_infer.integrations.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 from fsd_infer.rules import parse_rule
-from fsd_infer.token_ids import eos_ids
+from fsd_infer.targets.token_ids import eos_ids
 
 RULE = "exact"  # of answers made here: the target's own law, whatever drafts
 _ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an answer: vLLM's, SGLang's
@@ -28,7 +28,7 @@ _ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an a
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt to answer. ``prompt_ids`` come from `fsd_infer.prompts.encode_chat`."""
+    """One prompt to answer. ``prompt_ids`` come from `fsd_infer.chat.encoding.encode_chat`."""
 
     id: str
     messages: list[Message]
@@ -122,7 +122,7 @@ class EndpointBackend:
         seed: with the row's id, the seed of each request; None sends none (some servers cannot seed requests).
         concurrency: requests in flight at once.
         group: answers handed out together at most.
-        api_key, attempts, timeout, pause: see :class:`fsd_infer.openai_client.Server`.
+        api_key, attempts, timeout, pause: see :class:`fsd_infer.integrations.openai_client.Server`.
 
     Raises:
         FsdError: no address, or one that is none.

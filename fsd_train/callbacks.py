@@ -17,10 +17,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
+from fsd_infer.cpu.fused_ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
-from fsd_infer.fuse import speed_up
 from fsd_infer.rules import parse_rule
 from fsd_infer.target import Target
 from fsd_train.metrics import DEFAULT_RULES

@@ -28,8 +28,9 @@ COMMANDS = {
     "fit": Command("fsd_train.cli:lightning", "train a head: fsd-train fit --config recipes/smollm2-135m.yaml"),
     "validate": Command("fsd_train.cli:lightning", "measure a checkpoint on the validation split"),
     "regenerate": Command("fsd_train.regenerate:main", "let the target answer prompts, to train on its answers"),
-    "cache-features": Command("fsd_train.features:main", "store the target's features of the answers"),
+    "cache-features": Command("fsd_train.cache_features:main", "store the target's features of the answers"),
     "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
+    "quickstart": Command("fsd_train.quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
     "export": Command("fsd_train.export:export_main", "write a checkpoint's head as config.json and safetensors"),
 }
 
@@ -39,9 +40,9 @@ def lightning(argv: Sequence[str]) -> int:
     from lightning.pytorch import Trainer
     from lightning.pytorch.cli import LightningCLI
 
-    from fsd_train.base_module import DistillationModule
     from fsd_train.data import AnswersDataModule
-    from fsd_train.module import EagleModule
+    from fsd_train.distillation_module import DistillationModule
+    from fsd_train.eagle_module import EagleModule
     from fsd_train.safety import check_checkpoint
     from fsd_train.strategies import check_ranks, named_strategy
 
@@ -77,7 +78,7 @@ def lightning(argv: Sequence[str]) -> int:
 
     TrainCLI(
         # a model section without class_path is a head's; `class_path: fsd_train.lm_module.LMModule` trains a small LM
-        DistillationModule if class_paths(argv) - {"fsd_train.module.EagleModule"} else EagleModule,
+        DistillationModule if class_paths(argv) - {"fsd_train.eagle_module.EagleModule"} else EagleModule,
         AnswersDataModule,
         subclass_mode_model=True,
         seed_everything_default=0,

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import NotRequired
 
-from fsd_infer.conversations import row_conversation, row_questions
+from fsd_infer.chat.conversations import row_conversation, row_questions
+from fsd_infer.chat.encoding import encode_conversation, row_id
+from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
-from fsd_infer.prompts import encode_conversation, row_id
-from fsd_infer.rowfiles import read_rows
 from fsd_train.backends import stable_seed
 from fsd_train.features import MAX_LENGTH, FeatureStore, WithFeatures, sequence_key
 from fsd_train.safety import check_order
@@ -114,7 +114,7 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
     """Token ids and loss mask of one row of answers: one sequence, or several as `encode_conversation` has it.
 
     Rows with ``prompt_ids`` and ``response_ids`` are taken as they are: these are the target's own tokens. Others are
-    conversations (see :func:`fsd_infer.conversations.row_conversation`) and encoded with the chat template, as decoding
+    conversations (see :func:`.row_conversation`) and encoded with the chat template, as decoding
     does; every assistant turn is an answer.
 
     Args:
@@ -169,7 +169,7 @@ def read_answers(
     """Reads files of answers.
 
     Args:
-        paths: files or directories, see :func:`fsd_infer.rowfiles.read_rows`.
+        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows`.
         tokenizer: for rows without ids.
         max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
         validation_fraction: share of the prompts that goes to the second dataset, all sequences of a row together.
@@ -350,7 +350,7 @@ class AnswersDataModule(LightningDataModule):
             return None
         from transformers import AutoTokenizer
 
-        from fsd_infer.models import resolve_target
+        from fsd_infer.targets.loading import resolve_target
 
         return AutoTokenizer.from_pretrained(resolve_target(self.tokenizer_name))
 

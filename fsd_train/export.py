@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsd_infer.errors import DataError
-from fsd_train.base_module import DistillationModule
 from fsd_train.data import read_answers
+from fsd_train.distillation_module import DistillationModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.lm_module import LMModule
-from fsd_train.module import EagleModule
 from fsd_train.safety import read_checkpoint
 from fsd_train.vocabulary import choose_draft_ids
 

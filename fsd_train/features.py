@@ -13,19 +13,15 @@ complete once its .json is there (written last, by renaming), so an interrupted 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -207,7 +203,7 @@ def cache_features(
         todo[key] = ids
         total += len(ids)
     wanted = total - held.tokens
-    _check_disk(directory, wanted * _token_bytes(target))
+    _check_disk(directory, wanted * token_bytes(target))
     # not their count: a damaged shard that was deleted leaves a hole
     number = 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
     bar = tqdm(
@@ -306,7 +302,7 @@ def _check_layers(store: FeatureStore, layers: Sequence[int]) -> None:
         )
 
 
-def _token_bytes(target: Target) -> int:
+def token_bytes(target: Target) -> int:
     return 2 * target.hidden_size * (1 + len(target.watched))
 
 
@@ -317,108 +313,3 @@ def _check_disk(directory: Path, needed: int) -> None:
             f"{directory}: the features need {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free. "
             "Give another --output, lower --max-tokens or --max-length, or train with online features (no cache)."
         )
-
-
-def _complete_lines(path: Path, scratch: Path) -> Path:
-    """The file itself, or a copy without its last line if that is still being written."""
-    if not path.is_file() or path.suffix in (".gz", ".parquet"):
-        return path
-    with open(path, "rb") as file:
-        if not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read())[1] == b"\n":
-            return path
-        file.seek(0)
-        content = file.read()
-    copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may have one name
-    copy.write_bytes(content[: content.rfind(b"\n") + 1])
-    return copy
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Options of `fsd-train cache-features`."""
-    parser = argparse.ArgumentParser("fsd-train cache-features", description="Store the target's features of answers.")
-    parser.add_argument(
-        "--config", type=Path, metavar="RECIPE",
-        help="a recipe to take target, data, output, layers and max-length from, where they are not given here",
-    )  # fmt: skip
-    parser.add_argument("--target", help="built-in name, directory or hub id")
-    parser.add_argument("--data", nargs="+", action="extend", help="answers: files or directories")
-    parser.add_argument("--output", help="directory of the cache")
-    parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="N",
-        help="also store the outputs of these decoder layers, for heads with fused_layers",
-    )  # fmt: skip
-    parser.add_argument("--max-length", type=int, help=f"tokens kept per sequence, as in training ({MAX_LENGTH})")
-    parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
-    parser.add_argument(
-        "--min-answer-share", type=float, default=0.0, help="leave out rows with fewer answer tokens, which cost much"
-    )
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per forward")
-    parser.add_argument("--shard-tokens", type=int, default=65536, help="tokens per shard")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
-    return parser
-
-
-def recipe_options(path: Path) -> dict[str, Any]:
-    """What a recipe says about its cache: ``target``, ``data``, ``output``, ``layers`` and ``max_length``.
-
-    Raises:
-        DataError: the file is missing or not a recipe.
-    """
-    try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-        model, data = (recipe[part].get("init_args", recipe[part]) for part in ("model", "data"))
-        return {
-            "target": model["target"],
-            "data": [*data["train_files"], *(data.get("validation_files") or [])],
-            "output": data.get("features"),
-            "layers": (model.get("head") or {}).get("fused_layers"),
-            "max_length": data.get("max_length"),
-        }
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not a recipe with model.target and data.train_files ({error}).") from error
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    defaults = recipe_options(args.config) if args.config else {}
-    for name, value in {"layers": [], "max_length": MAX_LENGTH, **{k: v for k, v in defaults.items() if v}}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]
-    if missing:
-        hint = " (and set the recipe's data.features to it)" if args.config and "--output" in missing else ""
-        parser.error(f"{' and '.join(missing)} must be given{hint}")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train cache-features`."""
-    from fsd_train.data import read_answers
-
-    args = _arguments(argv)
-    target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
-    target.watch(args.layers)
-    target.check_lm_head()  # training with cached features has no layers to check it with
-    with tempfile.TemporaryDirectory() as scratch:
-        paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]
-        rows, _ = read_answers(paths, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
-    items = [rows[number] for number in range(len(rows))]
-    sequences = [
-        item["input_ids"]
-        for item in items
-        if int(item["loss_mask"].sum()) >= args.min_answer_share * len(item["input_ids"])
-    ]
-    tokens = sum(map(len, sequences))
-    size = tokens * _token_bytes(target)
-    print(f"{len(sequences)} of {len(rows)} sequences, {tokens} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
-    store = cache_features(
-        target, sequences, args.output, shard_tokens=args.shard_tokens, batch_tokens=args.batch_tokens,
-        max_tokens=args.max_tokens,
-    )  # fmt: skip
-    print(f"{args.output}: {len(store)} sequences, {store.tokens} tokens", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

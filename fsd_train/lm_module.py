@@ -18,7 +18,7 @@ from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
-from fsd_train.base_module import DistillationModule
+from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
 from fsd_train.small_lm import LogitsHead, SmallLM
 

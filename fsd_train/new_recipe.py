@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.errors import DataError, FsdError, ModelLoadError
-from fsd_infer.models import EAGER_FAMILIES, attention_for, resolve_target
 from fsd_infer.target import Target
+from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
 
 SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
 COVERAGE = 0.99
@@ -88,7 +88,7 @@ def facts_of(name: str) -> TargetFacts:
     Raises:
         ModelLoadError: it cannot be found, is no decoder-only language model, or has layers that token trees cannot be
             verified through.
-        UnknownNameError: see :func:`fsd_infer.models.resolve_target`.
+        UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     try:
         config = AutoConfig.from_pretrained(resolve_target(name))

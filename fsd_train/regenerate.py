@@ -21,14 +21,14 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from fsd_infer.cli import positive
+from fsd_infer.chat.encoding import encode_chat, read_jsonl, read_prompts
+from fsd_infer.chat.rows import rows_digest
+from fsd_infer.cli.main import positive
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import read_json, write_json
-from fsd_infer.models import builtin_dir, is_builtin, parse_dtype
-from fsd_infer.openai_client import API_KEY
-from fsd_infer.prompts import encode_chat, read_jsonl, read_prompts
-from fsd_infer.rowfiles import rows_digest
+from fsd_infer.integrations.openai_client import API_KEY
+from fsd_infer.targets.loading import builtin_dir, is_builtin, parse_dtype
 from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
 
 WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample

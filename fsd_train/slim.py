@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fsd_infer.errors import CheckpointError
-from fsd_infer.models import attention_for, resolve_target
 from fsd_infer.target import Target
+from fsd_infer.targets.loading import attention_for, resolve_target
 
 
 def load_slim(name: str, dtype: torch.dtype) -> Target | None:

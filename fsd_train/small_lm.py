@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.errors import DataError, ModelLoadError
-from fsd_infer.models import load_target
 from fsd_infer.target import Target
-from fsd_infer.token_ids import eos_ids, left_pad
+from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
 
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from fsd_infer.head import EagleHead
+from fsd_infer.heads.head import EagleHead
 
 
 def supervised(loss_mask: Tensor, steps: int) -> Tensor:

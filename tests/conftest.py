@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fsd_infer.models import builtin_dir
+from fsd_infer.targets.loading import builtin_dir
 
 settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("steady")  # how busy a machine is says nothing of the code

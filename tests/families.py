@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import Drafter, Target
 from fsd_infer.drafters import DraftRequest, DraftSession
-from fsd_infer.models import attention_for
+from fsd_infer.targets.loading import attention_for
 from fsd_infer.tree import DraftTree, ancestors_of
 
 VOCAB = 97

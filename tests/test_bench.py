@@ -16,10 +16,10 @@ from fsd_infer.bench import Answer, Method, Settings, TimedRun, build_record, ru
 from fsd_infer.bench.partial import PartialFile
 from fsd_infer.bench.record import BenchPrompt, Turn, interval, jsonable
 from fsd_infer.bench.runner import group_prompts, take_turns
-from fsd_infer.cli import main
-from fsd_infer.models import parse_dtype
-from fsd_infer.prompts import encode_chat, read_prompts
-from fsd_infer.report import bench_table, fitted_tables, short_names, table
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.cli.main import main
+from fsd_infer.cli.report import bench_table, fitted_tables, short_names, table
+from fsd_infer.targets.loading import parse_dtype
 from tests.bench_toys import Toy, save_toy
 
 METHODS = ["hf-generate", "hf-lookup:4", "plain", "exact", "fuzzy:js:0.3"]
@@ -227,7 +227,7 @@ def test_limit_needs_no_rows_behind_it(toy: Toy, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from fsd_infer.bench.partial import PartialFile
-from fsd_infer.cli import main
+from fsd_infer.cli.main import main
 
 add = PartialFile.add
 

@@ -29,7 +29,7 @@ from benchmarks.vllm_server import (
 )
 from benchmarks.workplace import Workplace
 from fsd_infer.bench import parse_methods
-from fsd_infer.cli import build_parser
+from fsd_infer.cli.main import build_parser
 from fsd_infer.errors import FsdError
 from tests import openai_server
 

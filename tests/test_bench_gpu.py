@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from benchmarks import gpu
 from fsd_infer.bench.profile import tensor_bytes
 from fsd_infer.drafters import DraftRequest, EagleDrafter, TreeShape
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

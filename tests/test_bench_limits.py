@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import forward_limits
 from fsd_infer import FsdError, Target
-from fsd_infer.cpu import can_pack
-from fsd_infer.fuse import speed_up
+from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.packing import can_pack
 from tests.families import tiny_model
 
 

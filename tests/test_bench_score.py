@@ -15,9 +15,9 @@ from benchmarks.markdown_table import markdown
 from fsd_infer.bench import Answer, TimedRun, build_record
 from fsd_infer.bench.record import BenchPrompt, Turn, mean_interval
 from fsd_infer.bench.score import first_option, last_number, read_references
-from fsd_infer.cli import main
+from fsd_infer.chat.encoding import PromptRow, read_prompts
+from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.prompts import PromptRow, read_prompts
 from tests.bench_toys import Toy, save_toy
 from tests.openai_server import Behaviour, serving
 from tests.text_toys import tiny_tokenizer, write_rows

@@ -16,10 +16,11 @@ from gguf import GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fsd_infer._gguf as gguf_module
-from fsd_infer import builtin
+import fsd_infer.targets.gguf as gguf_module
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.models import load_target
+from fsd_infer.files import cache_dir
+from fsd_infer.targets import builtin
+from fsd_infer.targets.loading import load_target
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*CONTROL, *sorted(ByteLevel.alphabet()), "ĊĊ", "th", "Ġth"]
@@ -341,11 +342,11 @@ def test_missing_pip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_cache_location(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSD_CACHE", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert builtin.cache_dir() == Path("/somewhere")
+    assert cache_dir() == Path("/somewhere")
     monkeypatch.delenv("FSD_CACHE")
-    assert builtin.cache_dir() == Path("/xdg/fsd")
+    assert cache_dir() == Path("/xdg/fsd")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert builtin.cache_dir() == Path.home() / ".cache" / "fsd"
+    assert cache_dir() == Path.home() / ".cache" / "fsd"
 
 
 def test_shipped_drafter_is_none_without_one() -> None:

@@ -14,20 +14,20 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from fsd_infer.checkpoint import load_head
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
+from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.target import Target
-from fsd_train.base_module import DistillationModule
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
+from fsd_train.distillation_module import DistillationModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.lm_module import LMModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.metrics import RuleMetrics, compare
-from fsd_train.module import EagleModule
 from tests.train_toys import make_toys, save_toy_target
 
 RULES = ["exact", "fuzzy:js:0.4"]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from fsd_infer import FuzzyDecoder, quickstart
-from fsd_infer.cli import main
+from fsd_infer import FuzzyDecoder
+from fsd_infer.cli.main import main
+from fsd_infer.cli.report import COLOURS, RESET, show_accepted, token_pieces, use_colour
 from fsd_infer.divergence import DIVERGENCES
-from fsd_infer.drafters import loading
-from fsd_infer.models import parse_dtype
-from fsd_infer.report import COLOURS, RESET, show_accepted, token_pieces, use_colour
 from fsd_infer.rules import RULES, Source
+from fsd_infer.targets.loading import parse_dtype
 from tests.bench_toys import Toy, save_toy
 from tests.text_toys import tiny_tokenizer, write_rows
 
@@ -168,7 +166,7 @@ def test_warmup_takes_drafters_without_a_tree(
     toy: Toy, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("fsd_infer.kernels.kernels", lambda: asked.append(True))
+    monkeypatch.setattr("fsd_infer.cpu.kernels.kernels", lambda: asked.append(True))
     names = drafter.replace("small-lm", str(toy.drafter))
     models = ["--target", str(toy.target), "--dtype", "fp32", "--device", "cpu"]
     status, out, err = call(capsys, "warmup", *models, "--drafter", names)
@@ -252,70 +250,6 @@ def test_malformed_prompt_is_named_by_file_and_line(
     long = write_rows(tmp_path / "long.jsonl", [{"prompt": "the cat " * 200}])
     status, _, err = call(capsys, "bench", "--prompts", str(long), "--methods", "plain", *toy.models)
     assert status == 2 and "long.jsonl:1: the prompt has" in err
-
-
-# quickstart -----------------------------------------------------------------------------------------------------------
-
-
-def test_quickstart_compares_the_methods(
-    toy: Toy, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "data").mkdir()
-    shutil.copy(repo_root / quickstart.PROMPTS, tmp_path / quickstart.PROMPTS)
-    monkeypatch.setattr(quickstart, "TARGET", str(toy.target))
-    monkeypatch.setattr(quickstart, "repository", lambda: tmp_path)
-    monkeypatch.setattr(quickstart, "builtin_dir", lambda name: toy.target)
-    for module in (quickstart, loading):
-        monkeypatch.setattr(module, "shipped_drafter", lambda name: toy.drafter)
-    status, out, err = call(capsys, "quickstart", "--train-seconds", "0", "--prompts", "2", "--max-new-tokens", "4")
-    assert status == 0 and "3/3  decoding 2 prompts" in err
-    assert all(method.split("=")[0] in out for method in quickstart.METHODS)
-    assert "x hf-generate" in out and "x plain" in out and "nats spent" in out
-    record = json.loads((tmp_path / quickstart.OUTPUT / "bench.json").read_text())
-    assert len(record["prompts"]) == 2 and record["settings"]["max_new_tokens"] == 4
-
-
-def test_quickstart_tells_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quickstart, "shipped_drafter", lambda name: None)
-    status, _, err = call(capsys, "quickstart")
-    assert status == 2 and "no trained head for smollm2-135m" in err
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quickstart, "__file__", str(tmp_path / "site-packages" / "fsd_infer" / "quickstart.py"))
-    status, _, err = call(capsys, "quickstart")
-    assert status == 2 and "from the root of a checkout" in err
-
-
-def test_quickstart_prompts_are_a_dozen_of_several_kinds(repo_root: Path) -> None:
-    rows = [json.loads(line) for line in (repo_root / quickstart.PROMPTS).read_text().splitlines()]
-    assert len(rows) == 12 and len({row["prompt"] for row in rows}) == 12
-    assert len({row["category"] for row in rows}) >= 8
-
-
-def test_quickstart_training_overrides_fit_the_recipe(
-    repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    yaml = pytest.importorskip("yaml")
-    from fsd_train.cli import main as train_main
-
-    monkeypatch.chdir(repo_root)
-    with pytest.raises(SystemExit) as stop:
-        train_main([*quickstart.train_command(75)[3:], "--print_config"])
-    assert stop.value.code == 0
-    config = yaml.safe_load(capsys.readouterr().out)
-    assert config["trainer"]["max_time"] == "00:00:01:15"
-    assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
-    assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
-    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET
-
-
-def test_losses_are_read_from_the_log(tmp_path: Path) -> None:
-    folder = tmp_path / "logs" / "version_0"
-    folder.mkdir(parents=True)
-    (folder / "metrics.csv").write_text("step,loss,tokens_per_s\n1,9.5,\n2,,120.0\n3,4.25,\n")
-    assert quickstart.read_losses(tmp_path / "logs") == [9.5, 4.25]
-    assert quickstart.read_losses(tmp_path / "nothing") == []
 
 
 def test_caches_beyond_the_limit_are_refused(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
-from fsd_infer.clock import Clock, DeviceClock, clock_of
+from fsd_infer.device.clock import Clock, DeviceClock, clock_of
 from tests.families import VOCAB, tiny_model, tiny_prompts
 
 

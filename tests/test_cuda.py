@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import fsd_infer.transfer
+import fsd_infer.device.transfer
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.engine import Request, decode
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
 from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 
@@ -120,7 +120,7 @@ def test_a_round_waits_for_the_device_once(
     target = cuda_target("llama")
     drafter = drafter_of(kind, target)
     waits = 0
-    transfer = fsd_infer.transfer.to_host
+    transfer = fsd_infer.device.transfer.to_host
 
     def to_host(*tensors: Tensor) -> Any:
         nonlocal waits
@@ -137,7 +137,7 @@ def test_a_round_waits_for_the_device_once(
         return max(row.target_forwards for row in outcome.stats.rows)
 
     run()  # what happens once may wait
-    monkeypatch.setattr(fsd_infer.transfer, "to_host", to_host)
+    monkeypatch.setattr(fsd_infer.device.transfer, "to_host", to_host)
     torch.cuda.set_sync_debug_mode("error")
     try:
         rounds = run()

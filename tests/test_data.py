@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import DataError
-from fsd_infer.prompts import encode_chat
 from fsd_train.cli import COMMANDS
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate, encode_row, held_out, read_answers

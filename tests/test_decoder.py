@@ -10,13 +10,13 @@ import torch
 
 import fsd_infer
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.checkpoint import save_head
-from fsd_infer.cpu import can_pack, pack_linears
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.cpu.packing import can_pack, pack_linears
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
-from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.models import load_target
-from fsd_infer.prompts import encode_chat, read_prompts
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.targets.loading import load_target
 from tests.families import VOCAB, tiny_model, tiny_prompts
 
 FAST_PROMPTS, SLOW_PROMPTS, NEW_TOKENS = 6, 60, 64

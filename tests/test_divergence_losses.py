@@ -12,8 +12,8 @@ import torch
 
 from fsd_infer.errors import DataError, UnknownNameError
 from fsd_infer.target import Target
+from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LOSSES, build_loss
-from fsd_train.module import EagleModule
 from tests.loss_toys import (
     PLAIN,
     VARIANTS,

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import draft_variants
 from fsd_infer import Target
-from fsd_infer.checkpoint import save_head
-from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.kernels import kernels
+from fsd_infer.cpu.kernels import kernels
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.bench_toys import Toy, save_toy
 
 

@@ -37,9 +37,9 @@ from fsd_infer import (
 from fsd_infer.custom_generate import target_of
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Source
-from fsd_infer.token_ids import left_pad
+from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
 

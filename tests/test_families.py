@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}

@@ -15,15 +15,13 @@ import yaml
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train import features as module
+from fsd_train.cache_features import _arguments, main, recipe_options
 from fsd_train.data import AnswersDataModule
 from fsd_train.features import (
     FeatureStore,
     WithFeatures,
-    _arguments,
     cache_features,
     length_batches,
-    main,
-    recipe_options,
     sequence_key,
 )
 from tests.train_toys import VOCAB, save_toy_target, toy_target, write_answers

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.checkpoint import save_head
-from fsd_infer.cpu import Packed, can_pack, is_replaced, pack_linears, restore
-from fsd_infer.fuse import fuse_layers, speed_up
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.cpu.fused_ops import fuse_layers, speed_up
+from fsd_infer.cpu.packing import Packed, can_pack, is_replaced, pack_linears, restore
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 
 ATTENTION_KNOWN = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "granite"}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.checkpoint import load_head, save_head
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, ModelLoadError
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.checkpoint import load_head, save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.features import FeatureStore, cache_features, sequence_key
 from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
 from tests.test_training import fit, make, toys, whole  # noqa: F401  (fixtures)

@@ -15,12 +15,12 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.checkpoint import save_head
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, merge_trees
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.errors import ModelLoadError, UnknownNameError
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.cache import SlotCache
-from fsd_infer.cli import main
+from fsd_infer.cli.main import main
+from fsd_infer.device.cuda_graphs import SLOTS, Graphs
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError
-from fsd_infer.graphs import SLOTS, Graphs
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=14, do_sample=False)
@@ -180,7 +180,7 @@ def test_memory_is_kept_for_the_next_request_and_no_more_of_it() -> None:
 def test_held_memory_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, _ = recorded("none")
     decoder.generate(tiny_prompts(), **GREEDY)
-    monkeypatch.setattr("fsd_infer.memory.free_bytes", lambda device: 10)
+    monkeypatch.setattr("fsd_infer.device.memory.free_bytes", lambda device: 10)
     decoder.generate(tiny_prompts(), **GREEDY)
     with pytest.raises(CacheMemoryError):
         decoder.generate(tiny_prompts((5, 5, 5, 5, 5)), **GREEDY)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fsd_infer.checkpoint import load_head, save_head
 from fsd_infer.errors import CheckpointError
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.checkpoint import load_head, save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.unroll import at_positions, chain_mask, chain_roots, supervised, unroll
 from tests.train_toys import toy_target
 

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.checkpoint import load_head
 from fsd_infer.drafters import EagleDrafter
+from fsd_infer.heads.checkpoint import load_head
 from fsd_train.callbacks import ExportHead
 from tests.families import reference
 from tests.test_training import make, toys  # noqa: F401  (fixtures)

@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, kernel_layer
-from fsd_infer import kernels as module
-from fsd_infer.checkpoint import save_head
-from fsd_infer.cpu import Packed, can_pack, fp8_panels, fp8_values, is_replaced, restore
+from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.cpu import kernels as module
+from fsd_infer.cpu import layer as kernel_layer
+from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.kernels import MOST_ROWS, PLAIN_DIVERGENCES, Kernels, kernels
+from fsd_infer.cpu.packing import Packed, can_pack, fp8_panels, fp8_values, is_replaced, restore
 from fsd_infer.divergence import divergence
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
-from fsd_infer.fuse import speed_up
-from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.kernels import MOST_ROWS, PLAIN_DIVERGENCES, Kernels, kernels
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
 from tests.test_fuse import logits_through_cache
 
-CAN = can_pack() and module._NEEDED <= module._cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
+CAN = can_pack() and module._NEEDED <= module.cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
 needs_kernels = pytest.mark.skipif(not CAN, reason="needs AVX512-BF16 and a C++ compiler")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
@@ -122,7 +123,7 @@ def test_numbers_of_fp8() -> None:
 @needs_kernels
 @pytest.mark.parametrize("tiles", [True, False])
 def test_fp8_products_with_and_without_amx(tiles: bool) -> None:
-    if tiles and not module._TILES <= module._cpu_flags():
+    if tiles and not module._TILES <= module.cpu_flags():
         pytest.skip("needs AMX")
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     compiled = Kernels(module._compiled(compiler, tiles))
@@ -516,7 +517,7 @@ def test_they_can_be_turned_off(fresh: pytest.MonkeyPatch) -> None:
 
 
 def test_a_processor_that_lacks_instructions(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setattr(module, "_cpu_flags", lambda: {"avx2", "fma"})
+    fresh.setattr(module, "cpu_flags", lambda: {"avx2", "fma"})
     assert kernels() is None
 
 
@@ -524,11 +525,11 @@ def test_a_processor_that_lacks_instructions(fresh: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_decoding_runs_and_says_so(
     compiler: str | None, said: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh.setattr(module, "_cpu_flags", lambda: module._NEEDED)
+    fresh.setattr(module, "cpu_flags", lambda: module._NEEDED)
     fresh.setattr(shutil, "which", lambda name: None)
     if compiler:
         fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.kernels"):
+    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.kernels"):
         assert kernels() is None
     assert said in caplog.text
     model = fitting_model("llama")
@@ -540,8 +541,8 @@ def test_without_a_compiler_decoding_runs_and_says_so(
 def test_a_compiler_that_knows_no_amx(fresh: pytest.MonkeyPatch, tmp_path: Any) -> None:
     if not CAN:
         pytest.skip("needs AVX512-BF16 and a C++ compiler")
-    flags = module._cpu_flags() | {"no such"}
-    fresh.setattr(module, "_cpu_flags", lambda: flags)
+    flags = module.cpu_flags() | {"no such"}
+    fresh.setattr(module, "cpu_flags", lambda: flags)
     fresh.setattr(module, "_TILES", {"no such"})  # asked for by "-mno such", which no compiler knows
     fresh.setenv("FSD_CACHE", str(tmp_path))
     made = kernels()
@@ -553,7 +554,7 @@ def test_source_that_does_not_compile(
 ) -> None:
     if not shutil.which("g++"):
         pytest.skip("needs g++")
-    fresh.setattr(module, "_cpu_flags", lambda: module._NEEDED)
+    fresh.setattr(module, "cpu_flags", lambda: module._NEEDED)
     fresh.setattr(module, "_FLAGS", ["-std=c++17", "-shared", "--no-such-option"])
     fresh.setenv("FSD_CACHE", str(tmp_path))
     assert kernels() is None

@@ -17,10 +17,10 @@ from torch import Tensor
 from fsd_infer.errors import CheckpointError, DataError, UnknownNameError
 from fsd_infer.target import Target
 from fsd_train.data import AnswersDataModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.export import load_module
 from fsd_train.losses import DraftBatch, LMHead, MixLoss, Schedule, build_loss, reference_of
 from fsd_train.losses.adaspec import largest
-from fsd_train.module import EagleModule
 from tests.train_toys import save_toy_target, write_answers
 
 S, N, H, VD = 2, 12, 8, 19

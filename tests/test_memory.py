@@ -12,10 +12,10 @@ import torch
 import fsd_infer
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
 from fsd_infer.cache import SlotCache
+from fsd_infer.device.memory import free_bytes, give_back
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError
-from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.memory import free_bytes, give_back
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
 
 
@@ -46,7 +46,7 @@ def test_what_loading_has_freed_is_given_back(tmp_path: Path, monkeypatch: pytes
     tiny_model("llama").save_pretrained(tmp_path)
     asked = []
     library = SimpleNamespace(malloc_trim=asked.append)
-    monkeypatch.setattr("fsd_infer.memory.ctypes", SimpleNamespace(CDLL=lambda name: library))
+    monkeypatch.setattr("fsd_infer.device.memory.ctypes", SimpleNamespace(CDLL=lambda name: library))
     decoder = FuzzyDecoder.from_pretrained(str(tmp_path), "none", dtype=torch.float32, device="cpu")
     assert asked == [0]
     decoder.load_drafter("lookup")
@@ -88,17 +88,17 @@ def test_too_large_a_request_is_refused_before_it_is_allocated(
     hook = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter, max_cache_bytes=10)
     with pytest.raises(CacheMemoryError, match="smaller batch.* smaller max_new_tokens"):
         target.model.generate(torch.tensor([[1, 2]]), **hook, **options)
-    monkeypatch.setattr("fsd_infer.memory.free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr("fsd_infer.device.memory.free_bytes", lambda device: needed - 1)
     with pytest.raises(CacheMemoryError, match=rf"{needed} bytes .* {needed - 1} bytes .* free on cpu"):
         decoder.generate(tiny_prompts(), **options)
     assert not caches
-    monkeypatch.setattr("fsd_infer.memory.free_bytes", lambda device: None)
+    monkeypatch.setattr("fsd_infer.device.memory.free_bytes", lambda device: None)
     assert decoder.generate(tiny_prompts(), **options).sequences == found.sequences
 
 
 def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo = "MemTotal:  900 kB\nMemAvailable:     700 kB\n"
-    monkeypatch.setattr("fsd_infer.memory.Path", lambda path: SimpleNamespace(read_text=lambda: meminfo))
+    monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: SimpleNamespace(read_text=lambda: meminfo))
     assert free_bytes(torch.device("cpu")) == 700 * 1024
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
@@ -109,7 +109,7 @@ def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr("fsd_infer.memory.Path", lambda path: SimpleNamespace(read_text=missing))
+    monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: SimpleNamespace(read_text=missing))
     assert free_bytes(torch.device("cpu")) is None
 
 

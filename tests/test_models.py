@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from fsd_infer import models
 from fsd_infer.errors import CheckpointError, ModelLoadError, UnknownNameError
+from fsd_infer.targets import loading as models
 
 
 def tiny_llama() -> LlamaForCausalLM:

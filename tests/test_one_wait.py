@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fsd_infer.transfer
+import fsd_infer.device.transfer
 from fsd_infer.drafters import (
     Drafter,
     EagleDrafter,
@@ -25,7 +25,7 @@ from fsd_infer.drafters import (
     TreeShape,
 )
 from fsd_infer.engine import Request, decode
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.target import Target
 
@@ -60,7 +60,7 @@ class NoBlockingCopies(TorchDispatchMode):
         # a number in a tensor of no dimensions is an argument of a launch
         crosses = any(x.device.type == "cpu" and x.dim() for x in tensors) and any(x.device == DEVICE for x in tensors)
         if crosses and not self._waits_not(func, args, kwargs or {}):
-            raise AssertionError(f"{func} copies from the CPU and waits for the device: use fsd_infer.transfer.")
+            raise AssertionError(f"{func} copies from the CPU and waits for the device: use fsd_infer.device.transfer.")
         return out
 
     @staticmethod
@@ -132,7 +132,7 @@ def test_a_round_waits_for_the_device_as_often_as_is_stated(
     rule: str, kind: str, greedy: bool, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, drafting = target(), drafter(kind)
-    monkeypatch.setattr(fsd_infer.transfer, "to_host", transfers := Transfers(kind.startswith("lm")))
+    monkeypatch.setattr(fsd_infer.device.transfer, "to_host", transfers := Transfers(kind.startswith("lm")))
     monkeypatch.setattr(torch, "tensor", made_here)
     prompts = [[1, 2, 3, 1, 2], [1, 2, 3], [2, 1]][:batch]
     request = Request(prompts, max_new_tokens=NEW, greedy=greedy)
@@ -163,7 +163,7 @@ def test_recorded_forwards_wait_no_more(kind: str, monkeypatch: pytest.MonkeyPat
     if isinstance(drafting, LMDrafter):
         monkeypatch.setattr(drafting.model, "graphs", None)
     drafting.use_graphs(record)
-    monkeypatch.setattr(fsd_infer.transfer, "to_host", transfers := Transfers(kind == "lm"))
+    monkeypatch.setattr(fsd_infer.device.transfer, "to_host", transfers := Transfers(kind == "lm"))
     monkeypatch.setattr(torch, "tensor", made_here)
     with NoBlockingCopies():
         outcome = decode(reader, drafting, parse_rule("fuzzy:js:0.3"), Request([[1, 2, 3], [2, 1]], max_new_tokens=12))
@@ -174,6 +174,6 @@ def test_recorded_forwards_wait_no_more(kind: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("moved", [lambda x: x.to(DEVICE), lambda x: torch.empty(3, device=DEVICE).copy_(x)])
 def test_a_copy_that_waits_is_refused(moved: Any) -> None:
     with NoBlockingCopies():
-        fsd_infer.transfer.to_device(torch.zeros(3), DEVICE)
+        fsd_infer.device.transfer.to_device(torch.zeros(3), DEVICE)
         with pytest.raises(AssertionError, match="waits for the device"):
             moved(torch.zeros(3))

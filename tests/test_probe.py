@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import compile_trial
 from fsd_infer import Target
-from fsd_infer.probe import Probe
+from fsd_infer.tuning.probe import Probe
 from tests.families import VOCAB, tiny_model
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts, row_messages
 from fsd_infer.errors import DataError
-from fsd_infer.prompts import encode_chat, encode_conversation, end_of_turn, read_prompts, row_messages
 from tests.text_toys import CHATML, FORGETFUL, OTHERWISE, THINKING, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target
-from fsd_infer.checkpoint import load_head, save_head
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.checkpoint import load_head, save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree
 from tests.families import tiny_model, tiny_prompts
 from tests.train_toys import toy_target

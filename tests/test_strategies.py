@@ -20,18 +20,18 @@ from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsd_infer.checkpoint import load_head
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.head import EagleHead
+from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
-from fsd_train.base_module import DistillationModule
 from fsd_train.callbacks import DecodedTau
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
+from fsd_train.distillation_module import DistillationModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.export import load_module
-from fsd_train.module import EagleModule
 from fsd_train.strategies import ShardedStrategy, named_strategy, whole_head
 from tests.text_toys import write_rows
 from tests.train_toys import VOCAB, save_toy_target

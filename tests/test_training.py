@@ -20,15 +20,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.imports import RequirementCache
 
-from fsd_infer.checkpoint import load_head
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.export import export_main, load_module
-from fsd_train.module import EagleModule
 from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
@@ -271,7 +271,7 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    monkeypatch.setattr("fsd_train.base_module.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("fsd_train.distillation_module.time.monotonic", lambda: float(next(clock)))
     _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import rowfiles
-from fsd_infer.conversations import row_conversation, row_messages
+from fsd_infer.chat import rows as rowfiles
+from fsd_infer.chat.conversations import row_conversation, row_messages
+from fsd_infer.chat.encoding import encode_conversation, read_prompts
+from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
-from fsd_infer.prompts import encode_conversation, read_prompts
-from fsd_infer.rowfiles import read_rows
 from fsd_train.data import encode_row, read_answers
 from fsd_train.sampler import TokenBudgetSampler
 from tests.text_toys import CHATML, tiny_tokenizer, write_rows

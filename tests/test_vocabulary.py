@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-import fsd_train.module
+import fsd_train.eagle_module
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.vocabulary import NEVER, ContextVocabulary
-from fsd_infer.head import EagleConfig, EagleHead
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
+from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LMHead
-from fsd_train.module import EagleModule
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 from tests.train_toys import make_toys
 
@@ -140,7 +140,7 @@ def test_training_drafts_the_prompts_ids_too(toys: Path) -> None:
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
     module_, _ = made(toys, context_ids=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsd_train.module, "_CONTEXT_BLOCK", len(new) + 1)
+        patch.setattr(fsd_train.eagle_module, "_CONTEXT_BLOCK", len(new) + 1)
         blocked = module_.draft(batch, 1)
     assert blocked is not None and blocked.head.ids is not None
     assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]

@@ -3,7 +3,8 @@
 Methods take turns prompt by prompt, so that whatever else the machine does hits all of them alike; speeds are compared
 pair by pair on the same prompt::
 
-    from fsd_infer import bench, report
+    from fsd_infer import bench
+    from fsd_infer.cli import report
 
     record = bench.run(
         "prompts.jsonl",

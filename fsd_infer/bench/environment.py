@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from fsd_infer.kernels import kernels, processor
+from fsd_infer.cpu.kernels import kernels
+from fsd_infer.device.cpuinfo import processor
 
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
-from fsd_infer.token_ids import eos_ids, left_pad, pad_id
+from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 
 
 class _Rounds(BaseStreamer):

@@ -30,9 +30,9 @@ from fsd_infer.bench.hf import GenerateMethod
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.server import Server, ServerMethod
 from fsd_infer.errors import FsdError, UnknownNameError
-from fsd_infer.models import load_target
 from fsd_infer.registry import Registry
 from fsd_infer.rules import RULES, parse_rule
+from fsd_infer.targets.loading import load_target
 
 __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 

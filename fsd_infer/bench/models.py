@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.models import load_target, parse_dtype, resolve_target
 from fsd_infer.target import Target
+from fsd_infer.targets.loading import load_target, parse_dtype, resolve_target
 
 
 @dataclass

@@ -34,15 +34,15 @@ from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import packed_in
+from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.packing import packed_in
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import LookupDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import write_json
-from fsd_infer.fuse import speed_up
-from fsd_infer.probe import Probe
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
+from fsd_infer.tuning.probe import Probe
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT = 128  # tokens that the measured forwards attend to

@@ -20,11 +20,11 @@ from fsd_infer.bench.partial import PartialFile
 from fsd_infer.bench.record import BenchPrompt, Turn, build_record, choose_baselines, jsonable
 from fsd_infer.bench.score import AUTO, Reference, check_score, read_references
 from fsd_infer.bench.server import ServerError
+from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
-from fsd_infer.models import parse_dtype
-from fsd_infer.prompts import PromptRow, encode_chat, read_prompts
 from fsd_infer.target import Target
+from fsd_infer.targets.loading import parse_dtype
 
 WARMUP_TOKENS = 16
 

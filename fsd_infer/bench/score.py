@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
+from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.prompts import PromptRow
 
 AUTO = "auto"
 NONE = "none"

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.device.cuda_graphs import Recorder
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
-from fsd_infer.graphs import Recorder
 from fsd_infer.registry import Registry
-from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree
 
 T = TypeVar("T")

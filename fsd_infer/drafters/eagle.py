@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.checkpoint import is_public, load_head
-from fsd_infer.cpu import packed_in
+from fsd_infer.cpu.kernels import likeliest
+from fsd_infer.cpu.packing import packed_in
+from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
+from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import (
     DRAFTERS,
     Drafter,
@@ -35,11 +37,9 @@ from fsd_infer.drafters.base import (
 )
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
-from fsd_infer.graphs import Graphs, Recorder, new_cache, slots_taken
-from fsd_infer.head import EagleHead
-from fsd_infer.kernels import likeliest
+from fsd_infer.heads.checkpoint import is_public, load_head
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
-from fsd_infer.transfer import to_device
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
 
 

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fsd_infer.device.cuda_graphs import Recorder
+from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import (
     DRAFTERS,
     Drafter,
@@ -23,10 +25,8 @@ from fsd_infer.drafters.base import (
 )
 from fsd_infer.drafters.eagle import TreeShape
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
-from fsd_infer.graphs import Recorder
-from fsd_infer.models import check_safetensors, load_target
 from fsd_infer.target import Target
-from fsd_infer.transfer import to_device
+from fsd_infer.targets.loading import check_safetensors, load_target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 # (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsd_infer.checkpoint import is_head
 from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
 from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
@@ -12,8 +11,9 @@ from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
 from fsd_infer.drafters.lookup import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.errors import ModelLoadError, UnknownNameError
-from fsd_infer.models import shipped_drafter
+from fsd_infer.heads.checkpoint import is_head
 from fsd_infer.target import Target
+from fsd_infer.targets.loading import shipped_drafter
 
 # drafters without a model, which can also be grafted onto another's tree
 FREE: dict[str, type[LookupDrafter] | type[RecycleDrafter]] = {

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.cpu.kernels import kernels, likeliest
+from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.errors import FsdError
-from fsd_infer.kernels import kernels, likeliest
-from fsd_infer.transfer import lists
 from fsd_infer.tree import DraftTree, TreeRow, at_nodes
 
 BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.target import Target
-from fsd_infer.transfer import to_device
 
 NEVER = -1e4  # a logit that underflows to q = 0 in every float type; -inf would make NaN of 0·log 0
 

@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsd_infer.cpu.kernels import kernels
+from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.kernels import kernels
 from fsd_infer.rules.base import Verification
-from fsd_infer.transfer import wide
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

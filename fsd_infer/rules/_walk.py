@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.device.transfer import lists
 from fsd_infer.errors import FsdError
 from fsd_infer.rules._contexts import Contexts, Decision, Evidence, refuse
 from fsd_infer.rules.base import Source, Verdict, Verification
-from fsd_infer.transfer import lists
 
 Decide = Callable[[Contexts], Decision]
 Gate = Callable[[Contexts], Tensor]

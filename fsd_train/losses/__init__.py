@@ -7,14 +7,14 @@ in the recipe mixes several: :class:`fsd_train.losses.mix.MixLoss`.
 from __future__ import annotations
 
 from fsd_train.losses.adaspec import AdaSpecLoss
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, build_loss, reference_of
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, reference_of
 from fsd_train.losses.divergences import DivergenceLoss
 from fsd_train.losses.eagle import EagleLoss, soft_cross_entropy
 from fsd_train.losses.fsd import FSDLoss
 from fsd_train.losses.js import JSLoss
 from fsd_train.losses.kl import KLLoss
 from fsd_train.losses.lk import LKLoss
-from fsd_train.losses.mix import MixLoss
+from fsd_train.losses.mix import MixLoss, build_loss
 from fsd_train.losses.reverse_kl import ReverseKLLoss
 from fsd_train.losses.schedule import Schedule
 from fsd_train.losses.tv import TVLoss

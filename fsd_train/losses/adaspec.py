@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, build_loss, reference_of, weighted_mean
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, reference_of, weighted_mean
+from fsd_train.losses.mix import build_loss
 from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows
 from fsd_train.losses.schedule import Schedule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -130,24 +130,13 @@ class Loss(Protocol):
 LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
 
 
-def build_loss(name: str | Sequence[Mapping[str, Any]], args: dict[str, Any] | None = None) -> Loss:
-    """The loss called ``name``, or a mix of several.
-
-    Args:
-        name: a registered name, or a list of mappings ``{name, weight, args}``: see
-            :class:`fsd_train.losses.mix.MixLoss`.
-        args: arguments of the one loss; those of a list stand in the list.
+def make_loss(name: str, args: Mapping[str, Any] | None = None) -> Loss:
+    """The loss registered as ``name``, made with ``args``.
 
     Raises:
         UnknownNameError: no loss has that name.
-        DataError: an argument that the loss does not take, or a malformed list.
+        DataError: an argument that the loss does not take, or one that it needs and did not get.
     """
-    if not isinstance(name, str):
-        from fsd_train.losses.mix import MixLoss  # it builds its parts by this function
-
-        if args:
-            raise DataError("loss_args belongs to a single loss; with a list of losses write args into its entries.")
-        return MixLoss(name)
     kind = LOSSES.get(name)
     known = inspect.signature(kind).parameters
     unknown = sorted(set(args or {}) - set(known))

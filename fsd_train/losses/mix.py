@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import DraftBatch, Loss, LossOutput, build_loss, reference_of
+from fsd_train.losses.base import DraftBatch, Loss, LossOutput, make_loss, reference_of
 from fsd_train.losses.schedule import Schedule
 
 
@@ -48,7 +48,7 @@ class MixLoss:
             name, weight, args = _entry(entry, number)
             seen[name] += 1
             label = name if seen[name] == 1 else f"{name}_{seen[name]}"
-            self.parts.append(Part(label, build_loss(name, args), weight))
+            self.parts.append(Part(label, make_loss(name, args), weight))
         for progress, step, when in ((0.0, 0.0, "beginning"), (1.0, torch.inf, "end")):
             if not any(part.weight.at(progress, step) for part in self.parts):
                 raise DataError(f"loss: all weights are 0 at the {when} of the run; leave one above 0.")
@@ -78,6 +78,24 @@ class MixLoss:
                 f"loss: all weights are 0 when {batch.progress:.0%} of the run have passed; let the schedules overlap."
             )
         return LossOutput(total, parts, agreement)
+
+
+def build_loss(name: str | Sequence[Mapping[str, Any]], args: dict[str, Any] | None = None) -> Loss:
+    """The loss of a recipe: one registered loss, or a mix of several.
+
+    Args:
+        name: a registered name, or a list of mappings ``{name, weight, args}``: see :class:`MixLoss`.
+        args: arguments of the one loss; those of a list stand in the list.
+
+    Raises:
+        UnknownNameError: no loss has that name.
+        DataError: an argument that a loss does not take, or a malformed list.
+    """
+    if isinstance(name, str):
+        return make_loss(name, args)
+    if args:
+        raise DataError("loss_args belongs to a single loss; with a list of losses write args into its entries.")
+    return MixLoss(name)
 
 
 def _entry(entry: Any, number: int) -> tuple[str, Schedule, dict[str, Any]]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from fsd_infer.conversations import Message, check_messages, row_messages
+from fsd_infer.chat.conversations import Message, check_messages, row_messages
+from fsd_infer.chat.rows import read_jsonl, read_rows
 from fsd_infer.errors import DataError
-from fsd_infer.rowfiles import read_jsonl, read_rows
 
 __all__ = [  # with the readers that belong to it, which have modules of their own
     "Message",
@@ -63,7 +63,7 @@ def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
 
 
 def read_prompts(path: str | Path) -> Iterator[PromptRow]:
-    """Yields every prompt of a data file or directory, see :func:`fsd_infer.rowfiles.read_rows`.
+    """Yields every prompt of a data file or directory, see :func:`fsd_infer.chat.rows.read_rows`.
 
     Raises DataError (with file and line or row) on a malformed row.
     """

@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fsd_infer.builtin import BUILTIN_TARGETS, builtin_dir, is_builtin, shipped_drafter
 from fsd_infer.errors import CheckpointError, ModelLoadError, UnknownNameError
+from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_dir, is_builtin, shipped_drafter
 
 __all__ = [
     "BUILTIN_TARGETS",

@@ -1,10 +1,11 @@
-"""`fsd-infer quickstart`: one command from nothing to a comparison of plain, exact and fuzzy decoding.
+"""`fsd-train quickstart`: one command from nothing to a comparison of plain, exact and fuzzy decoding.
 
-Training runs as a process of its own: this package does not need what training needs.
+Training runs as a process of its own, as a user would start it, so that nothing it loads is timed with decoding.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.util
 import json
@@ -12,10 +13,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from fsd_infer.cli.main import positive
 from fsd_infer.errors import FsdError
-from fsd_infer.models import builtin_dir, shipped_drafter
+from fsd_infer.targets.loading import builtin_dir, shipped_drafter
 
 TARGET = "smollm2-135m"
 METHODS = (
@@ -56,7 +59,8 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     else:
         _say("2/3  training left out")
     _say(f"3/3  decoding {prompts} prompts with the shipped head, methods taking turns on every prompt")
-    from fsd_infer import bench, report
+    from fsd_infer import bench
+    from fsd_infer.cli import report
 
     path = root / OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
@@ -67,6 +71,20 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     print(report.bench_table(record))
     print(f"\nNext: {NEXT}")
     _say(f"record: {OUTPUT / 'bench.json'}; {time.perf_counter() - start:.0f} s in all")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train quickstart`."""
+    parser = argparse.ArgumentParser(
+        prog="fsd-train quickstart",
+        description="Fetch the built-in model, train a head for a minute, decode with the shipped head and compare.",
+    )
+    parser.add_argument("--train-seconds", type=int, default=60, metavar="S", help="0: do not train (%(default)s)")
+    parser.add_argument("--prompts", type=positive, default=12, metavar="N", help="how many to decode (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="(%(default)s)")
+    args = parser.parse_args(argv)
+    run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
+    return 0
 
 
 def repository() -> Path:

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsd_infer.builtin import cache_dir
+from fsd_infer.device.cpuinfo import cpu_flags
+from fsd_infer.files import cache_dir
 
 PLAIN_DIVERGENCES = ("kl", "reverse_kl", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
 _FEW_NUMBERS = 2**18  # are looked through by one thread before a second one is awake
@@ -206,14 +207,14 @@ class Kernels:
 @cache
 def kernels() -> Kernels | None:
     """The kernels, compiled where they have not been; None where they cannot be had (the log says why)."""
-    if os.environ.get("FSD_KERNELS") == "0" or not _NEEDED <= _cpu_flags():
+    if os.environ.get("FSD_KERNELS") == "0" or not _NEEDED <= cpu_flags():
         return None
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         logger.warning("no C++ compiler: decoding runs without our CPU kernels, slower. Install g++ to have them.")
         return None
     reason = ""
-    for tiles in (True, False) if _TILES <= _cpu_flags() else (False,):  # an old compiler or system may know no AMX
+    for tiles in (True, False) if _TILES <= cpu_flags() else (False,):  # an old compiler or system may know no AMX
         try:
             return Kernels(_compiled(compiler, tiles))
         except (OSError, subprocess.SubprocessError) as error:
@@ -279,16 +280,3 @@ def _compiled(compiler: str, tiles: bool) -> Path:
 def _reason(error: Exception) -> str:
     output = getattr(error, "stderr", None)
     return output.decode(errors="replace").strip().splitlines()[0] if output else str(error)
-
-
-def processor(field: str) -> str:
-    """A field of the processor's description, as the system tells it; "" outside of Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
-
-
-def _cpu_flags() -> set[str]:
-    return set(processor("flags").split())

@@ -30,8 +30,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.errors import FsdError
-from fsd_infer.prompts import read_prompts
 
 Length = Callable[[str], int]
 

@@ -1,7 +1,7 @@
 """CPU speed without touching modelling code: bf16 linear layers with weights in oneDNN's own layout.
 
 An unpacked bf16 weight is reordered in every call; packed once, a linear layer over a few tokens takes half the time.
-:func:`speed_up` does this and :mod:`fsd_infer.fuse`'s replacements; :func:`restore` undoes both.
+:func:`speed_up` does this and :mod:`fsd_infer.cpu.fused_ops`'s replacements; :func:`restore` undoes both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fsd_infer.kernels import MOST_ROWS, Weight, kernels, panels_of
+from fsd_infer.cpu.kernels import MOST_ROWS, Weight, kernels, panels_of
 
 _Made = TypeVar("_Made")
 
@@ -101,7 +101,7 @@ class Packed(Replacement):
 
         A sign, three bits of exponent, four of the mantissa: a number is off by 1/33 of itself at most, or, where it is
         small, by 1/248 of the largest of its output's. For drafters: what they draft changes no law of `exact`. Where
-        our kernels cannot read the weight it stays as it is. Call :func:`fsd_infer.fuse.quantize_packed`, which tells
+        our kernels cannot read the weight it stays as it is. Call :func:`.fused_ops.quantize_packed`, which informs
         layers that hold the address.
         """
         if self.panels is None or self.kernels is None or self.scales is not None:

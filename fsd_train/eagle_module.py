@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.checkpoint import load_head, save_head
+from fsd_infer.chat.encoding import special_ids
 from fsd_infer.errors import DataError
-from fsd_infer.head import EagleConfig, EagleHead
-from fsd_infer.prompts import special_ids
+from fsd_infer.heads.checkpoint import load_head, save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.target import Target
-from fsd_train.base_module import DistillationModule
+from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import DraftBatch, LMHead, reference_of
 from fsd_train.unroll import at_positions, chain_roots, unroll
 from fsd_train.vocabulary import choose_draft_ids
@@ -30,7 +30,7 @@ class EagleModule(DistillationModule):
 
     Args:
         target: built-in name, directory or hub id.
-        head: options of :class:`fsd_infer.head.EagleConfig` (final_norm, feature_scale, num_layers, fused_layers ...),
+        head: options of :class:`.heads.head.EagleConfig` (final_norm, feature_scale, num_layers, fused_layers ...),
             and ``layer``.
         initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
         initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
@@ -274,7 +274,7 @@ class EagleModule(DistillationModule):
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write the head where :func:`fsd_infer.checkpoint.load_head` finds it."""
+        """Write the head where :func:`fsd_infer.heads.checkpoint.load_head` finds it."""
         record = {
             "steps": int(self.global_step) if self._trainer is not None else None,
             "hyperparameters": {k: v for k, v in self.hparams.items() if _is_plain(v)},

@@ -1,4 +1,4 @@
-"""The commands of `fsd-infer`: generate, bench, warmup, quickstart, rules, fetch. Each takes its parsed options.
+"""The commands of `fsd-infer`: generate, bench, warmup, rules, fetch. Each takes its parsed options.
 
 Modules are imported where they are used, so that a command loads only what it needs.
 """
@@ -20,10 +20,10 @@ from fsd_infer.errors import DataError, FsdError
 
 def generate(args: argparse.Namespace) -> int:
     """`fsd-infer generate`."""
-    from fsd_infer import report
+    from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.models import parse_dtype
     from fsd_infer.rules import Source
+    from fsd_infer.targets.loading import parse_dtype
 
     rule = chosen_rule(args)
     options = request_options(args)
@@ -114,8 +114,8 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def parse_tree(text: str | None) -> Any:
     """ "5,6,16" or "5,6,16,0.3" -> TreeShape(depth=5, width=6, nodes=16, stop_below=0.3); "auto" and None stay."""
-    from fsd_infer.calibrate import AUTO
     from fsd_infer.drafters import TreeShape
+    from fsd_infer.tuning.autotune import AUTO
 
     if text is None or text == AUTO:
         return text
@@ -145,7 +145,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 def bench(args: argparse.Namespace) -> int:
     """`fsd-infer bench`."""
     import fsd_infer.bench
-    from fsd_infer.report import bench_table
+    from fsd_infer.cli.report import bench_table
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
@@ -188,14 +188,14 @@ def _words(text: str) -> list[str]:
 
 def warmup(args: argparse.Namespace) -> int:
     """`fsd-infer warmup`: what a first request would wait for, with the seconds of each part."""
-    from fsd_infer.calibrate import AUTO, head_of
-    from fsd_infer.clock import Clock
+    from fsd_infer.cpu.fused_ops import speed_up
+    from fsd_infer.cpu.kernels import kernels
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
-    from fsd_infer.fuse import speed_up
-    from fsd_infer.kernels import kernels
-    from fsd_infer.models import parse_dtype
     from fsd_infer.target import Target
+    from fsd_infer.targets.loading import parse_dtype
+    from fsd_infer.tuning.autotune import AUTO, head_of
 
     if parse_tree(args.tree) not in (None, AUTO):
         raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")
@@ -231,20 +231,12 @@ def warmup(args: argparse.Namespace) -> int:
     return 0
 
 
-def quickstart(args: argparse.Namespace) -> int:
-    """`fsd-infer quickstart`."""
-    from fsd_infer.quickstart import run_quickstart
-
-    run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
-    return 0
-
-
 def rules(args: argparse.Namespace) -> int:
     """`fsd-infer rules`."""
     from fsd_infer.divergence import DIVERGENCES
     from fsd_infer.drafters import DRAFTERS
-    from fsd_infer.models import BUILTIN_TARGETS, shipped_drafter
     from fsd_infer.rules import RULES
+    from fsd_infer.targets.loading import BUILTIN_TARGETS, shipped_drafter
 
     rows = []
     for name in RULES:
@@ -290,7 +282,7 @@ def _listing(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 def fetch(args: argparse.Namespace) -> int:
     """`fsd-infer fetch`."""
-    from fsd_infer.models import builtin_dir
+    from fsd_infer.targets.loading import builtin_dir
 
     print(builtin_dir(args.name))
     return 0

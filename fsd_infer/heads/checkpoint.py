@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.files import read_json
-from fsd_infer.head import EagleConfig, EagleHead, layer_of
+from fsd_infer.heads.head import EagleConfig, EagleHead, layer_of
 
 if TYPE_CHECKING:
     from fsd_infer.target import Target

@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama kind in one call of :mod:`fsd_infer.kernels`, for forwards of few tokens in bf16."""
+"""A decoder layer of the Llama kind in one call of :mod:`fsd_infer.cpu.kernels`, for forwards of few tokens in bf16."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import OncePerForward, Packed
-from fsd_infer.kernels import MOST_ROWS, Forward, Kernels, Layer, kernels
+from fsd_infer.cpu.kernels import MOST_ROWS, Forward, Kernels, Layer, kernels
+from fsd_infer.cpu.packing import OncePerForward, Packed
 
 # Slots attended to by many tokens, as of a prompt, by the kernels' panels (32: with AMX): above, torch is faster.
 MOST_SLOTS = {64: 512, 32: 2048}
@@ -88,8 +88,8 @@ class KernelLayer:
         """The layer of these parts, or None where the kernels are not to be had or do not know such a layer.
 
         Args:
-            attention: a :class:`fsd_infer.fuse.FusedAttention`.
-            mlp: a :class:`fsd_infer.fuse.FusedMLP`, else None is returned. Packed weights of both are used.
+            attention: a :class:`fsd_infer.cpu.fused_ops.FusedAttention`.
+            mlp: a :class:`fsd_infer.cpu.fused_ops.FusedMLP`, else None is returned. Packed weights of both are used.
             norms: before attention and before the MLP.
             once: shared by the layers of one model.
             before: the layer before it.

@@ -59,7 +59,7 @@ class DistillationModule(LightningModule, ABC):
 
     A subclass saves its hyperparameters after this ``__init__``. Read here are ``target``, ``unroll_steps``,
     ``step_decay``, ``optimizer``, ``lr``, ``weight_decay``, ``betas``, ``warmup_steps``, ``final_lr``, ``time_limit``,
-    ``ema_decay``, ``eval_steps`` and ``seed``, with the meaning that :class:`fsd_train.module.EagleModule` gives them.
+    ``ema_decay``, ``eval_steps`` and ``seed``, with the meaning that :class:`.EagleModule` gives them.
 
     Attributes:
         head: the drafter in training; it has ``draft_ids``, the target's ids [Vd] that it drafts over, or None for all.

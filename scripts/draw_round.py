@@ -1,4 +1,4 @@
-"""Draws docs/figures/round.png: one round of decoding. Run: python docs/figures/draw_round.py (needs matplotlib)."""
+"""Draws docs/figures/round.png: one round of decoding. Run: python scripts/draw_round.py (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def main() -> None:
                 color=INK,
             )
         )
-    figure.savefig(Path(__file__).with_name("round.png"), bbox_inches="tight", facecolor="white")
+    figure.savefig(
+        Path(__file__).parent.parent / "docs" / "figures" / "round.png", bbox_inches="tight", facecolor="white"
+    )
 
 
 if __name__ == "__main__":

@@ -40,18 +40,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.builtin import cache_dir
-from fsd_infer.cpu import is_replaced
+from fsd_infer.cpu.kernels import kernels
+from fsd_infer.cpu.packing import is_replaced
+from fsd_infer.device.cpuinfo import processor
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession, of_device
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.kernels import kernels, processor
-from fsd_infer.probe import Probe
+from fsd_infer.files import cache_dir
 from fsd_infer.rules import Exact, Verification
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
+from fsd_infer.tuning.probe import Probe
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`fsd-infer`: its command line. What the commands do: :mod:`fsd_infer.commands`."""
+"""`fsd-infer`: its command line. What the commands do: :mod:`fsd_infer.cli.commands`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from fsd_infer import commands
+from fsd_infer.cli import commands
 from fsd_infer.errors import FsdError
 
 
@@ -59,7 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", _generate_options, "answer one prompt"),
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
         ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
-        ("quickstart", _quickstart_options, "fetch the built-in model, train for a minute, decode and compare"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
     ):
@@ -168,13 +167,6 @@ def _warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.warmup)
     _model_options(parser)
     parser.add_argument("--refresh", action="store_true", help="measure again what was measured before")
-
-
-def _quickstart_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.quickstart)
-    parser.add_argument("--train-seconds", type=int, default=60, metavar="S", help="0: do not train (%(default)s)")
-    parser.add_argument("--prompts", type=positive, default=12, metavar="N", help="how many to decode (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="(%(default)s)")
 
 
 def _rules_options(parser: argparse.ArgumentParser) -> None:

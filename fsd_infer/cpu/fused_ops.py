@@ -11,7 +11,7 @@ known; a module of any other kind keeps its own, so every family works and the u
   side as further queries, whose mask is made once per forward;
 * rotary embedding: cosines and sines looked up by position instead of computed;
 * decoder layer: its parts called directly, or, in bf16 over few tokens, one call of our own kernels
-  (:mod:`fsd_infer.kernel_layer`).
+  (:mod:`fsd_infer.cpu.layer`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu import (
+from fsd_infer.cpu.layer import KernelLayer
+from fsd_infer.cpu.packing import (
     OncePerForward,
     Packed,
     Replacement,
@@ -38,7 +39,6 @@ from fsd_infer.cpu import (
     share_embedding,
     through,
 )
-from fsd_infer.kernel_layer import KernelLayer
 
 # Families whose modules compute what the replacements compute, by the prefix of transformers' class names.
 _NORMS = ("Granite", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -50,11 +50,11 @@ _ATTENTIONS = ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen
 
 
 def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -> None:
-    """:func:`fuse_layers` and :func:`fsd_infer.cpu.pack_linears` on a CPU; nothing elsewhere.
+    """:func:`fuse_layers` and :func:`pack_linears` on a CPU; nothing elsewhere.
 
     With ``release`` the plain weights of packed layers are let go, layer by layer, so that memory holds them once
-    (:func:`fsd_infer.cpu.releasable` and :func:`fsd_infer.cpu.share_embedding` say which). ``state_dict`` lacks their
-    values until :func:`fsd_infer.cpu.restore`. With ``quantize`` packed weights become fp8 (:meth:`Packed.quantize`).
+    (:func:`releasable` and :func:`share_embedding` say which). ``state_dict`` lacks their
+    values until :func:`restore`. With ``quantize`` packed weights become fp8 (:meth:`Packed.quantize`).
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         layers = releasable(module) if release else ()
@@ -83,7 +83,7 @@ def fuse_layers(module: nn.Module, release: Collection[nn.Module] = ()) -> int:
 
     Weights stay where they are (tied weights and ``state_dict`` are untouched) but those of packed layers in
     ``release``, which are let go. Results agree with the plain modules' within rounding.
-    :func:`fsd_infer.cpu.restore` undoes it.
+    :func:`restore` undoes it.
     """
     once, kernel_once = OncePerForward(), OncePerForward()
     count = 0

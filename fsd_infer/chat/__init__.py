@@ -1,0 +1,1 @@
+"""Conversations, prompts and data rows, up to token ids."""

@@ -1,0 +1,1 @@
+"""The `fsd-infer` command."""

@@ -1,0 +1,1 @@
+"""Devices: CUDA graphs, clocks, memory and transfers."""

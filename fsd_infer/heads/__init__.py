@@ -1,0 +1,1 @@
+"""Draft heads: the module and its checkpoint format."""

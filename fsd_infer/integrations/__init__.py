@@ -1,0 +1,1 @@
+"""Other systems: servers, harnesses, engines."""

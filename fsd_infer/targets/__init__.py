@@ -1,0 +1,1 @@
+"""Loading targets: built-in ones, directories, hub ids."""
