@@ -4,7 +4,7 @@ An instruction-tuned model that is given its chat template up to the point where
 plausible request, close to what it was tuned on (the Magpie method, Xu et al. 2024, arXiv 2406.08464). A drafter
 needs answers to requests of many kinds, and these cost nothing but a few tokens each. No benchmark is read.
 
-  python scripts/draw_prompts.py --tokenizer DIR --endpoint http://127.0.0.1:8000 --model NAME --count 3000 --output FILE
+  python scripts/draw_prompts.py --tokenizer DIR --endpoint http://127.0.0.1:8000 --model NAME --count 3000 --output F
 """
 
 from __future__ import annotations
