@@ -1,14 +1,31 @@
 """Exact and fuzzy speculative decoding on token trees for any transformers causal LM."""
 
-from fsd_infer.decoder import FuzzyDecoder, Generation, generate, load_drafter
-from fsd_infer.divergence import divergence
-from fsd_infer.drafters import DRAFTERS, Drafter, EagleDrafter, LMDrafter, NoDrafter, TreeShape
-from fsd_infer.errors import FsdError
-from fsd_infer.rules import RULES, DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, parse_rule
-from fsd_infer.stats import GenerationStats, RowStats
-from fsd_infer.target import Target
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsd_infer.decoder import FuzzyDecoder, Generation, generate, load_drafter
+    from fsd_infer.drafters import DRAFTERS, Drafter, EagleDrafter, LMDrafter, NoDrafter, TreeShape
+    from fsd_infer.errors import FsdError
+    from fsd_infer.rules import RULES, DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, parse_rule
+    from fsd_infer.stats import GenerationStats, RowStats
+    from fsd_infer.target import Target
 
 __version__ = "0.1.0"
+
+# The module of each public name. It is imported when the name is first used: torch and transformers take seconds, which
+# `fsd-infer --help` and a mistyped option should not.
+_MODULES = {
+    "decoder": ("FuzzyDecoder", "Generation", "generate", "load_drafter"),
+    "drafters": ("DRAFTERS", "Drafter", "EagleDrafter", "LMDrafter", "NoDrafter", "TreeShape"),
+    "errors": ("FsdError",),
+    "rules": ("RULES", "DraftOnly", "Exact", "Fuzzy", "FuzzyStrict", "RandomGate", "Rule", "parse_rule"),
+    "stats": ("GenerationStats", "RowStats"),
+    "target": ("Target",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "DRAFTERS",
@@ -30,8 +47,18 @@ __all__ = [
     "Rule",
     "Target",
     "TreeShape",
-    "divergence",
     "generate",
     "load_drafter",
     "parse_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fsd_infer' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"fsd_infer.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
@@ -21,7 +22,7 @@ from fsd_train.features import MAX_LENGTH, cache_features, token_bytes
 
 def build_parser() -> argparse.ArgumentParser:
     """Options of `fsd-train cache-features`."""
-    parser = argparse.ArgumentParser("fsd-train cache-features", description="Store the target's features of answers.")
+    parser = Parser("fsd-train cache-features", description="Store the target's features of answers.")
     parser.add_argument(
         "--config", type=Path, metavar="RECIPE",
         help="a recipe to take target, data, output, layers and max-length from, where they are not given here",

@@ -8,12 +8,14 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fsd_infer.errors import FsdError
+from fsd_infer.cli.run import BAD_INPUT, run
+from fsd_infer.errors import FsdError, UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -118,22 +120,22 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console command. Returns the exit status; bad input is told on stderr in one line."""
+    """The console command; how it ends: :func:`fsd_infer.cli.run.run`."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(usage(), file=sys.stderr if not args else sys.stdout)
-        return 0 if args else 2
+        return 0 if args else BAD_INPUT
+    name = args[0]
+    return run(f"fsd-train {name}" if name in COMMANDS else "fsd-train", partial(_command, args))
+
+
+def _command(args: Sequence[str]) -> int:
     command = COMMANDS.get(args[0])
     if command is None:
-        print(f"fsd-train: unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.", file=sys.stderr)
-        return 2
+        raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.")
     module_name, function_name = command.function.split(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-        return int(function(args if function_name == "lightning" else args[1:]) or 0)
-    except FsdError as error:
-        print(f"fsd-train {args[0]}: {error}", file=sys.stderr)
-        return 1
+    function = getattr(importlib.import_module(module_name), function_name)
+    return int(function(args if function_name == "lightning" else args[1:]) or 0)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
 from fsd_train.data import read_answers
 from fsd_train.distillation_module import DistillationModule
@@ -31,7 +31,7 @@ def load_module(checkpoint: str | Path) -> DistillationModule:
 
 def export_main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train export`."""
-    parser = argparse.ArgumentParser(prog="fsd-train export", description="Write a checkpoint's head for fsd-infer.")
+    parser = Parser(prog="fsd-train export", description="Write a checkpoint's head for fsd-infer.")
     parser.add_argument("checkpoint", help=".ckpt file of `fsd-train fit`")
     parser.add_argument("output", help="directory of the head")
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -16,6 +15,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError, FsdError, ModelLoadError
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
@@ -403,7 +403,7 @@ def recipe_for(name: str, files: Sequence[str] = ()) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train new-recipe`."""
-    parser = argparse.ArgumentParser(prog="fsd-train new-recipe", description="Write a recipe for a target.")
+    parser = Parser(prog="fsd-train new-recipe", description="Write a recipe for a target.")
     parser.add_argument("--target", required=True, help="built-in name, directory or hub id; its weights are not read")
     parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="answers that it is to be trained on")
     parser.add_argument("--output", metavar="FILE", help="of the recipe; default standard output")

@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsd_infer.chat.encoding import encode_chat, read_jsonl, read_prompts
 from fsd_infer.chat.rows import rows_digest
-from fsd_infer.cli.main import positive
+from fsd_infer.cli.options import MOST_SEED, positive, whole_number
+from fsd_infer.cli.run import Parser
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import read_json, write_json
@@ -246,7 +247,7 @@ def _temperature(text: str) -> tuple[float, float]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `fsd-train regenerate`."""
-    p = argparse.ArgumentParser(prog="fsd-train regenerate", description=(__doc__ or "").replace("`", ""))
+    p = Parser(prog="fsd-train regenerate", description=(__doc__ or "").replace("`", ""))
     p.add_argument("--target", required=True, help="built-in name, directory or hub id of the target")
     p.add_argument(
         "--prompts", required=True, nargs="+", help="files or directories of prompts: see docs/training-data.md"
@@ -260,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--limit", type=positive, help="answer so many prompts, a sample drawn by --seed")
     p.add_argument("--limit-per-file", type=positive)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
     p.add_argument("--batch-size", type=positive, default=32)
     p.add_argument("--dtype", help="of the local target: bfloat16, float32, ...")
     p.add_argument("--device", help="of the local target")
@@ -284,13 +285,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit status; bad input is told on stderr."""
-    args = parser().parse_args(argv)
-    try:
-        counts = run(args)
-    except FsdError as error:
-        print(f"fsd-train regenerate: {error}", file=sys.stderr)
-        return 1
+    """Runs the command. Raises FsdError for bad input."""
+    counts = run(parser().parse_args(argv))
     print(
         f"{counts['answered']} answered ({counts['tokens']} tokens; {counts['stop']} ended by themselves, "
         f"{counts['length']} cut at the limit), {counts['kept']} kept from earlier runs, "

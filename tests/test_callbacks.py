@@ -417,6 +417,6 @@ def test_fit_refuses_a_truncated_checkpoint_by_name(
     bad.write_bytes(bad.read_bytes()[:2000])
     config = {"model": {"target": str(toys / "target")}, "data": {"train_files": [str(toys / "answers.jsonl")]}}
     (tmp_path / "recipe.json").write_text(json.dumps(config))
-    assert cli(["fit", "--config", str(tmp_path / "recipe.json"), "--ckpt_path", str(bad)]) == 1
+    assert cli(["fit", "--config", str(tmp_path / "recipe.json"), "--ckpt_path", str(bad)]) == 2
     message = capsys.readouterr().err
     assert str(bad) in message and "truncated" in message

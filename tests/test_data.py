@@ -353,5 +353,5 @@ def test_command_line_tells_bad_data_in_one_line(tmp_path: Path, capsys: pytest.
     bad = tmp_path / "bad.jsonl"
     bad.write_text("[]\n")
     arguments = ["--target", str(target), "--prompts", str(bad), "--output", str(tmp_path / "out"), "--device", "cpu"]
-    assert cli(["regenerate", *arguments]) == 1
+    assert cli(["regenerate", *arguments]) == 2
     assert f"{bad}:1: expected a JSON object" in capsys.readouterr().err.splitlines()[-1]

@@ -404,7 +404,7 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pyt
     }  # fmt: skip
     (tmp_path / "recipe.json").write_text(json.dumps(config))
     argv = ["fit", "--config", str(tmp_path / "recipe.json"), "--model.lr", "0.01"]
-    assert cli([*argv, "--model.on_policy", "2"]) == 1
+    assert cli([*argv, "--model.on_policy", "2"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("fsd-train fit: on_policy is a probability")
     assert cli(argv) == 0
     record = json.loads((tmp_path / "model" / "training.json").read_text())

@@ -50,11 +50,11 @@ def test_quickstart_names_what_is_missing(
 ) -> None:
     monkeypatch.setattr(quickstart, "shipped_drafter", lambda name: None)
     status, _, err = call(capsys)
-    assert status == 1 and "no trained head for smollm2-135m" in err
+    assert status == 2 and "no trained head for smollm2-135m" in err
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "__file__", str(tmp_path / "site-packages" / "fsd_train" / "quickstart.py"))
     status, _, err = call(capsys)
-    assert status == 1 and "from the root of a checkout" in err
+    assert status == 2 and "from the root of a checkout" in err
 
 
 def test_quickstart_prompts_are_a_dozen_of_several_kinds(repo_root: Path) -> None:

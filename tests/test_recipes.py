@@ -186,7 +186,7 @@ def test_new_recipe_can_be_trained(
     (metrics,) = tmp_path.glob("runs/*/logs/*/metrics.csv")
     assert "decoded_tau/exact" in metrics.read_text()
     check_decoding(target, head)
-    assert cli(wanted) == 1  # does not overwrite
+    assert cli(wanted) == 2  # does not overwrite
 
 
 def test_names_read_back_from_a_recipe_as_they_were_given() -> None:

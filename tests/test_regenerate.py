@@ -25,7 +25,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.integrations.openai_client import EXTENSIONS, UNSHAPED
 from fsd_train.backends import Answer, EndpointBackend, Job
 from fsd_train.cli import main as cli
-from fsd_train.regenerate import AnswerFile, answer_line, main, pick_temperature, plan_jobs
+from fsd_train.regenerate import AnswerFile, answer_line, pick_temperature, plan_jobs
 from tests.openai_server import Reply, replying
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
 
@@ -40,6 +40,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts_file(directory: Path, count: int, name: str = "p.jsonl") -> Path:
     texts = [" ".join(WORDS[i % 5 : i % 5 + 1 + i % 7]) + f" {i}" for i in range(count)]
     return write_rows(directory / name, [{"prompt": text} for text in texts])
+
+
+def main(argv: list[str]) -> int:
+    return cli(["regenerate", *argv])
 
 
 def command(target: Path, prompts: Path, output: Path, *more: str) -> list[str]:
@@ -153,13 +157,13 @@ def test_other_settings_are_refused(tmp_path: Path, target: Path, capsys: pytest
     prompts, output = prompts_file(tmp_path, 3), tmp_path / "a.jsonl"
     assert main(command(target, prompts, output)) == 0
     before = output.read_bytes()
-    assert main(command(target, prompts, output, "--seed", "5")) == 1
+    assert main(command(target, prompts, output, "--seed", "5")) == 2
     assert "seed was 0, now 5" in capsys.readouterr().err
     prompts_file(tmp_path, 4)
-    assert main(command(target, prompts, output)) == 1
+    assert main(command(target, prompts, output)) == 2
     assert "prompts was" in capsys.readouterr().err
     output.with_suffix(".meta.json").unlink()
-    assert main(command(target, prompts, output)) == 1
+    assert main(command(target, prompts, output)) == 2
     assert "no a.meta.json" in capsys.readouterr().err
     assert output.read_bytes() == before
 
@@ -172,7 +176,7 @@ def test_every_prompt_file_of_one_name_counts(tmp_path: Path, target: Path, caps
     assert main(argv) == 0 and main(argv) == 0
     capsys.readouterr()
     prompts_file(tmp_path / "a", 4)
-    assert main(argv) == 1
+    assert main(argv) == 2
     assert "prompts was" in capsys.readouterr().err
 
 
@@ -182,14 +186,14 @@ def test_a_file_in_use_is_refused(tmp_path: Path, target: Path, capsys: pytest.C
     prompts, output = prompts_file(tmp_path, 2), tmp_path / "a.jsonl"
     with open(output, "ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert main(command(target, prompts, output)) == 1
+        assert main(command(target, prompts, output)) == 2
     assert "another run is writing it" in capsys.readouterr().err
 
 
 def test_bad_rows_are_told_with_file_and_line(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = prompts_file(tmp_path, 2)
     prompts.write_text(prompts.read_text() + "{\n")
-    assert main(command(target, prompts, tmp_path / "a.jsonl")) == 1
+    assert main(command(target, prompts, tmp_path / "a.jsonl")) == 2
     assert f"{prompts}:3: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "a.jsonl").exists()
 
@@ -198,7 +202,7 @@ def test_prompts_beyond_the_context_are_refused(
     tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--max-new-tokens", "250"]
-    assert main(command(target, prompts_file(tmp_path, 2), tmp_path / "a.jsonl", *options)) == 1
+    assert main(command(target, prompts_file(tmp_path, 2), tmp_path / "a.jsonl", *options)) == 2
     assert "exceed the target's context of 256" in capsys.readouterr().err
 
 
@@ -434,5 +438,5 @@ def test_answers_of_other_programs_are_not_appended_to(tmp_path: Path, target: P
     prompts, output = prompts_file(tmp_path, 2), tmp_path / "a.jsonl"
     assert main(command(target, prompts, output)) == 0
     output.write_text('{"text": "mine"}\n')
-    assert main(command(target, prompts, output)) == 1
+    assert main(command(target, prompts, output)) == 2
     assert output.read_text() == '{"text": "mine"}\n'

@@ -365,8 +365,8 @@ def test_a_rank_without_supervised_tokens_keeps_pace(toys: Path) -> None:
 
 def test_options_that_do_not_go_with_several_devices_are_refused(toys: Path, tmp_path: Path) -> None:
     sharded = ["--trainer.strategy", "fsdp"]
-    assert cli(command(toys, tmp_path, 1, *sharded, "--model.ema_decay", "0.9")) == 1
-    assert cli(command(toys, tmp_path, 1, *sharded, "--model.optimizer", "muon")) == 1
+    assert cli(command(toys, tmp_path, 1, *sharded, "--model.ema_decay", "0.9")) == 2
+    assert cli(command(toys, tmp_path, 1, *sharded, "--model.optimizer", "muon")) == 2
 
 
 def test_a_sharded_checkpoint_of_another_model_is_refused(toys: Path, tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_a_logger_whose_package_is_missing_is_told(
     logger = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "drafters"}}
     config["trainer"]["logger"] = [config["trainer"]["logger"], logger] if several else logger
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert cli(argv) == 1
+    assert cli(argv) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("fsd-train fit: ") and "pip install" in told and "wandb" in told
 
@@ -387,7 +387,7 @@ def test_a_recipe_for_another_target_cannot_resume(
     """Its own model section counts, not the checkpoint's."""
     other = save_toy_target(tmp_path / "other", seed=1)
     resume = ["--model.target", str(other), "--ckpt_path", str(whole[2] / "ckpt" / "step=20.ckpt")]
-    assert cli(command(toys, tmp_path, *resume, "--data.features", "null")) == 1
+    assert cli(command(toys, tmp_path, *resume, "--data.features", "null")) == 2
     assert f"({toys / 'target'}, weights" in capsys.readouterr().err
 
 

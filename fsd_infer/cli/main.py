@@ -1,58 +1,41 @@
-"""`fsd-infer`: its command line. What the commands do: :mod:`fsd_infer.cli.commands`."""
+"""`fsd-infer`: its command line. What the commands do: :mod:`fsd_infer.cli.commands`.
+
+Nothing here imports torch: `--help` and a mistyped option are answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from fsd_infer.cli import commands
-from fsd_infer.errors import FsdError
-
-
-def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def gibibytes(text: str) -> int:
-    """A positive number of GiB as bytes, for argparse."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-    return int(value * 2**30)
+from fsd_infer.cli.options import MOST_SEED, gibibytes, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.run import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console command. Bad input is told in one line on stderr and exits with status 2."""
+    """The console command; how it ends: :func:`fsd_infer.cli.run.run`."""
     args = build_parser().parse_args(argv)
+    return run("fsd-infer", partial(_command, args), args.debug)
+
+
+def _command(args: argparse.Namespace) -> int:
     if not args.debug:
         _quiet()
-    try:
-        return int(args.function(args) or 0)
-    except FsdError as error:
-        if args.debug:
-            raise
-        print(f"fsd-infer: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fsd-infer: interrupted", file=sys.stderr)
-        return 130
+    return int(args.function(args) or 0)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     from fsd_infer import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fsd-infer", description="Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
     )
     parser.add_argument("--version", action="version", version=f"fsd-infer {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks and the libraries' own messages")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, add, help in (
@@ -86,7 +69,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         "--no-quantize", action="store_true", help="on a CPU: read a head's weights in bf16, not in fp8"
     )
     models.add_argument("--cuda-graphs", action="store_true", help="on a GPU: record forwards once and replay them")
-    models.add_argument("--threads", type=positive, help="CPU threads")
+    models.add_argument("--threads", type=thread_count, help="CPU threads")
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
@@ -100,16 +83,16 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     rule.add_argument("--rule", default="exact", help='a name, or with parameters "fuzzy:js:0.3" (%(default)s)')
     rule.add_argument("--divergence", help="of a fuzzy rule (js)")
     rule.add_argument(
-        "--threshold", type=float, help="of a fuzzy rule: gates open where the divergence is at most this"
+        "--threshold", type=real_number, help="of a fuzzy rule: gates open where the divergence is at most this"
     )
-    rule.add_argument("--budget", type=float, metavar="NATS", help="what open gates may spend on the answer")
+    rule.add_argument("--budget", type=real_number, metavar="NATS", help="what open gates may spend on the answer")
     rule.add_argument("--gate", choices=("raw", "processed"), help="which distributions a fuzzy rule compares (raw)")
     request = parser.add_argument_group("request")
     request.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
-    request.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
-    request.add_argument("--top-p", type=float, metavar="P")
+    request.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
+    request.add_argument("--top-p", type=real_number, metavar="P")
     request.add_argument("--top-k", type=positive, metavar="K")
-    request.add_argument("--seed", type=int)
+    request.add_argument("--seed", type=whole_number(0, MOST_SEED))
     request.add_argument(
         "--max-cache-gib",
         type=gibibytes,
@@ -143,10 +126,10 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--baseline", metavar="NAMES", help="methods to compare with (default: hf-generate and plain, where measured)"
     )
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--repeat", type=positive, default=1, metavar="R", help="runs per prompt and method")
     parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="prompts decoded together")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
     parser.add_argument("--no-warmup", action="store_true", help="time the very first runs too")
     parser.add_argument(
         "--log-likelihood", action="store_true", help="the target's mean log-likelihood of the answers, untimed"

@@ -1,0 +1,53 @@
+"""Types of command-line options, for argparse: numbers as they are written, within what makes sense."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+from fsd_infer.numerals import real, whole
+
+MOST_COUNT = 2**31 - 1  # of tokens, prompts, repeats ...
+MOST_SEED = 2**62  # torch, numpy and servers take it, and so they do a few thousand more
+MOST_GIB = 2**20
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """A whole number from ``low`` to ``high``."""
+
+    def number(text: str) -> int:
+        value = whole(text)
+        if value is None:
+            raise ArgumentTypeError(f"{text!r} is not a whole number")
+        if value < low:
+            raise ArgumentTypeError(f"must be at least {low}, got {value}")
+        if value > high:
+            raise ArgumentTypeError(f"must be at most {high}, got {value}")
+        return value
+
+    return number
+
+
+positive = whole_number(1, MOST_COUNT)
+
+
+def thread_count(text: str) -> int:
+    """A number of threads; more than there are cores would only wait for each other."""
+    return whole_number(1, os.cpu_count() or 1)(text)
+
+
+def real_number(text: str) -> float:
+    """A number, perhaps ``inf``."""
+    value = real(text)
+    if value is None:
+        raise ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def gibibytes(text: str) -> int:
+    """A positive number of GiB as bytes."""
+    value = real_number(text)
+    if not 0 < value <= MOST_GIB:
+        raise ArgumentTypeError(f"must be a number above 0 and at most {MOST_GIB}, got {text}")
+    return int(value * 2**30)

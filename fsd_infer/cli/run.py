@@ -1,0 +1,101 @@
+"""How the command lines `fsd-infer` and `fsd-train` end: whatever goes wrong is one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from fsd_infer.errors import FsdError
+
+UNEXPECTED = 1  # an error of the program's
+BAD_INPUT = 2  # as argparse has it
+INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+_LONGEST = 2000  # characters of a line
+
+
+def run(program: str, command: Callable[[], int | None], debug: bool = False) -> int:
+    """Run a command and return its exit status.
+
+    ======================  ==========================================================================================
+    0                       it went well (or what the command returned)
+    2, a line               bad input: an FsdError, or a file that cannot be read or written
+    1, a line               an error of the program's own; the line names a file that holds the traceback
+    130                     interrupted
+    141                     whoever read our output has gone
+    ======================  ==========================================================================================
+
+    Args:
+        program: what the line begins with.
+        command: does the work.
+        debug: raise instead, except for interrupts.
+    """
+    _forgiving_streams()
+    try:
+        return int(command() or 0)
+    except KeyboardInterrupt:
+        return _say(program, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # or Python complains once more when it flushes what is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except FsdError as error:
+        if debug:
+            raise
+        return _say(program, str(error), BAD_INPUT)
+    except OSError as error:
+        if debug:
+            raise
+        named = f"{error.filename}: " if error.filename else ""
+        return _say(program, f"{named}{error.strerror or error}", BAD_INPUT)
+    except MemoryError:
+        if debug:
+            raise
+        return _say(program, "out of memory: ask for less at once, or use a smaller model.", BAD_INPUT)
+    except Exception as error:
+        if debug:
+            raise
+        told = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
+        return _say(program, told, UNEXPECTED)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line instead of after its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_say(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT))
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line that a terminal shows as it is: blanks are joined, what is not printable is escaped."""
+    line = " ".join(text.split())
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
+
+
+def _say(program: str, text: str, status: int) -> int:
+    print(f"{program}: {one_line(text)}", file=sys.stderr)
+    return status
+
+
+def _forgiving_streams() -> None:
+    """Let a stream that cannot encode a character write another in its place: an answer must not end in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def _keep_traceback(program: str) -> str:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix=program.replace(" ", "-") + "-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
+    ) as file:
+        traceback.print_exc(file=file)
+    return file.name

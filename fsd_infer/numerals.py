@@ -1,0 +1,27 @@
+"""Numbers as people write them in options, rules and files: stricter than ``int()`` and ``float()``.
+
+Python reads ``0_1`` as 1, ``1e400`` as infinity, digits of any script, and skips blanks. In an option or a rule, which
+ends up in records, each of these is a slip of the pen, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+_REAL = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
+_INFINITE = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf}
+
+
+def whole(text: str) -> int | None:
+    """The whole number that ``text`` is, in ASCII digits; None if it is none (or has more than 30 digits)."""
+    return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def real(text: str) -> float | None:
+    """The number that ``text`` is; None if it is none, or too large for a float. Infinity is written ``inf``."""
+    if text.lower() in _INFINITE:
+        return _INFINITE[text.lower()]
+    value = float(text) if _REAL.fullmatch(text) else math.inf
+    return value if math.isfinite(value) else None

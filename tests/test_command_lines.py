@@ -1,0 +1,138 @@
+"""How both command lines end: one line and an exit status, whatever goes wrong; and what `--help` imports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsd_infer
+from fsd_infer.cli.main import build_parser
+from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, one_line, run
+from fsd_infer.errors import FsdError
+from fsd_infer.numerals import real, whole
+
+
+def raiser(error: BaseException) -> object:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (FsdError("a bad\n  thing: mend it"), BAD_INPUT, "prog: a bad thing: mend it"),
+        (IsADirectoryError(21, "Is a directory", "there"), BAD_INPUT, "prog: there: Is a directory"),
+        (OSError("no space"), BAD_INPUT, "prog: no space"),
+        (MemoryError(), BAD_INPUT, "prog: out of memory: ask for less"),
+        (KeyboardInterrupt(), INTERRUPTED, "prog: interrupted"),
+        (BrokenPipeError(32, "Broken pipe"), BROKEN_PIPE, ""),
+    ],
+)
+def test_errors_end_in_one_line(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("prog", raiser(error)) == status  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert err.startswith(line) and err.count("\n") == bool(line)
+
+
+def test_an_error_of_the_program_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("fsd-train fit", raiser(TypeError("no\nway"))) == UNEXPECTED  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert err.startswith("fsd-train fit: unexpected TypeError: no way (a bug;") and err.count("\n") == 1
+    file = Path(re.findall(r"is in (.*)\)", err)[0])
+    assert file.parent == tmp_path and "raise error" in file.read_text()
+    with pytest.raises(TypeError):
+        run("prog", raiser(TypeError("no")), debug=True)  # type: ignore[arg-type]
+
+
+def test_a_line_is_a_line() -> None:
+    assert one_line(" a\n\tb\x00\x1b[31m \udc80 é") == "a b\\x00\\x1b[31m \\udc80 é"
+    assert len(one_line("x" * 10**6)) < 3000
+
+
+def test_a_pipe_that_closes_early_is_no_error() -> None:
+    script = "from fsd_infer.cli.run import run; run('p', lambda: print('x\\n' * 10**6))"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.read(10)
+    child.stdout.close()
+    assert child.stderr.read() == b"" and child.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "value"),
+    [
+        ("7", 7, 7.0),
+        ("-7", -7, -7.0),
+        ("007", 7, 7.0),
+        ("0.3", None, 0.3),
+        (".5", None, 0.5),
+        ("1e-3", None, 1e-3),
+        ("inf", None, float("inf")),
+        *((text, None, None) for text in ("", "0_1", " 1", "1 ", "1\n", "\u0661", "1e400", "nan", "0x1", "1,5", "--1")),
+        ("9" * 5000, None, None),
+    ],
+)
+def test_numerals(text: str, number: int | None, value: float | None) -> None:
+    assert whole(text) == number and real(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (positive, ["0", "-1", "1.5", "2147483648", "9" * 5000]),
+        (thread_count, ["0", "100000"]),
+        (real_number, ["much", "1e400", "0_1"]),
+        (gibibytes, ["0", "-1", "inf", "1e308"]),
+        (whole_number(0, 5), ["-1", "6"]),
+    ],
+)
+def test_options_within_what_makes_sense(kind: object, bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = build_parser()
+    parser.add_argument("--try", type=kind)  # type: ignore[arg-type]
+    for text in bad:
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args([f"--try={text}", "rules"])
+        assert stop.value.code == BAD_INPUT
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and err.startswith("fsd-infer: argument --try: "), "one line, without the usage"
+
+
+HELP = [
+    ("fsd_infer", ["--help"]),
+    ("fsd_infer", ["generate", "--help"]),
+    ("fsd_infer", ["bench", "--help"]),
+    ("fsd_infer", ["generate", "--no-such-option"]),
+    ("fsd_train", ["--help"]),
+]
+
+
+@pytest.mark.parametrize(("package", "argv"), HELP)
+def test_help_imports_nothing_heavy(package: str, argv: list[str]) -> None:
+    """Which takes a fraction of a second; torch and transformers take several."""
+    module = {"fsd_infer": "fsd_infer.cli.main", "fsd_train": "fsd_train.cli"}[package]
+    script = (
+        f"import sys\nfrom {module} import main\ntry:\n    main({argv!r})\nexcept SystemExit:\n    pass\n"
+        "print('heavy:', *sorted({'torch', 'transformers', 'numpy', 'lightning'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    for name in fsd_infer.__all__:
+        assert getattr(fsd_infer, name) is not None and name in dir(fsd_infer)
+    assert set(fsd_infer.__all__) == set(fsd_infer._HOME)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        fsd_infer.no_such_name  # noqa: B018
