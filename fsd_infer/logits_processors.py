@@ -123,6 +123,9 @@ class TreeProcessors:
         elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
             processor, prompts = copy.copy(processor), processor.generated_ngrams
             processor.batch_size, processor.generated_ngrams = 1, [prompts[row * len(prompts) // self.batch]]
+        elif isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # of a repetition penalty: padding
+            processor, padding = copy.copy(processor), processor.prompt_ignore_length
+            processor.prompt_ignore_length = padding[row * len(padding) // self.batch].expand(count)
         return processor
 
     def _contexts(self, tree: DraftTree, row: int, nodes: Tensor, text: Tensor) -> Tensor:
