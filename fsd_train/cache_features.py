@@ -15,6 +15,7 @@ import yaml
 
 from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
+from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
 from fsd_train.features import MAX_LENGTH, cache_features, token_bytes
@@ -48,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
 def recipe_options(path: Path) -> dict[str, Any]:
     """What a recipe says about its cache: ``target``, ``data``, ``output``, ``layers`` and ``max_length``.
 
+    ``eagle3`` is whether the layers not named are EAGLE-3's.
+
     Raises:
         DataError: the file is missing or not a recipe.
     """
@@ -59,6 +62,7 @@ def recipe_options(path: Path) -> dict[str, Any]:
             "data": [*data["train_files"], *(data.get("validation_files") or [])],
             "output": data.get("features"),
             "layers": (model.get("head") or {}).get("fused_layers"),
+            "eagle3": (model.get("head") or {}).get("layout") == "eagle3",
             "max_length": data.get("max_length"),
         }
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
@@ -69,6 +73,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     defaults = recipe_options(args.config) if args.config else {}
+    args.eagle3 = args.layers is None and defaults.pop("eagle3", False)
     for name, value in {"layers": [], "max_length": MAX_LENGTH, **{k: v for k, v in defaults.items() if v}}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -83,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train cache-features`."""
     args = _arguments(argv)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
-    target.watch(args.layers)
+    target.watch(args.layers or (default_fused_layers(target) if args.eagle3 else []))
     target.check_lm_head()  # training with cached features has no layers to check it with
     with tempfile.TemporaryDirectory() as scratch:
         paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]

@@ -128,6 +128,11 @@ class DistillationModule(LightningModule, ABC):
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training and ``extra`` in it."""
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """Matrices of the drafter with a row per token, which Muon is not for."""
+        return []
+
     # setting up ----------------------------------------------------------------------------------------------------
 
     @property
@@ -196,7 +201,7 @@ class DistillationModule(LightningModule, ABC):
         parameters = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         optimizer = build_optimizer(
             self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
-            tuple(self.hparams["betas"]),
+            tuple(self.hparams["betas"]), self.tables,
         )  # fmt: skip
         total = float(self.trainer.estimated_stepping_batches)
 

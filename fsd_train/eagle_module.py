@@ -12,10 +12,11 @@ from torch import Tensor
 from fsd_infer.chat.encoding import special_ids
 from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import load_head, save_head
-from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.heads.config import EagleConfig, default_fused_layers
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
 from fsd_train.distillation_module import DistillationModule
-from fsd_train.losses import DraftBatch, LMHead, reference_of
+from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.unroll import at_positions, chain_roots, unroll
 from fsd_train.vocabulary import choose_draft_ids
 
@@ -30,8 +31,8 @@ class EagleModule(DistillationModule):
 
     Args:
         target: built-in name, directory or hub id.
-        head: options of :class:`.heads.head.EagleConfig` (final_norm, feature_scale, num_layers, fused_layers ...),
-            and ``layer``.
+        head: options of :class:`fsd_infer.heads.config.EagleConfig` (layout, num_layers, fused_layers, final_norm,
+            feature_scale, fc_norm ...), ``layer`` and ``intermediate_size``.
         initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
         initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
             adding nothing. The draft vocabulary is chosen anew.
@@ -48,7 +49,7 @@ class EagleModule(DistillationModule):
             validation schedules are at their end and no tokens are left out, so that ``val_loss`` means one thing.
         loss_args: arguments of a single loss.
         noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
-            feature_scale).
+            feature_scale). Layout "eagle3" does not read those: there it must be 0.
         optimizer: "adamw", or "muon" (matrices by Muon, vectors by AdamW).
         lr: peak learning rate.
         weight_decay: of matrices; norms and biases have none.
@@ -120,12 +121,30 @@ class EagleModule(DistillationModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.hparams["seed"])
             config = EagleConfig.for_target(target, draft_vocab_size=self.hparams["draft_vocab_size"], **options)
-            self.head = EagleHead(config).float()
-            self.head.initialise_from(target)
+            self._check(config)
+            head = EagleHead(config).float()
+            head.initialise_from(target)
+            # here rather than in setup(): an averaging callback copies the module before that runs
+            if self._trainer is not None and self.trainer.training:
+                head.choose(None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
+            self.head = head
             self._start_from()
-        # here rather than in setup(): an averaging callback copies the module before that runs
-        if self._trainer is not None and self.trainer.training and self.head.draft_ids is not None:
-            self.head.draft_ids.copy_(self._choose_draft_ids(len(self.head.draft_ids)))
+
+    def _check(self, config: EagleConfig) -> None:
+        """Raise DataError if an option of training means nothing to a head of this kind."""
+        if config.layout != "eagle3":
+            return
+        if self.hparams["noise"]:
+            raise DataError("a head of layout eagle3 does not read the final features: set noise to 0.")
+        if config.own_lm_head and self.hparams["context_ids"]:
+            raise DataError("context_ids needs the target's LM head: set head.own_lm_head or context_ids to false.")
+        if config.own_lm_head and has_feature_term(self.loss):
+            raise DataError(
+                "a head of layout eagle3 estimates no features: set w_feature to 0 in loss_args (or head.own_lm_head "
+                "to false: what enters the LM head is then an estimate)."
+            )
+        if config.own_lm_head and reference_of(self.loss) is not None:
+            raise DataError("adaspec compares heads by the target's LM head: set head.own_lm_head to false.")
 
     def _start_from(self) -> None:
         """Initial weights: the target's layers, or an earlier head."""
@@ -153,6 +172,10 @@ class EagleModule(DistillationModule):
     def new_head(self) -> EagleHead:
         return EagleHead(self.head.config)
 
+    @property
+    def tables(self) -> list[Tensor]:
+        return [] if self.head.lm_head is None else [self.head.lm_head.weight]
+
     def _load_target(self) -> Target:
         target = super()._load_target()
         store = self._feature_store
@@ -161,7 +184,7 @@ class EagleModule(DistillationModule):
 
     def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
         """Make the target speak of the inner layers that the batches will have."""
-        wanted = sorted(set((self.hparams["head"] or {}).get("fused_layers") or []))
+        wanted = layers_read(self.hparams["head"], target)
         if cached is None:
             if not any(parameter.is_meta for parameter in target.model.parameters()):
                 target.watch(wanted)
@@ -186,7 +209,7 @@ class EagleModule(DistillationModule):
         ids, positions, raw = batch["input_ids"], found.positions, found.features
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
-        features = features[..., : self.head.config.hidden_size]
+        features = features[..., : self.head.config.target_hidden_size]
         if noise:  # on the final features alone: the head's own outputs replace these, never the inner layers'
             extra = inputs.shape[-1] - features.shape[-1]
             inputs = inputs + torch.nn.functional.pad(self._noise(features[:, 1:].shape, noise), (0, extra))
@@ -202,15 +225,21 @@ class EagleModule(DistillationModule):
             weights = weights * at_positions(counts, roots).flatten(1)[:, positions]
         reference = self._reference_estimates(embeds, raw[:, :-1], steps, roots)
         return DraftBatch(
-            estimates=outputs.flatten(1, 2)[:, positions],
+            estimates=self.head.readout(outputs.flatten(1, 2)[:, positions]),
             features=features[:, 1:].flatten(0, 1)[positions],
             weights=weights,
             tokens=found.tokens,
             positions=positions,
             head=self._lm_head_of(batch),
             feature_scale=self.head.feature_scale,
+            own_head=self._own_head(),
             reference=None if reference is None else reference.flatten(1, 2)[:, positions],
         )
+
+    def _own_head(self) -> LMHead | None:
+        """The head's own LM head in the precision in which the target's runs; None where it shares the target's."""
+        own = self.head.lm_head
+        return None if own is None else LMHead(own.weight.to(self.target.dtype), ids=self.head.draft_ids)
 
     def _lm_head_of(self, batch: dict[str, Any]) -> LMHead:
         """The LM head over the draft vocabulary, and where wanted over the ids of the batch's prompts too.
@@ -245,6 +274,8 @@ class EagleModule(DistillationModule):
             return None
         if self._frozen.reference is None:
             self._frozen.reference = load_head(directory, self.target)
+            if self._frozen.reference.lm_head is not None:
+                raise DataError(f"the reference head {directory} has an LM head of its own: use one without.")
             if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.watched)):
                 raise DataError(
                     f"the reference head {directory} reads inner layers {lacking}, which the trained head does not: "
@@ -252,24 +283,28 @@ class EagleModule(DistillationModule):
                 )
         head = self._frozen.reference.to(self.device)
         inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
-        return at_positions(unroll(head, embeds, inputs, steps, roots), roots)
+        return head.readout(at_positions(unroll(head, embeds, inputs, steps, roots), roots))
 
     def _noise(self, shape: Sequence[int], width: float) -> Tensor:
-        noise = (torch.rand(tuple(shape), generator=self._generator()) * (2 * width) - width).to(self.device)
+        noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)
+        noise = noise * (2 * width) - width
         return noise if self.head.feature_scale is None else noise * self.head.feature_scale
 
-    def _generator(self) -> torch.Generator:
+    def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
         seed = self.hparams["seed"] * 1_000_003 + self._batch_number
-        return torch.Generator().manual_seed(seed * 4096 + self.global_rank)
+        return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
 
     def _idle(self, steps: int) -> Tensor:
         config = self.head.config
         embeds = torch.zeros(1, 2, config.embed_size, device=self.device)
-        features = torch.zeros(1, 2, config.hidden_size * (1 + len(config.fused_layers)), device=self.device)
+        features = torch.zeros(1, 2, config.feature_width, device=self.device)
         roots = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         outputs = unroll(self.head, embeds, features, steps, roots)
-        return torch.stack([out.sum() for out in outputs]).sum() * 0.0
+        total = torch.stack([self.head.readout(out).sum() for out in outputs]).sum()
+        if self.head.lm_head is not None:
+            total = total + self.head.lm_head.weight.sum()
+        return total * 0.0
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -281,6 +316,15 @@ class EagleModule(DistillationModule):
             **(extra or {}),
         }
         return save_head(directory, self.head, self.target.fingerprint(), extra=record)
+
+
+def layers_read(options: dict[str, Any] | None, target: Target) -> list[int]:
+    """Inner layers that a head with these options reads, ascending, as :meth:`EagleConfig.for_target` has them."""
+    options = options or {}
+    given = options.get("fused_layers")
+    if not given and options.get("layout") == "eagle3":
+        return default_fused_layers(target)
+    return sorted(set(given or []))
 
 
 def _is_plain(value: Any) -> bool:

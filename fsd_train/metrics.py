@@ -72,7 +72,7 @@ def compare(
             # one bin for all tokens that the drafter lacks, made once for all steps
             lumped, _ = reduced(p, inside, draft_ids)
         for step in range(own):
-            q = batch.head(batch.estimates[step, piece])
+            q = batch.draft_head(batch.estimates[step, piece])
             drafted = q.argmax(-1)
             agree[step, piece] = (drafted if draft_ids is None else draft_ids[drafted]) == best
             log_q = q.log_softmax(-1)

@@ -64,13 +64,25 @@ class MuonAdamW(Optimizer):
 
 
 def build_optimizer(
-    name: str, parameters: Sequence[Tensor], lr: float, weight_decay: float, betas: tuple[float, float]
+    name: str,
+    parameters: Sequence[Tensor],
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    tables: Sequence[Tensor] = (),
 ) -> Optimizer:
-    """The optimiser called ``name`` ("adamw" or "muon"); vectors (norms, biases) get no weight decay."""
+    """The optimiser called ``name`` ("adamw" or "muon"); vectors (norms, biases) get no weight decay.
+
+    Matrices in ``tables``, with a row per token, are not for Muon: with it they are AdamW's, without weight decay.
+    """
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]
     others = [parameter for parameter in parameters if parameter.ndim != 2]
     if name == "muon":
-        return MuonAdamW(matrices, others, lr, weight_decay, betas)
+        rows = {id(table) for table in tables}
+        others += [parameter for parameter in matrices if id(parameter) in rows]
+        return MuonAdamW(
+            [parameter for parameter in matrices if id(parameter) not in rows], others, lr, weight_decay, betas
+        )
     if name == "adamw":
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         return AdamW(groups, lr=lr, betas=betas)

@@ -68,19 +68,20 @@ def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator |
         weights [B, K] fp32, chains of a row that each chosen one stands for, 0 for padding)
     """
     rows, length = wanted.shape[1:]
-    possible = torch.zeros(rows, length, dtype=torch.bool)
-    possible[:, : length - 1] = wanted[1, :, 1:].cpu()
+    possible = torch.zeros_like(wanted[0])
+    possible[:, : length - 1] = wanted[1, :, 1:]
     counts = possible.sum(1)
-    most = int(counts.max()) if rows else 0
-    count = most if share == 1.0 else min(most, math.ceil(share * float(counts.sum()) / rows - 1e-9))
+    most, total = torch.stack([counts.max(), counts.sum()]).tolist() if rows else (0, 0)  # waits for the device, once
+    count = most if share == 1.0 else min(most, math.ceil(share * total / rows - 1e-9))
     if not count:
         return wanted.new_zeros(rows, 0, dtype=torch.long), wanted.new_zeros(rows, 0, dtype=torch.float32)
     order = torch.rand(rows, length, generator=generator) if share < 1.0 else torch.zeros(rows, length)
+    order = order.to(wanted.device, non_blocking=True)
     chosen = order.masked_fill(~possible, torch.inf).sort(dim=1, stable=True).indices[:, :count]
-    real = torch.arange(count) < counts[:, None]
+    real = torch.arange(count, device=wanted.device) < counts[:, None]
     roots = chosen.masked_fill(~real, length - 1).sort(dim=1).values  # ascending: neighbours in memory, padding last
     weights = real * (counts / counts.clamp(min=1, max=count))[:, None]
-    return roots.to(wanted.device), weights.to(wanted.device, torch.float32)
+    return roots, weights.float()
 
 
 def chain_mask(roots: Tensor, keys: int, step: int) -> Tensor:

@@ -52,7 +52,7 @@ def test_mlp_as_wide_as_asked_for(family: str, tmp_path: Path) -> None:
     assert head.layers[0].mlp.down_proj.weight.shape == (32, 24)
     save_head(tmp_path, head, toy_target(family).fingerprint())
     assert load_head(tmp_path, toy_target(family)).layers[0].mlp.down_proj.weight.shape == (32, 24)
-    with pytest.raises(CheckpointError, match="intermediate_size must be positive, got 0"):
+    with pytest.raises(CheckpointError, match="intermediate_size must be a whole number from 1 to .*, got 0"):
         make_head(family, intermediate_size=0)
     if family == "llama":
         with pytest.raises(CheckpointError, match=r"does not fit the head's .*mlp.*leave initial_layers out"):
@@ -73,13 +73,24 @@ def decode_chain(
     return outputs
 
 
-@pytest.mark.parametrize("family", OWN)
+FSD = {"final_norm": True, "feature_scale": True}
+LAYOUTS = {
+    **{family: (family, FSD) for family in OWN},
+    "two layers": ("llama", {**FSD, "num_layers": 2}),
+    "eagle": ("llama", {"layout": "eagle", "fc_bias": True}),
+    "eagle3": ("llama", {"layout": "eagle3"}),
+    "eagle3.1": ("llama", {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chosen", [range(9), [2, 3, 6]])
-def test_unrolled_training_is_token_by_token_drafting(family: str, chosen: Sequence[int]) -> None:
-    head = make_head(family, num_layers=2 if family == "llama" else 1, final_norm=True, feature_scale=True)
+def test_unrolled_training_is_token_by_token_drafting(layout: str, chosen: Sequence[int]) -> None:
+    family, options = LAYOUTS[layout]
+    head = make_head(family, **options)
     length, steps = 9, 4
     torch.manual_seed(1)
-    embeds, features = torch.randn(1, length, 32), torch.randn(1, length, 32)
+    embeds, features = torch.randn(1, length, 32), torch.randn(1, length, head.config.feature_width)
     with torch.no_grad():
         roots = torch.tensor([list(chosen)])
         unrolled = unroll(head, embeds, features, steps, roots)

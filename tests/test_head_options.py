@@ -17,6 +17,7 @@ from tests.families import reference
 from tests.test_training import make, toys  # noqa: F401  (fixtures)
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
+EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
 CASES: dict[str, dict[str, Any]] = {
     "two layers": {"head": {"num_layers": 2}},
     "initial layers": {"initial_layers": [1]},
@@ -24,6 +25,23 @@ CASES: dict[str, dict[str, Any]] = {
     "draft vocabulary with context ids": {"draft_vocab_size": 30, "context_ids": True},
     "narrow MLP": {"head": {"intermediate_size": 16}},
     "unrolled": {"unroll_steps": 7},
+    "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, "draft_vocab_size": 30},
+    "layout eagle3": {"head": {"layout": "eagle3"}, "draft_vocab_size": 30, **EAGLE3},
+    "layout eagle3, whole vocabulary": {"head": {"layout": "eagle3"}, **EAGLE3},
+    "layout eagle3 with the target's LM head": {
+        "head": {"layout": "eagle3", "own_lm_head": False, "intermediate_size": 16},
+        "draft_vocab_size": 30,
+        "context_ids": True,
+        "noise": 0.0,
+    },
+    "layout eagle3 with all norms": {
+        "head": {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]},
+        "draft_vocab_size": 30,
+        **EAGLE3,
+        "unroll_steps": 7,
+        "loss": "lk",
+        "loss_args": {},
+    },
     "all with initial layers": {
         "head": {"num_layers": 2, "fused_layers": [0, 1], "final_norm": True, "feature_scale": True},
         "initial_layers": [0, 1],

@@ -124,3 +124,40 @@ def test_no_gradient_asked_and_low_precision() -> None:
         (grad,) = torch.autograd.grad(loss, low.estimates)
         assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
         torch.testing.assert_close(loss.detach(), exact, atol=0.02, rtol=0.05)
+
+
+def plain_rows(
+    rows: Any, batch: DraftBatch, chunk_size: int, count: int = 1, live: int = LIVE
+) -> tuple[Tensor, Tensor]:
+    """What :func:`chunked_rows` computes, by autograd over everything at once."""
+    log_p = batch.head(batch.features).log_softmax(-1)
+    log_q = batch.draft_head(batch.estimates).log_softmax(-1)
+    values = torch.stack([rows(log_p, log_q[step]) for step in range(S)], 1)
+    agree = log_q.argmax(-1) == log_p.argmax(-1)
+    return values * (batch.weights > 0), agree & (batch.weights > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [*((name, args) for name, args in VARIANTS if not args.get("w_feature") and name != "eagle")]
+    + [("eagle", {"w_feature": 0.0, "w_ce": 0.7})],
+    ids=str,
+)
+def test_an_lm_head_of_the_drafters_own_is_trained(
+    name: str, args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, estimates = make_batch()
+    weight = (batch.head.weight + 0.3 * torch.randn_like(batch.head.weight)).requires_grad_()
+    batch = replace(batch, own_head=LMHead(weight, scale=0.9, cap=30.0))
+
+    def measure() -> list[Tensor]:
+        out = build_loss(name, {**args, "chunk_size": 3 * LIVE})(batch)
+        assert out.agreement is not None
+        return [out.loss.detach(), out.agreement, *torch.autograd.grad(2 * out.loss, [estimates, weight])]
+
+    found = measure()
+    for module in ("eagle", "divergences", "lk", "fsd", "adaspec"):
+        monkeypatch.setattr(f"fsd_train.losses.{module}.chunked_rows", plain_rows)
+    for ours, plain in zip(found, measure(), strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
+    assert bool(found[-1].any())

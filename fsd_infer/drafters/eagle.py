@@ -79,13 +79,14 @@ DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShap
 
 @DRAFTERS.register("eagle")
 class EagleDrafter(Drafter):
-    """An :class:`EagleHead` sharing the target's embeddings and LM head.
+    """An :class:`EagleHead`, which shares the target's embeddings and LM head unless it has its own.
 
     Args:
         head: the trained head.
         target: whose features it reads.
         shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`).
         context_ids: a reduced draft vocabulary is joined by the ids of each text, see :class:`ContextVocabulary`.
+            A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
 
     Attributes:
         by_batch: trees for batches of at least so many rows where they differ from ``shape``; None: do not draft.
@@ -102,7 +103,7 @@ class EagleDrafter(Drafter):
         target.check_lm_head()
         target.watch(head.config.fused_layers)
         self.target = target
-        self.context_ids = context_ids and head.draft_ids is not None
+        self.context_ids = context_ids and head.draft_ids is not None and head.lm_head is None
         self._drafted = torch.zeros(target.vocab_size, dtype=torch.bool)  # on the CPU, where texts are
         if head.draft_ids is not None:
             self._drafted[head.draft_ids.cpu()] = True
@@ -112,7 +113,8 @@ class EagleDrafter(Drafter):
         self.shape = replace(shape, width=min(shape.width, self.vocabulary))
         self.by_batch: dict[int, TreeShape | None] = {}
         self.draft_ids = head.draft_ids
-        self.lm_head = None if self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
+        own = head.lm_head is not None
+        self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
         self.graphs: Graphs | None = None
 
     @classmethod
@@ -171,7 +173,7 @@ class EagleDrafter(Drafter):
     def _step(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor
     ) -> tuple[Tensor]:
-        return (self.head(self.target.embed(tokens), features, positions, visible[:, None], cache),)
+        return (self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache),)
 
     def use_graphs(self, recorder: Recorder) -> None:
         self.graphs = Graphs(self._step, recorder)
@@ -291,10 +293,15 @@ class EagleSession(DraftSession):
         return _keep_best(to_device(roots, device), levels, self.drafter, ids)
 
     def _q_logits(self, features: Tensor) -> Tensor:
-        """[B, E, H] -> [B, E, Vd] in the target's data type."""
+        """Outputs of the head [B, E, H] -> [B, E, Vd] in the target's data type."""
+        head = self.drafter.head
+        read = head.readout(features)
+        if head.lm_head is not None:
+            logits: Tensor = head.lm_head(read)
+            return logits
         if self.vocabulary is not None:
-            return self.vocabulary.logits(features)
-        return self.drafter.target.lm_logits(features, self.drafter.lm_head)
+            return self.vocabulary.logits(read)
+        return self.drafter.target.lm_logits(read, self.drafter.lm_head)
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:

@@ -18,7 +18,9 @@ from transformers import AutoConfig
 
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.files import read_json
-from fsd_infer.heads.head import EagleConfig, EagleHead, layer_of
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.layers import layer_of
 
 if TYPE_CHECKING:
     from fsd_infer.target import Target

@@ -1,224 +1,36 @@
 """The EAGLE-style draft head: one decoder layer on the target's features.
 
-Li et al., EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858). Input at position i is
-[embedding of token i+1 ; feature of token i]; the output estimates the feature of token i+1, and the target's
-frozen LM head turns it into the drafter's distribution of token i+2.
+Li et al., EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840). Input at position i is
+[embedding of token i+1 ; feature of token i]; the output at i stands for the feature of token i+1, and an LM head turns
+it into the drafter's distribution of token i+2.
 
-With ``fused_layers`` the head also reads the outputs of some inner layers of the target where it has the target's own
-features (EAGLE-3, arXiv 2503.01840, reads a low, a middle and a high layer). Ours adds their projection to the final
-feature's instead of replacing it, so that a head trained without them is where training with them starts, and the
-head's own outputs, which have no inner layers, feed back through the same path as before.
+Layouts "eagle" and "fsd": x = fc [embedding ; f_i], and the output estimates f_{i+1}, which the target's frozen LM head
+reads. With ``fused_layers`` (fsd) a projection of inner layers is added to x where the target's own features are read,
+so that a head trained without them is where training with them starts, and the head's own outputs, which have no inner
+layers, feed back through the same path as before.
+
+Layout "eagle3": x = fc of a low, a middle and a high layer, without the final feature, and the first decoder layer
+attends to [norm(embedding) ; norm(x)]. The head's own output replaces x, so nothing ties it to the target's features;
+``norm`` and an LM head, in general the head's own, follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, DynamicCache
 from transformers.cache_utils import Cache
 
 from fsd_infer.errors import CheckpointError
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.layers import Eagle3Layer, build_layers, is_eager, mask_for, run_layers
 
 if TYPE_CHECKING:
     from fsd_infer.target import Target
 
-# What a decoder layer's shape depends on; everything else in a target's config is left at the family's default.
-_LAYER_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "max_position_embeddings",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "use_qkv_bias",
-    "use_qk_norm",
-    "qk_layernorm",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "attention_multiplier",
-    "residual_multiplier",
-)
-
-
-@dataclass
-class EagleConfig:
-    """Shape and options of a head; everything off by default is the public EAGLE-1/2 layout.
-
-    Attributes:
-        hidden_size: H, width of the target's features.
-        vocab_size: V of the target.
-        layer: transformers config of the decoder layer, with its ``model_type``.
-        embed_size: width of the target's input embeddings (H unless the family projects them).
-        num_layers: decoder layers.
-        input_norm: keep the first layer's input norm (the public checkpoints have none).
-        final_norm: normalise the output as the target's final norm does (the public checkpoints do not).
-        feature_scale: divide incoming features by a stored vector, the target's final-norm weight: evens out
-            outlier dimensions.
-        fc_bias: bias of the 2H -> H projection.
-        fused_layers: layers of the target (numbers from 0) whose outputs the head reads beside the final features.
-        draft_vocab_size: Vd of a reduced draft vocabulary; None for all of V.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    layer: dict[str, Any]
-    embed_size: int = 0
-    num_layers: int = 1
-    input_norm: bool = False
-    final_norm: bool = False
-    feature_scale: bool = False
-    fc_bias: bool = False
-    draft_vocab_size: int | None = None
-    fused_layers: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.embed_size = self.embed_size or self.hidden_size
-        self.fused_layers = sorted(set(self.fused_layers or []))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> EagleConfig:
-        known = {field.name for field in fields(cls)}
-        unknown = set(values) - known
-        if unknown:
-            raise CheckpointError(
-                f"unknown head option(s) {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}."
-            )
-        return cls(**values)
-
-    @classmethod
-    def for_target(
-        cls, target: Target, layer: str = "auto", intermediate_size: int | None = None, **options: Any
-    ) -> EagleConfig:
-        """A head for a target.
-
-        Args:
-            target: whose features it reads.
-            layer: "auto" (the target's own kind of layer where a standalone one works, a Llama layer otherwise)
-                or "llama".
-            intermediate_size: width of the layers' MLP; None for the target's. A narrower one trains and drafts in
-                less time, and the target's layers are no start for it any more.
-            options: any other field of the config.
-
-        Raises:
-            CheckpointError: ``intermediate_size`` is not positive.
-        """
-        config = target.config
-        llama = _llama_layer(config, target.hidden_size)
-        own = None if layer == "llama" else _own_layer(config)
-        chosen = own or llama
-        if intermediate_size is not None:
-            if intermediate_size < 1:
-                raise CheckpointError(f"intermediate_size must be positive, got {intermediate_size}.")
-            if "intermediate_size" not in chosen:  # a family that calls its MLP's width by another name
-                chosen = llama
-            chosen["intermediate_size"] = intermediate_size
-        return cls(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            layer=chosen,
-            embed_size=int(target.model.get_input_embeddings().weight.shape[1]),
-            **options,
-        )
-
-
-def _llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
-    heads = int(config.num_attention_heads)
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden_size,
-        "intermediate_size": int(getattr(config, "intermediate_size", None) or 4 * hidden_size),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "head_dim": int(getattr(config, "head_dim", None) or hidden_size // heads),
-        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(theta)},
-    }
-
-
-def _own_layer(config: Any) -> dict[str, Any] | None:
-    """The target's own kind of layer as a standalone config, or None where that does not work.
-
-    Mixtures of experts are left out on purpose: a draft layer is meant to be small.
-    """
-    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        return None
-    layer = layer_of(config)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            _probe(*_build_layers(layer, 1), hidden_size=int(config.hidden_size))
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
-        return None  # the family's layer wants more than the common arguments
-    return layer
-
-
-def layer_of(config: Any) -> dict[str, Any]:
-    """What a decoder layer of a transformers config depends on, as :attr:`EagleConfig.layer`."""
-    values = config.to_dict()
-    layer = {name: values[name] for name in _LAYER_FIELDS if values.get(name) is not None}
-    return {**layer, "model_type": config.model_type}
-
-
-def _build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
-    """(decoder layers, rotary embedding, final norm) of a transformers model of that kind with ``count`` layers."""
-    values = dict(layer)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    config.num_hidden_layers = count
-    config.vocab_size, config.pad_token_id = 2, None
-    config.layer_types = ["full_attention"] * count
-    config.sliding_window = None
-    config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
-    model = AutoModel.from_config(config, attn_implementation=config._attn_implementation)
-    return model.layers, model.rotary_emb, model.norm
-
-
-def _run_layers(
-    layers: nn.ModuleList, rotary: nn.Module, x: Tensor, positions: Tensor, mask: Any, cache: Any
-) -> Tensor:
-    angles = rotary(x, positions)
-    for layer in layers:
-        x = layer(x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles)
-        x = x[0] if isinstance(x, tuple) else x
-    return x
-
-
-@torch.no_grad()
-def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_size: int) -> None:
-    """Raise ValueError unless the layer is causal through an explicit mask and a cache."""
-    x = torch.randn(1, 4, hidden_size)
-    positions = torch.arange(4)[None]
-    causal = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
-    whole = _run_layers(layers, rotary, x, positions, mask_for(layers, causal, x.dtype), None)
-    cache = DynamicCache()
-    steps = [
-        _run_layers(
-            layers, rotary, x[:, i : i + 1], positions[:, i : i + 1],
-            mask_for(layers, causal[:, :, i : i + 1, : i + 1], x.dtype), cache,
-        )
-        for i in range(4)
-    ]  # fmt: skip
-    if whole.shape != x.shape or not torch.allclose(whole, torch.cat(steps, 1), atol=1e-4):
-        raise ValueError("layer is not usable on its own")
-    norm(whole)
-
-
-def _is_eager(layers: nn.ModuleList) -> bool:
-    config = getattr(getattr(layers[0], "self_attn", None), "config", None)
-    return getattr(config, "_attn_implementation", "sdpa") == "eager"
+__all__ = ["EagleConfig", "EagleHead", "LayerFusion"]
 
 
 @torch.no_grad()
@@ -228,13 +40,6 @@ def _norm_gain(norm: Any, size: int) -> Tensor:
     probe = torch.ones(1, size, device=weight.device, dtype=weight.dtype)
     probe[:, 1::2] = -1  # mean 0, mean square 1
     return ((norm(probe) - norm(-probe)).float() / 2).abs()[0]
-
-
-def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask in the form the layers' attention wants: additive for eager attention, boolean otherwise."""
-    if mask is None or not _is_eager(layers):
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 # The linear layers whose output is added to the residual stream, by the names families give them.
@@ -260,7 +65,7 @@ class LayerFusion(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """See the module's docstring. Parameters are named as in the public checkpoints: ``fc``, ``layers.0.*``.
+    """See the module's docstring. Parameters are named as in the public checkpoints: ``fc``, ``layers.0.*``, ``norm``.
 
     Buffers: ``draft_ids`` [Vd] target id of each draft vocabulary entry, ascending (if reduced);
     ``feature_scale`` [H] (if configured).
@@ -272,21 +77,45 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.embed_size + config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        self.layers, self.rotary, norm = _build_layers(config.layer, config.num_layers)
-        if not config.input_norm and hasattr(self.layers[0], "input_layernorm"):
-            self.layers[0].input_layernorm = nn.Identity()
-        self.norm = norm if config.final_norm else None
-        self.fusion = LayerFusion(len(config.fused_layers), config.hidden_size) if config.fused_layers else None
+        width, count = config.hidden_size, len(config.fused_layers)
+        layers, self.rotary, norm = build_layers(config.layer, config.num_layers)
+        self.norm: nn.Module | None = None
+        self.fusion: LayerFusion | None = None
+        self.fc_norm: nn.ModuleList | None = None
+        self.lm_head: nn.Linear | None = None
+        self.embed_tokens: nn.Embedding | None = None
+        self.eagle3 = config.layout == "eagle3"
+        if self.eagle3:
+            layers[0] = Eagle3Layer(layers[0], config.norm_before_residual)
+            self.fc = nn.Linear(count * config.target_hidden_size, width, bias=False)
+            if config.fc_norm:
+                like: Any = norm
+                epsilon, kind = like.variance_epsilon, type(like)
+                self.fc_norm = nn.ModuleList(kind(config.target_hidden_size, epsilon) for _ in range(count))
+            if config.own_lm_head:
+                self.lm_head = nn.Linear(width, config.draft_vocab_size or config.vocab_size, bias=False)
+            if config.own_embeddings:
+                self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        else:
+            self.fc = nn.Linear(config.embed_size + width, width, bias=config.fc_bias)
+            if not config.input_norm and hasattr(layers[0], "input_layernorm"):
+                layers[0].input_layernorm = nn.Identity()
+            if config.fused_layers:
+                self.fusion = LayerFusion(count, width)
+        self.layers = layers
+        if self.eagle3 or config.final_norm:
+            self.norm = norm
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids)
-        self.register_buffer("feature_scale", torch.ones(config.hidden_size) if config.feature_scale else None)
+        self.register_buffer("feature_scale", torch.ones(width) if config.feature_scale else None)
 
     def set_draft_ids(self, ids: Tensor | None) -> None:
         """Draft over other target ids [Vd] (ascending; None: all of them).
 
-        Possible at any time because the head estimates features and the LM head is the target's.
+        Possible at any time where the LM head is the target's. Raises CheckpointError where it is the head's own.
         """
+        if self.lm_head is not None:
+            raise CheckpointError("the draft vocabulary of a head with an LM head of its own is fixed: train another.")
         self.draft_ids = ids
         self.config.draft_vocab_size = None if ids is None else len(ids)
 
@@ -296,12 +125,22 @@ class EagleHead(nn.Module):
             parameter.data = parameter.data.to(dtype)
         return self
 
+    # where training starts -----------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def initialise_from(self, target: Target) -> None:
-        """Start as the identity on features: fc passes them through, norm and scale are the target's final norm's."""
-        width = self.config.embed_size
-        self.fc.weight[:, :width].normal_(std=0.02)
-        self.fc.weight[:, width:].copy_(torch.eye(self.config.hidden_size))
+        """Start as the identity on what is read; norm and scale are the target's final norm's.
+
+        What is read is the final feature, or for "eagle3" the highest of the fused layers, which the target's final
+        norm and LM head read tolerably well.
+        """
+        width, size = self.config.embed_size, self.config.hidden_size
+        if self.eagle3:
+            self.fc.weight.normal_(std=0.02 / len(self.config.fused_layers))
+            self.fc.weight[:, -size:].add_(torch.eye(size))
+        else:
+            self.fc.weight[:, :width].normal_(std=0.02)
+            self.fc.weight[:, width:].copy_(torch.eye(size))
         final = getattr(target.decoder, "norm", None)
         weight = getattr(final, "weight", None)
         if self.norm is not None and weight is not None:
@@ -311,8 +150,16 @@ class EagleHead(nn.Module):
                 raise CheckpointError(
                     f"{target.config.model_type} has no final norm weight: set feature_scale to false."
                 )
-            magnitude = _norm_gain(final, self.config.hidden_size)  # near-zero gains would blow their dimension up
+            magnitude = _norm_gain(final, size)  # near-zero gains would blow their dimension up
             self.feature_scale.copy_(magnitude.clamp_min(0.01 * float(magnitude.mean())))
+
+    @torch.no_grad()
+    def choose(self, ids: Tensor | None, target: Target) -> None:
+        """Draft over the target ids [Vd], or all; an LM head of its own starts with the target's rows for them."""
+        if self.draft_ids is not None and ids is not None:
+            self.draft_ids.copy_(ids)
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(target.lm_head_rows(ids)[0])
 
     @torch.no_grad()
     def take_layers(self, layers: Sequence[nn.Module]) -> None:
@@ -333,10 +180,12 @@ class EagleHead(nn.Module):
     def continue_from(self, head: EagleHead) -> None:
         """Start with another head's weights; what that one lacks (layers, fusion) starts by adding nothing.
 
+        The draft vocabulary is that head's only where the LM head is too.
+
         Raises CheckpointError if its weights do not fit.
         """
         state, wanted = head.state_dict(), self.state_dict()
-        taken = {name: value for name, value in state.items() if name != "draft_ids"}
+        taken = {name: value for name, value in state.items() if name != "draft_ids" or self.lm_head is not None}
         wrong = sorted(name for name in taken if name not in wanted or wanted[name].shape != taken[name].shape)
         if wrong:
             raise CheckpointError(
@@ -347,6 +196,8 @@ class EagleHead(nn.Module):
             for name, parameter in layer.named_parameters():
                 if name.split(".")[-2] in _OUTPUT_PROJECTIONS:
                     parameter.zero_()
+
+    # running -------------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -360,26 +211,59 @@ class EagleHead(nn.Module):
 
         Args:
             embeds: [B, M, E] embedding of token i+1 at position i.
-            features: feature of token i at position i: the target's [B, M, H·(1 + k)], the final one and those of the
-                k fused layers, or an earlier output of this head [B, M, H].
+            features: feature of token i at position i: the target's [B, M, H_t·(1 + k)], the final one and those of
+                the k fused layers, or an earlier output of this head [B, M, H].
             position_ids: [B, M].
             attention_mask: [B, 1, M, K] bool, True where a query may attend; None for causal attention.
             cache: receives keys and values, in call order.
 
         Returns:
-            [B, M, H] in the space the target's LM head reads.
+            [B, M, H], to be fed back at the next position; :meth:`readout` makes of it what the LM head reads
         """
+        if attention_mask is None and is_eager(self.layers) and embeds.shape[1] > 1:
+            count = embeds.shape[1]  # eager attention is not causal by itself
+            attention_mask = torch.ones(count, count, dtype=torch.bool, device=embeds.device).tril()[None, None]
+        embeds = embeds.to(features.dtype)
+        x = self._fused(features) if self.eagle3 else self._joined(embeds, features)
+        angles = self.rotary(x, position_ids)
+        mask = mask_for(self.layers, attention_mask, x.dtype)
+        layers = list(self.layers)
+        if self.eagle3:
+            first = layers.pop(0)
+            x = first(
+                embeds, x, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
+                position_embeddings=angles,
+            )  # fmt: skip
+        x = run_layers(layers, x, angles, position_ids, mask, cache)
+        return x if self.norm is None or (self.eagle3 and not self.config.norm_output) else self.norm(x)
+
+    def _fused(self, features: Tensor) -> Tensor:
+        """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head stay as they are."""
+        if features.shape[-1] == self.config.hidden_size:
+            return features
+        inner = features[..., self.config.target_hidden_size :]
+        if self.fc_norm is not None:
+            parts = inner.chunk(len(self.fc_norm), dim=-1)
+            inner = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(inner)
+
+    def _joined(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """Layouts "eagle" and "fsd": fc of embedding and feature, and the projection of fused layers."""
         inner = features[..., self.config.hidden_size :]
         features = features[..., : self.config.hidden_size]
         if self.feature_scale is not None:
             features = features / self.feature_scale.to(features.dtype)
-        x = self.fc(torch.cat([embeds.to(features.dtype), features], dim=-1))
+        x = self.fc(torch.cat([embeds, features], dim=-1))
         if self.fusion is not None and inner.shape[-1]:
             x = x + self.fusion(inner)
-        if (
-            attention_mask is None and _is_eager(self.layers) and x.shape[1] > 1
-        ):  # eager attention is not causal by itself
-            attention_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[None, None]
-        mask = mask_for(self.layers, attention_mask, x.dtype)
-        x = _run_layers(self.layers, self.rotary, x, position_ids, mask, cache)
-        return x if self.norm is None else self.norm(x)
+        return x
+
+    def readout(self, outputs: Tensor) -> Tensor:
+        """What the LM head reads, [..., H] of outputs [..., H] of :meth:`forward`."""
+        if self.eagle3 and not self.config.norm_output and self.norm is not None:
+            return self.norm(outputs)
+        return outputs
+
+    def embed(self, ids: Tensor, target: Target) -> Tensor:
+        """ids [...] -> embeddings [..., E]: the head's own where it has them, else the target's."""
+        return target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)

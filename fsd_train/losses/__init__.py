@@ -7,7 +7,7 @@ in the recipe mixes several: :class:`fsd_train.losses.mix.MixLoss`.
 from __future__ import annotations
 
 from fsd_train.losses.adaspec import AdaSpecLoss
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, reference_of
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, has_feature_term, reference_of
 from fsd_train.losses.divergences import DivergenceLoss
 from fsd_train.losses.eagle import EagleLoss, soft_cross_entropy
 from fsd_train.losses.fsd import FSDLoss
@@ -37,6 +37,7 @@ __all__ = [
     "Schedule",
     "TVLoss",
     "build_loss",
+    "has_feature_term",
     "reference_of",
     "soft_cross_entropy",
 ]

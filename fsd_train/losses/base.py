@@ -62,11 +62,19 @@ class LMHead:
 
     def grad_hidden(self, logits: Tensor, grad: Tensor) -> Tensor:
         """The gradient [..., H] on the input, given the logits and the fp32 gradient on them (both [..., Vd])."""
+        return self._inner(logits, grad) @ self.weight
+
+    def grad_weight(self, logits: Tensor, grad: Tensor, hidden: Tensor) -> Tensor:
+        """The gradient [Vd, H] on the weight, given the input [n, H], the logits and the gradient on them [n, Vd]."""
+        return self._inner(logits, grad).mT @ hidden.to(self.weight.dtype)
+
+    def _inner(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient on what scale and cap are applied to, in the weight's dtype."""
         if self.cap is not None:
             grad = grad * (1 - (logits / self.cap) ** 2)
         if self.scale != 1.0:
             grad = grad * self.scale
-        return grad.to(self.weight.dtype) @ self.weight
+        return grad.to(self.weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,8 @@ class DraftBatch:
         weights: [S, N] fp32, 0 where step s is not supervised at that row, the step's weight elsewhere.
         tokens: [N], token i+2 of the sequence.
         positions: [N], flat index b·M + i; the chain of step s at a row starts s positions earlier.
-        head: LM head over the draft vocabulary.
+        head: the target's LM head over the draft vocabulary.
+        own_head: the drafter's LM head over the same, where it has one of its own: its weight is trained.
         feature_scale: [H] that the head divides features by, or None.
         reference: [S, N, H], a frozen reference drafter's estimates on the same inputs, or None.
         progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
@@ -96,9 +105,15 @@ class DraftBatch:
     positions: Tensor
     head: LMHead
     feature_scale: Tensor | None = None
+    own_head: LMHead | None = None
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
+
+    @property
+    def draft_head(self) -> LMHead:
+        """The LM head that reads the estimates."""
+        return self.head if self.own_head is None else self.own_head
 
 
 @dataclass
@@ -152,6 +167,12 @@ def reference_of(loss: Loss) -> str | None:
     """Directory of the reference drafter that a loss wants, or None."""
     found = getattr(loss, "reference", None)
     return found if isinstance(found, str) else None
+
+
+def has_feature_term(loss: Any) -> bool:
+    """Does a loss, or a part of it, compare estimates with features?"""
+    parts = [part.loss for part in getattr(loss, "parts", [])] + [getattr(loss, "inner", None)]
+    return bool(getattr(loss, "w_feature", 0.0)) or any(has_feature_term(part) for part in parts if part is not None)
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, feature_distance, weighted_mean
-from fsd_train.losses.rows import blocks, check_chunk_size, supervised_rows, within
+from fsd_train.losses.rows import blocks, check_chunk_size, chunked_rows, supervised_rows, within
 
 # Tensors of a block's size that are alive at the peak: p, logits, q, and what a soft cap's gradient makes of them.
 LIVE = 5
@@ -80,6 +80,10 @@ def soft_cross_entropy(
     return losses, agree
 
 
+def _cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return -torch.linalg.vecdot(log_p.exp(), log_q)[None]
+
+
 @LOSSES.register("eagle")
 class EagleLoss:
     """w_feature·SmoothL1(estimate, feature) + w_ce·soft cross-entropy, each a weighted mean over supervised rows.
@@ -102,7 +106,13 @@ class EagleLoss:
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        entropy, agree = soft_cross_entropy(batch.estimates, batch.features, batch.head, self.chunk_size, batch.weights)
+        if batch.own_head is None:
+            entropy, agree = soft_cross_entropy(
+                batch.estimates, batch.features, batch.head, self.chunk_size, batch.weights
+            )
+        else:
+            values, agree = chunked_rows(_cross_entropy, batch, self.chunk_size)
+            entropy = values[0]
         ce = weighted_mean(entropy, batch.weights)
         loss, parts = self.w_ce * ce, {"ce_loss": ce.detach()}
         if self.w_feature:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fsd_infer.divergence import Divergence, divergence
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import DraftBatch, LMHead
+from fsd_train.losses.base import DraftBatch
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
 
@@ -61,70 +61,81 @@ def within(piece: slice, rows: slice | Tensor) -> slice | Tensor:
     return slice(None) if isinstance(rows, slice) else rows - piece.start
 
 
-def _gradient(values: Tensor, logits: Tensor, coefficient: Tensor, head: LMHead) -> Tensor:
-    """The gradient [n, H] of Σ coefficient·values, both [R, n], on the estimates whose logits these are."""
-    (slope,) = torch.autograd.grad(values, logits, coefficient)
-    return head.grad_hidden(logits.detach(), slope)
+def _slope(values: Tensor, logits: Tensor, coefficient: Tensor) -> Tensor:
+    """The gradient [n, Vd] of Σ coefficient·values, both [R, n], on the logits that they were computed from."""
+    return torch.autograd.grad(values, logits, coefficient)[0]
 
 
 class _ChunkedRows(torch.autograd.Function):
     """See :func:`chunked_rows`.
 
-    With one value per row (R = 1) its gradient is taken in forward, while the block's logits are at hand, and only
-    scaled in backward: the LM head is frozen, so nothing else is wanted. With more, backward knows the weights that
-    the R values go into the loss with, and a second pass over the blocks turns their weighted sum into one gradient:
-    one product with the LM head and one [S, N, H] instead of R of each.
+    With one value per row (R = 1) and a frozen LM head the gradient is taken in forward, while the block's logits are
+    at hand, and only scaled in backward. Else backward, which knows the weights that the R values go into the loss
+    with, makes a second pass over the blocks, which turns their weighted sum into one gradient: one product with the LM
+    head and one [S, N, H] instead of R of each, and the LM head's own gradient [Vd, H] without ever holding logits of
+    more than a block.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, rows: RowFunction, count: int,
+        ctx: Any, estimates: Tensor, weight: Tensor | None, batch: DraftBatch, rows: RowFunction, count: int,
         pieces: Sequence[slice], weights: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         steps, length, _ = estimates.shape
         values = torch.zeros(count, steps, length, dtype=torch.float32, device=estimates.device)
         agree = torch.zeros(steps, length, dtype=torch.bool, device=estimates.device)
-        wanted = ctx.needs_input_grad[0]
-        grad = torch.zeros_like(estimates) if wanted and count == 1 else None
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        grad = torch.zeros_like(estimates) if wanted and count == 1 and weight is None else None
         counted = supervised_rows(weights, pieces)
+        head = batch.draft_head
         for piece, numbers in zip(pieces, counted, strict=True):
-            log_p = head(features[piece]).log_softmax(-1)
+            log_p = batch.head(batch.features[piece]).log_softmax(-1)
             best = log_p.argmax(-1)
             for step, block in enumerate(numbers):
                 inside = within(piece, block)
-                logits = head(estimates[step, block]).requires_grad_(grad is not None)
+                logits = head(estimates[step, block]).detach().requires_grad_(grad is not None)
                 agree[step, block] = logits.detach().argmax(-1) == best[inside]
                 with torch.set_grad_enabled(grad is not None):
                     found = rows(log_p[inside], logits.log_softmax(-1))
                 values[:, step, block] = found.detach()
                 if grad is not None:
-                    grad[step, block] = _gradient(found, logits, torch.ones_like(found), head).to(grad.dtype)
+                    slope = _slope(found, logits, torch.ones_like(found))
+                    grad[step, block] = head.grad_hidden(logits.detach(), slope).to(grad.dtype)
+                    del slope
                 del found, logits  # or they live on beside the next step's
-        ctx.settings = head, rows, pieces, counted
-        ctx.save_for_backward(*([grad] if grad is not None else [estimates, features] if wanted else []))
+        ctx.unit = grad is not None
+        ctx.settings = None if ctx.unit else (batch, rows, pieces, counted)
+        ctx.save_for_backward(*([grad] if grad is not None else [estimates] if wanted else []))
         ctx.mark_non_differentiable(agree)
         return values, agree
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        coefficients = grads[0]
-        if len(ctx.saved_tensors) == 1:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        coefficients, nothing = grads[0], (None,) * 5
+        if ctx.unit:
             (unit,) = ctx.saved_tensors
-            return (coefficients[0, ..., None] * unit).to(unit.dtype), None, None, None, None, None, None
-        estimates, features = ctx.saved_tensors
-        head, rows, pieces, counted = ctx.settings
+            return (coefficients[0, ..., None] * unit).to(unit.dtype), None, *nothing
+        (estimates,) = ctx.saved_tensors
+        batch, rows, pieces, counted = ctx.settings
+        head = batch.draft_head
         grad = torch.zeros_like(estimates)
+        trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
         with torch.autocast(estimates.device.type, enabled=False):
             for piece, numbers in zip(pieces, counted, strict=True):
-                log_p = head(features[piece]).log_softmax(-1)
+                log_p = batch.head(batch.features[piece]).log_softmax(-1)
                 for step, block in enumerate(numbers):
-                    logits = head(estimates[step, block]).requires_grad_()
+                    hidden = estimates[step, block]
+                    logits = head(hidden).detach().requires_grad_()
                     with torch.enable_grad():
                         found = rows(log_p[within(piece, block)], logits.log_softmax(-1))
-                    grad[step, block] = _gradient(found, logits, coefficients[:, step, block], head).to(grad.dtype)
-                    del found, logits
-        return grad, None, None, None, None, None, None
+                    slope = _slope(found, logits, coefficients[:, step, block])
+                    grad[step, block] = head.grad_hidden(logits.detach(), slope).to(grad.dtype)
+                    if grad_weight is not None:
+                        grad_weight += head.grad_weight(logits.detach(), slope, hidden)
+                    del found, logits, slope
+        return grad, None if grad_weight is None else grad_weight.to(head.weight.dtype), *nothing
 
 
 def chunked_rows(
@@ -134,7 +145,7 @@ def chunked_rows(
 
     Args:
         rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
-        batch: its estimates are the only differentiable argument.
+        batch: its estimates, and the weight of its ``own_head`` if it has one, are what is differentiated.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
             peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ live).
         count: R.
@@ -147,7 +158,8 @@ def chunked_rows(
     weights = batch.weights.repeat(len(batch.estimates) // len(batch.weights), 1)
     pieces = blocks(weights.shape[1], chunk_size, live)
     with torch.autocast(batch.estimates.device.type, enabled=False):
-        values, agree = _ChunkedRows.apply(batch.estimates, batch.features, batch.head, rows, count, pieces, weights)
+        own = None if batch.own_head is None else batch.own_head.weight
+        values, agree = _ChunkedRows.apply(batch.estimates, own, batch, rows, count, pieces, weights)
     return values, agree
 
 

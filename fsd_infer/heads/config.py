@@ -1,0 +1,242 @@
+"""Shape and options of a draft head, checked when they are made."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from fsd_infer.errors import CheckpointError
+from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
+
+if TYPE_CHECKING:
+    from fsd_infer.target import Target
+
+LAYOUTS = ("fsd", "eagle", "eagle3")
+MOST = 2**31 - 1  # of any size, count or id
+# What a layout can express beside the fields that all have.
+_OPTIONS = {
+    "fsd": {"num_layers", "input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
+    "eagle": {"num_layers", "fc_bias"},
+    "eagle3": {"num_layers", "fused_layers", "fc_norm", "norm_output", "norm_before_residual", "own_lm_head"}
+    | {"own_embeddings"},
+}
+
+
+@dataclass
+class EagleConfig:
+    """Shape and options of a head.
+
+    Three layouts, each the previous one's idea in another form:
+
+    - ``eagle``: EAGLE-1/2 as their authors publish it. Reads the target's final feature; its output estimates the next
+      one, and the target's LM head reads that.
+    - ``eagle3``: EAGLE-3 as its authors publish it. Inner layers of the target, fused by ``fc``, replace the feature;
+      the layer's attention reads embedding and feature side by side; ``norm`` and an LM head of its own follow.
+    - ``fsd``: ``eagle`` with options that other programs do not know. Inner layers are *added* to the final feature.
+
+    Attributes:
+        hidden_size: H, width of the head: of the target's features unless ``layout`` is "eagle3".
+        vocab_size: V of the target.
+        layer: transformers config of the decoder layer, with its ``model_type``.
+        layout: "fsd", "eagle" or "eagle3".
+        embed_size: width of the input embeddings (H unless the family projects them).
+        target_hidden_size: width of the target's features (H unless given; "eagle3" only).
+        num_layers: decoder layers.
+        input_norm: keep the first layer's input norm ("fsd").
+        final_norm: normalise the output as the target's final norm does ("fsd").
+        feature_scale: divide incoming features by a stored vector, the target's final-norm weight: evens out
+            outlier dimensions ("fsd").
+        fc_bias: bias of the 2H -> H projection ("fsd", "eagle").
+        draft_vocab_size: Vd of a reduced draft vocabulary; None for all of V.
+        fused_layers: k layers of the target (numbers from 0) whose outputs the head reads: beside the final features
+            ("fsd") or in their place ("eagle3"; default there: see :func:`default_fused_layers`).
+        fc_norm: normalise each fused layer on its own before ``fc`` (EAGLE-3.1; "eagle3").
+        norm_output: feed the normalised output back instead of the raw one (EAGLE-3.1; "eagle3").
+        norm_before_residual: the residual stream starts with the normalised feature (some of speculators' heads;
+            "eagle3", loaded heads only).
+        own_lm_head: the head has an LM head of its own, trained with it ("eagle3"). Without, the target's rows serve,
+            and the ids of each text can join the draft vocabulary.
+        own_embeddings: the head has input embeddings of its own instead of the target's ("eagle3", loaded heads only).
+
+    Raises:
+        CheckpointError: a value of the wrong type or range, or an option that the layout does not have.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    layer: dict[str, Any]
+    layout: str = "fsd"
+    embed_size: int = 0
+    target_hidden_size: int = 0
+    num_layers: int = 1
+    input_norm: bool = False
+    final_norm: bool = False
+    feature_scale: bool = False
+    fc_bias: bool = False
+    draft_vocab_size: int | None = None
+    fused_layers: list[int] = field(default_factory=list)
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    own_lm_head: bool = False
+    own_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise CheckpointError(f"unknown head layout {self.layout!r}; known: {', '.join(LAYOUTS)}.")
+        for name in ("hidden_size", "vocab_size", "num_layers"):
+            _check_integer(name, getattr(self, name), 1)
+        for name in ("embed_size", "target_hidden_size"):
+            _check_integer(name, getattr(self, name), 0)
+        self.embed_size = self.embed_size or self.hidden_size
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        for name in (each.name for each in fields(self) if each.type == "bool"):
+            if not isinstance(getattr(self, name), bool):
+                raise CheckpointError(f"head option {name} must be true or false, got {getattr(self, name)!r}.")
+        if self.draft_vocab_size is not None:
+            _check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+        if not isinstance(self.fused_layers, list | tuple | None.__class__):
+            raise CheckpointError(f"fused_layers must be a list of layer numbers, got {self.fused_layers!r}.")
+        for number in self.fused_layers or []:
+            _check_integer("a number in fused_layers", number, 0)
+        self.fused_layers = sorted(set(self.fused_layers or []))
+        self._check_layout()
+        check_layer(self.layer, self.hidden_size)
+
+    def _check_layout(self) -> None:
+        allowed = _OPTIONS[self.layout]
+        surplus = [
+            each.name
+            for each in fields(self)
+            if each.name in set().union(*_OPTIONS.values()) - allowed and getattr(self, each.name)
+        ]
+        if surplus:
+            raise CheckpointError(
+                f"a head of layout {self.layout} has no {', '.join(surplus)}: leave "
+                f"{'it' if len(surplus) == 1 else 'them'} out, or use layout "
+                f"{' or '.join(name for name in LAYOUTS if set(surplus) <= _OPTIONS[name]) or 'fsd'}."
+            )
+        if self.layout != "eagle3":
+            if self.target_hidden_size != self.hidden_size:
+                raise CheckpointError(f"a head of layout {self.layout} is as wide as its target's features.")
+            return
+        if not self.fused_layers:
+            raise CheckpointError("a head of layout eagle3 reads inner layers of the target: give fused_layers.")
+        if self.layer.get("model_type") not in EAGLE3_LAYERS:
+            raise CheckpointError(
+                f"a head of layout eagle3 has a layer of type {' or '.join(EAGLE3_LAYERS)}, not "
+                f"{self.layer.get('model_type')!r}."
+            )
+        if self.feature_width == self.hidden_size:  # the head distinguishes the two by their width
+            raise CheckpointError(f"hidden_size {self.hidden_size} equals the width of the features it is fed with.")
+        if self.target_hidden_size != self.hidden_size and not (self.own_lm_head and self.own_embeddings):
+            raise CheckpointError("a head of another width than its target's needs embeddings and LM head of its own.")
+
+    @property
+    def feature_width(self) -> int:
+        """Width of what the head reads of the target: the final features and the k fused layers."""
+        return self.target_hidden_size * (1 + len(self.fused_layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> EagleConfig:
+        """Raises CheckpointError for anything but a mapping of this class's fields with valid values."""
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"the head's options must be a mapping, got {type(values).__name__}.")
+        known = {field.name for field in fields(cls)}
+        check_known("head option", values, known)
+        missing = sorted({"hidden_size", "vocab_size", "layer"} - set(values))
+        if missing:
+            raise CheckpointError(f"the head's options lack {', '.join(missing)}.")
+        return cls(**values)
+
+    @classmethod
+    def for_target(
+        cls, target: Target, layer: str = "auto", intermediate_size: int | None = None, **options: Any
+    ) -> EagleConfig:
+        """A head for a target.
+
+        Args:
+            target: whose features it reads.
+            layer: "auto" (the target's own kind of layer where a standalone one works, a Llama layer otherwise and
+                for layout "eagle3") or "llama".
+            intermediate_size: width of the layers' MLP; None for the target's. A narrower one trains and drafts in
+                less time, and the target's layers are no start for it any more.
+            options: any other field of the config.
+
+        Raises:
+            CheckpointError: an option is unknown or out of its range.
+        """
+        names = {each.name for each in fields(cls)} - {"hidden_size", "vocab_size"} | {"intermediate_size"}
+        check_known("head option", options, names)
+        if options.get("layout") == "eagle3":
+            layer = "llama"
+            options = {"own_lm_head": True, **options}
+            options["fused_layers"] = options.get("fused_layers") or default_fused_layers(target)
+        if layer not in ("auto", "llama"):
+            raise CheckpointError(f"head option layer is auto or llama, got {layer!r}.")
+        config = target.config
+        llama = llama_layer(config, target.hidden_size)
+        own = None if layer == "llama" else own_layer(config)
+        chosen = own or llama
+        if intermediate_size is not None:
+            _check_integer("intermediate_size", intermediate_size, 1)
+            if "intermediate_size" not in chosen:  # a family that calls its MLP's width by another name
+                chosen = llama
+            chosen["intermediate_size"] = intermediate_size
+        return cls(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            layer=chosen,
+            embed_size=int(target.model.get_input_embeddings().weight.shape[1]),
+            **options,
+        )
+
+
+def default_fused_layers(target: Target) -> list[int]:
+    """EAGLE-3's low, middle and high layer, as numbers from 0.
+
+    Other programs name them 2, n/2 and n−3, by what *enters* the layer of that number. A target of fewer than six
+    layers has fewer than three of them.
+    """
+    count = int(target.config.num_hidden_layers)
+    entering = (2, count // 2, count - 3)
+    return sorted({min(max(number - 1, 0), count - 1) for number in entering})
+
+
+def check_layer(layer: Any, hidden_size: int) -> None:
+    """Raise CheckpointError unless ``layer`` holds what describes a decoder layer, in the right types."""
+    if not isinstance(layer, Mapping) or not isinstance(layer.get("model_type"), str):
+        raise CheckpointError(f"the head's layer must be a mapping with a model_type, got {layer!r:.80}.")
+    check_known("layer option", layer, {*LAYER_FIELDS, "model_type"})
+    for name, value in layer.items():
+        if name.endswith("size") or name.startswith("num_") or name in ("head_dim", "max_position_embeddings"):
+            _check_integer(f"layer option {name}", value, 1)
+        elif name in ("rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier"):
+            _check_number(f"layer option {name}", value, 0.0)
+    if layer.get("hidden_size", hidden_size) != hidden_size:
+        raise CheckpointError(f"the head's layer has hidden_size {layer['hidden_size']}, the head {hidden_size}.")
+
+
+def check_known(kind: str, values: Mapping[Any, Any], known: set[str]) -> None:
+    """Raise CheckpointError, with the nearest known name, if ``values`` has other keys."""
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise CheckpointError(f"unknown {kind} {name!r:.60}.{hint} Known: {', '.join(sorted(known))}.")
+
+
+def _check_integer(name: str, value: Any, least: int, most: int = MOST) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise CheckpointError(f"{name} must be a whole number from {least} to {most}, got {value!r:.60}.")
+
+
+def _check_number(name: str, value: Any, least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise CheckpointError(f"{name} must be a number from {least:g}, got {value!r:.60}.")

@@ -1,0 +1,163 @@
+"""Decoder layers of a draft head: transformers' own, alone, and EAGLE-3's variant of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, DynamicCache
+
+EAGLE3_LAYERS = ("llama", "qwen3")  # kinds of layers that EAGLE-3 heads are published with
+
+# What a decoder layer's shape depends on; everything else in a target's config is left at the family's default.
+LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "use_qkv_bias",
+    "use_qk_norm",
+    "qk_layernorm",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "attention_multiplier",
+    "residual_multiplier",
+)
+
+
+class Eagle3Layer(nn.Module):
+    """EAGLE-3's first layer (arXiv 2503.01840): attention reads [norm(embedding) ; norm(x)], the residual is x.
+
+    Args:
+        layer: a decoder layer of a pre-norm family, whose parts it takes; its three input projections are replaced.
+        norm_before_residual: the residual is norm(x).
+    """
+
+    def __init__(self, layer: Any, norm_before_residual: bool = False) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.hidden_norm = type(layer.input_layernorm)(*_norm_arguments(layer.input_layernorm))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+
+    def forward(self, embeds: Tensor, x: Tensor, **others: Any) -> Tensor:
+        """embeds and x [B, M, H] -> [B, M, H]; ``others`` go to the attention."""
+        normed = self.hidden_norm(x)
+        attended, _ = self.self_attn(torch.cat([self.input_layernorm(embeds), normed], -1), **others)
+        x = (normed if self.norm_before_residual else x) + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _norm_arguments(norm: Any) -> tuple[int, float]:
+    return norm.weight.shape[0], norm.variance_epsilon
+
+
+def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
+    """A Llama layer of a target's sizes, as :attr:`EagleConfig.layer`."""
+    heads = int(config.num_attention_heads)
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": int(getattr(config, "intermediate_size", None) or 4 * hidden_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or hidden_size // heads),
+        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(theta)},
+    }
+
+
+def own_layer(config: Any) -> dict[str, Any] | None:
+    """The target's own kind of layer as a standalone config, or None where that does not work.
+
+    Mixtures of experts are left out on purpose: a draft layer is meant to be small.
+    """
+    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        return None
+    layer = layer_of(config)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _probe(*build_layers(layer, 1), hidden_size=int(config.hidden_size))
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
+        return None  # the family's layer wants more than the common arguments
+    return layer
+
+
+def layer_of(config: Any) -> dict[str, Any]:
+    """What a decoder layer of a transformers config depends on, as :attr:`EagleConfig.layer`."""
+    values = config.to_dict()
+    layer = {name: values[name] for name in LAYER_FIELDS if values.get(name) is not None}
+    return {**layer, "model_type": config.model_type}
+
+
+def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
+    """(decoder layers, rotary embedding, final norm) of a transformers model of that kind with ``count`` layers."""
+    values = dict(layer)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config.num_hidden_layers = count
+    config.vocab_size, config.pad_token_id = 2, None
+    config.layer_types = ["full_attention"] * count
+    config.sliding_window = None
+    config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
+    model = AutoModel.from_config(config, attn_implementation=config._attn_implementation)
+    return model.layers, model.rotary_emb, model.norm
+
+
+def run_layers(
+    layers: Iterable[nn.Module], x: Tensor, angles: Any, positions: Tensor, mask: Tensor | None, cache: Any
+) -> Tensor:
+    """x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
+    for layer in layers:
+        x = layer(x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles)
+        x = x[0] if isinstance(x, tuple) else x
+    return x
+
+
+@torch.no_grad()
+def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_size: int) -> None:
+    """Raise ValueError unless the layer is causal through an explicit mask and a cache."""
+    x = torch.randn(1, 4, hidden_size)
+    positions = torch.arange(4)[None]
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    whole = run_layers(layers, x, rotary(x, positions), positions, mask_for(layers, causal, x.dtype), None)
+    cache = DynamicCache()
+    steps = [
+        run_layers(
+            layers, x[:, i : i + 1], rotary(x, positions[:, i : i + 1]), positions[:, i : i + 1],
+            mask_for(layers, causal[:, :, i : i + 1, : i + 1], x.dtype), cache,
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    if whole.shape != x.shape or not torch.allclose(whole, torch.cat(steps, 1), atol=1e-4):
+        raise ValueError("layer is not usable on its own")
+    norm(whole)
+
+
+def is_eager(layers: nn.ModuleList) -> bool:
+    """Does the layers' attention compute every score, so that it wants additive masks and is not causal by itself?"""
+    config = getattr(getattr(layers[0], "self_attn", None), "config", None)
+    return getattr(config, "_attn_implementation", "sdpa") == "eager"
+
+
+def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask in the form the layers' attention wants: additive for eager attention, boolean otherwise."""
+    if mask is None or not is_eager(layers):
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
