@@ -3,7 +3,7 @@
 Every variant runs the same forward, of n tree nodes behind a context, on the same weights in bf16, with static shapes:
 
 * ``eager``: transformers' modules as they are;
-* ``fused``: what the engine runs (:mod:`fsd_infer.cpu.fused_ops`, :mod:`fsd_infer.cpu.packing`);
+* ``fused``: what the engine runs (:mod:`fsd_infer.cpu.ops`, :mod:`fsd_infer.cpu.packing`);
 * ``compiled``: ``torch.compile`` of ``eager`` with freezing, which packs the linear layers' weights;
 * ``compiled+cpp_wrapper``, ``compiled+max_autotune``: the same with these options of inductor.
 
@@ -32,7 +32,7 @@ from torch._inductor import config as inductor_config
 from transformers import StaticCache
 
 from fsd_infer.bench.environment import environment
-from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.ops import speed_up
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.target import Target

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.bench.environment import environment
-from fsd_infer.cpu.fused_ops import speed_up
-from fsd_infer.cpu.packing import Packed, packed_in
+from fsd_infer.cpu.ops import packed_products, speed_up
+from fsd_infer.cpu.packing import Packed
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.target import Target
@@ -40,7 +40,7 @@ SIDE = 2048  # of the square matrices that are multiplied
 
 def packed_layers(target: Target) -> list[Packed]:
     """The target's packed products. Raises FsdError if there are none."""
-    found = packed_in(target.model)
+    found = packed_products(target.model)
     if not found:
         raise FsdError("nothing is packed: this needs a CPU with bf16 products in oneDNN.")
     return found

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.ops import speed_up
 from fsd_infer.custom_generate import generate, prepared_request
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
@@ -92,10 +92,10 @@ class FuzzyDecoder:
                 tree is fastest here with this target and head, once (see :mod:`fsd_infer.tuning.autotune`).
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
-                :func:`fsd_infer.cpu.speed_up`). ``fsd_infer.cpu.restore(decoder.target.model)`` undoes it.
+                :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
             quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
-                :meth:`fsd_infer.cpu.Packed.quantize`): a draft costs the time in which they are read. The target's stay
-                as they are, so `exact` is as exact as without.
+                :meth:`fsd_infer.cpu.packing.Packed.quantize`): a draft costs the time in which they are read. The
+                target's stay as they are, so `exact` is as exact as without.
             cuda_graphs: see :meth:`use_graphs`.
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
@@ -157,7 +157,7 @@ class FuzzyDecoder:
         return made
 
     def pack(self, drafter: Drafter, release: bool) -> None:
-        """:func:`fsd_infer.cpu.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
+        """:func:`.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
         for module in drafter.modules():
             is_model = isinstance(module, PreTrainedModel)
             speed_up(module, release, quantize=release and self.quantize and not is_model)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
+from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError, VocabularyMismatchError
 from fsd_infer.registry import Registry
 
@@ -169,9 +169,9 @@ class Divergence:
             )
         if p.shape != q.shape:
             raise FsdError(f"divergence {self.name!r}: shapes {tuple(p.shape)} and {tuple(q.shape)} differ.")
-        compiled = None if log_probs or chunk_size is not None else self._compiled(p, q, None)
-        if compiled is not None:
-            return compiled.divergence(self.name, p.contiguous(), q.contiguous(), None)
+        found = None if log_probs or chunk_size is not None else ops.plain_divergence(self.name, p, q, None)
+        if found is not None:
+            return found
         if chunk_size is None:
             elements = 2**20 if p.device.type == "cpu" else 2**25
             chunk_size = max(1, elements // p.shape[-1])
@@ -200,29 +200,16 @@ class Divergence:
         The five plain forms work on Vd + 1 bins; the top-k forms need the target's own ranking and expand q.
         """
         draft_ids = None if draft_ids is None else draft_ids.long()  # heads are stored with narrower ones
-        compiled = self._compiled(p_logits, q_logits, draft_ids)
-        shapes = [x.shape[:-1] if which is None else which.shape for x, which in zip((p_logits, q_logits), rows)]
-        if compiled is not None and shapes[0] == shapes[1]:
-            ids, of_p, of_q = (x if x is None else x.contiguous() for x in (draft_ids, *rows))
-            return compiled.divergence(self.name, p_logits.contiguous(), q_logits.contiguous(), ids, (of_p, of_q))
+        if draft_ids is None or not self.infinite_on_reduced_vocabulary:
+            found = ops.plain_divergence(self.name, p_logits, q_logits, draft_ids, rows)
+            if found is not None:
+                return found
         p_logits, q_logits = (x if which is None else x[which] for x, which in zip((p_logits, q_logits), rows))
         if draft_ids is None:
             return self(p_logits, q_logits)
         if self.k is None:
             return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
         return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))
-
-    def _compiled(self, p: Tensor, q: Tensor, draft_ids: Tensor | None) -> Kernels | None:
-        """Our CPU kernels if they compute this: a rule asks every round, and in torch it is a dozen passes over V."""
-        fits = (
-            self.name in PLAIN_DIVERGENCES
-            and p.device.type == "cpu"
-            and {p.dtype, q.dtype} <= {torch.bfloat16, torch.float32}
-            and not (torch.is_grad_enabled() and (p.requires_grad or q.requires_grad))
-            and q.shape[-1] == (p.shape[-1] if draft_ids is None else draft_ids.shape[0])
-            and not (draft_ids is not None and self.infinite_on_reduced_vocabulary)
-        )
-        return kernels() if fits else None
 
     @property
     def infinite_on_reduced_vocabulary(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu.packing import rows_of
+from fsd_infer.cpu.ops import weight_rows
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.loading import load_target
@@ -148,7 +148,7 @@ class Target:
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
         tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        parts = [rows_of(table, rows) for table in tables]
+        parts = [weight_rows(table, rows) for table in tables]
         norm = getattr(getattr(self.decoder, "norm", None), "weight", None)
         digest = hashlib.sha256()
         for part in parts if norm is None else [*parts, norm]:
@@ -183,7 +183,7 @@ class Target:
         """(weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd], or the whole head."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return rows_of(head, ids), bias if bias is None or ids is None else bias[ids].contiguous()
+        return weight_rows(head, ids), bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

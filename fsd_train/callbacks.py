@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
-from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import draft_variants
 from fsd_infer import Target
-from fsd_infer.cpu.kernels import kernels
+from fsd_infer.cpu import ops
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.bench_toys import Toy, save_toy
@@ -47,7 +47,7 @@ def test_ids_of_the_text(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if kernels() is None:
+    if ops.kernel_kind() is None:
         pytest.skip("needs AVX512-BF16 and a C++ compiler")
     toy = save_toy(tmp_path, hidden_size=64)  # whole panels
     out, head = tmp_path / "record.json", head_of(toy, tmp_path / "head")

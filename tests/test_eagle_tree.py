@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu.kernels import likeliest
+from fsd_infer.cpu.ops import likeliest
 from fsd_infer.drafters.eagle import TreeShape, _best_in_lists, _best_in_tensors, _keep_best, _Level
 from fsd_infer.tree import DraftTree, ancestors_of
 

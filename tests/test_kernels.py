@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.cpu import build, ops
 from fsd_infer.cpu import kernels as module
 from fsd_infer.cpu import layer as kernel_layer
 from fsd_infer.cpu.fused_ops import speed_up
@@ -31,7 +32,7 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
 from tests.test_fuse import logits_through_cache
 
-CAN = can_pack() and module._NEEDED <= module.cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
+CAN = can_pack() and module.NEEDED <= module.cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
 needs_kernels = pytest.mark.skipif(not CAN, reason="needs AVX512-BF16 and a C++ compiler")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
@@ -123,10 +124,10 @@ def test_numbers_of_fp8() -> None:
 @needs_kernels
 @pytest.mark.parametrize("tiles", [True, False])
 def test_fp8_products_with_and_without_amx(tiles: bool) -> None:
-    if tiles and not module._TILES <= module.cpu_flags():
+    if tiles and not build._TILES <= module.cpu_flags():
         pytest.skip("needs AMX")
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-    compiled = Kernels(module._compiled(compiler, tiles))
+    compiled = Kernels(build._compiled(compiler, tiles))
     assert compiled.panel == (32 if tiles else 64)
     weight, x = torch.randn(128, 160).bfloat16(), torch.randn(3, 9, 160).bfloat16()
     numbers, scales = fp8_panels(weight, compiled.panel)
@@ -372,12 +373,12 @@ def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
         assert made.head.state_dict()[name].shape == value.shape
 
 
-@needs_kernels
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_kernels), False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [5, 16, 32, 97, 4096])
-def test_the_largest_of_each_row(columns: int) -> None:
-    compiled = kernels()
-    assert compiled is not None
-    x = torch.randn(2, 7, columns).mul(2).round().bfloat16()  # many equals
+def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("FSD_KERNELS", str(int(compiled)))
+    x = torch.randn(2, 7, columns).mul(2).round().to(dtype)  # many equals
     x[0, 1] = -torch.inf
     x[0, 2, 1:] = -torch.inf
     x[1, 3, -1] = torch.nan
@@ -385,11 +386,20 @@ def test_the_largest_of_each_row(columns: int) -> None:
     x[1, 5] = -x[1, 5].abs() - 1
     x[1, 5, 1], x[1, 5, 3] = -0.0, 0.0  # equal
     x[1, 6, -2] = -torch.tensor(torch.nan)
-    highest, best = compiled.top(x)
+    highest, best, total = ops.row_statistics(x)
     torch.testing.assert_close(highest, x.float().amax(-1), equal_nan=True)
+    torch.testing.assert_close(total.double(), x.double().logsumexp(-1), equal_nan=True, rtol=1e-6, atol=1e-5)
+    broken = ((1, 3), (1, 6))
     for b, n in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
-        if (b, n) not in ((1, 3), (1, 6)):
-            assert best[b, n] == (x[b, n] == x[b, n].max()).nonzero()[0, 0]
+        assert (b, n) in broken or best[b, n] == (x[b, n] == x[b, n].max()).nonzero()[0, 0]
+    again, where = ops.row_maxima(x)
+    torch.testing.assert_close(again, highest, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(where, best)
+    rows = torch.tensor([13, 0, 2, 2, 12])
+    for found, whole in zip(ops.row_statistics(x.flatten(0, 1), rows), (highest, best, total), strict=True):
+        torch.testing.assert_close(found, whole.flatten()[rows], equal_nan=True)
+    with pytest.raises(IndexError):
+        ops.row_maxima(x.flatten(0, 1), rows + 1)
 
 
 @needs_kernels
@@ -426,8 +436,8 @@ def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int |
     p[0, 1, ::3], q[0, 2, 1::2], p[0, 3, 0] = -torch.inf, torch.finfo(torch.float32).min, torch.nan
     q[1, 0] = p[1, 0].float() if ids is None else p[1, 0, ids].float()
     p[1, 1, 0], q[1, 2], q[1, 3, 0] = torch.inf, -torch.inf, torch.nan
-    computed = measure._compiled(p, q, ids) is not None
-    assert computed == (ids is None or not measure.infinite_on_reduced_vocabulary)
+    if ids is None or not measure.infinite_on_reduced_vocabulary:
+        assert ops.plain_divergence(name, p, q, ids) is not None
     found = measure.with_reduced_drafter(p, q, ids)
     expected = measure.with_reduced_drafter(p.double(), q.double(), ids)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True)
@@ -525,11 +535,11 @@ def test_a_processor_that_lacks_instructions(fresh: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_decoding_runs_and_says_so(
     compiler: str | None, said: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh.setattr(module, "cpu_flags", lambda: module._NEEDED)
+    fresh.setattr(module, "cpu_flags", lambda: module.NEEDED)
     fresh.setattr(shutil, "which", lambda name: None)
     if compiler:
         fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.kernels"):
+    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.build"):
         assert kernels() is None
     assert said in caplog.text
     model = fitting_model("llama")
@@ -543,7 +553,8 @@ def test_a_compiler_that_knows_no_amx(fresh: pytest.MonkeyPatch, tmp_path: Any) 
         pytest.skip("needs AVX512-BF16 and a C++ compiler")
     flags = module.cpu_flags() | {"no such"}
     fresh.setattr(module, "cpu_flags", lambda: flags)
-    fresh.setattr(module, "_TILES", {"no such"})  # asked for by "-mno such", which no compiler knows
+    fresh.setattr(build, "cpu_flags", lambda: flags)
+    fresh.setattr(build, "_TILES", {"no such"})  # asked for by "-mno such", which no compiler knows
     fresh.setenv("FSD_CACHE", str(tmp_path))
     made = kernels()
     assert made is not None and made.panel == 64
@@ -554,8 +565,8 @@ def test_source_that_does_not_compile(
 ) -> None:
     if not shutil.which("g++"):
         pytest.skip("needs g++")
-    fresh.setattr(module, "cpu_flags", lambda: module._NEEDED)
-    fresh.setattr(module, "_FLAGS", ["-std=c++17", "-shared", "--no-such-option"])
+    fresh.setattr(module, "cpu_flags", lambda: module.NEEDED)
+    fresh.setattr(build, "_FLAGS", ["-std=c++17", "-shared", "--no-such-option"])
     fresh.setenv("FSD_CACHE", str(tmp_path))
     assert kernels() is None
     assert "no-such-option" in caplog.text

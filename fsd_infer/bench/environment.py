@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from fsd_infer.cpu.kernels import kernels
+from fsd_infer.cpu.ops import kernel_kind
 from fsd_infer.device.cpuinfo import processor
 
 
@@ -35,7 +35,7 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "cpu_kernels": kernels() is not None,
+        "cpu_kernels": kernel_kind() is not None,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "commit": commit(),

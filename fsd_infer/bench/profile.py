@@ -34,8 +34,7 @@ from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu.fused_ops import speed_up
-from fsd_infer.cpu.packing import packed_in
+from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import LookupDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
@@ -113,7 +112,7 @@ class Meter:
         decoder = method.decoder
         modules = [decoder.target.model, *method.drafter.modules()]
         weights = tensor_bytes(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()])
-        products = [product for module in modules for product in packed_in(module)]
+        products = [product for module in modules for product in packed_products(module)]
         weights -= sum(product.saved_bytes for product in products)
         packed = sum(_bytes(product.weight) for product in products)
         gc.collect()

@@ -188,8 +188,7 @@ def _words(text: str) -> list[str]:
 
 def warmup(args: argparse.Namespace) -> int:
     """`fsd-infer warmup`: what a first request would wait for, with the seconds of each part."""
-    from fsd_infer.cpu.fused_ops import speed_up
-    from fsd_infer.cpu.kernels import kernels
+    from fsd_infer.cpu.ops import kernel_kind, speed_up
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
@@ -204,7 +203,7 @@ def warmup(args: argparse.Namespace) -> int:
     clock = Clock()
     target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
     clock.lap("load")
-    compiled = kernels() if target.device.type == "cpu" else None
+    kind = kernel_kind() if target.device.type == "cpu" else None
     clock.lap("compile")
     speed_up(target.model, release=True)
     clock.lap("pack")
@@ -216,7 +215,7 @@ def warmup(args: argparse.Namespace) -> int:
     decoder.pack(decoder.drafter, release=True)
     clock.lap("pack")
     if target.device.type == "cpu":
-        print("CPU kernels: " + ("none, decoding runs through torch" if compiled is None else "compiled"))
+        print("CPU kernels: " + ("none, decoding runs through torch" if kind is None else "compiled"))
     head = head_of(decoder.drafter)
     if head is None:
         print(f"drafter {decoder.drafter.name} has no tree to choose")

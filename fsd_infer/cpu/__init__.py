@@ -1,9 +1,4 @@
 """Everything that only makes a CPU faster: packed weights, fused operations, kernels of our own.
 
-The rest of the package reaches it through this page alone.
+The rest of the package imports :mod:`fsd_infer.cpu.ops` and nothing else of this folder.
 """
-
-from fsd_infer.cpu.fused_ops import fuse_layers, speed_up
-from fsd_infer.cpu.packing import Packed, pack_linears, packed_in, restore, rows_of
-
-__all__ = ["Packed", "fuse_layers", "pack_linears", "packed_in", "restore", "rows_of", "speed_up"]

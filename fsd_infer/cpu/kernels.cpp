@@ -488,18 +488,114 @@ inline __m512 log_of_1_plus(__m512 t) {
   return _mm512_mul_ps(_mm512_add_ps(s, s), y);
 }
 
-// ln of the sum of e^x over `count` numbers; NaN where they are no logits of a distribution.
+// ln of the sum of e^x over `count` numbers, of which `highest`, finite, is the largest.
 template <class Number>
-float log_sum_exp(const Number* x, int64_t count) {
-  __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-  for (int64_t at = 0; at < count; at += LANES) top = _mm512_max_ps(load(x + at, lanes(count - at)), top);
-  const float highest = _mm512_reduce_max_ps(top);
+float log_sum_exp(const Number* x, int64_t count, float highest) {
+  __m512 sum = _mm512_setzero_ps();
   for (int64_t at = 0; at < count; at += LANES) {
     const __mmask16 inside = lanes(count - at);
     const __m512 value = _mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest));
     sum = _mm512_mask_add_ps(sum, inside, sum, exponential(value));
   }
   return highest + std::log(_mm512_reduce_add_ps(sum));
+}
+
+// The same where the largest is not known; NaN where these are no logits of a distribution.
+template <class Number>
+float log_sum_exp(const Number* x, int64_t count) {
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  for (int64_t at = 0; at < count; at += LANES) top = _mm512_max_ps(load(x + at, lanes(count - at)), top);
+  return log_sum_exp(x, count, _mm512_reduce_max_ps(top));
+}
+
+// The largest number of a row, NaN if the row has one, and where it first stands.
+struct Maximum {
+  float value;
+  int64_t place;
+};
+
+constexpr int CHAINS = 2;  // of comparisons that do not wait for each other
+
+// Numbers are compared as integers, 32 at a time: signed magnitudes have the order of the numbers.
+Maximum maximum(const bf16* x, int64_t columns) {
+  constexpr int WIDE = 2 * LANES;
+  const __m512i magnitude = _mm512_set1_epi16(0x7FFF), infinity = _mm512_set1_epi16(0x7F80);
+  __m512i top[CHAINS], step[CHAINS];
+  for (int chain = 0; chain < CHAINS; ++chain)
+    top[chain] = _mm512_set1_epi16(INT16_MIN), step[chain] = _mm512_setzero_si512();
+  __mmask32 broken = 0;
+  int64_t at = 0;
+  for (uint16_t now = 0; at + CHAINS * WIDE <= columns; at += CHAINS * WIDE, ++now) {
+    for (int chain = 0; chain < CHAINS; ++chain) {
+      const __m512i bits = _mm512_loadu_si512(x + at + chain * WIDE);
+      const __m512i size = _mm512_and_si512(bits, magnitude), sign = _mm512_srai_epi16(bits, 15);
+      const __m512i value = _mm512_sub_epi16(_mm512_xor_si512(size, sign), sign);
+      const __mmask32 higher = _mm512_cmpgt_epi16_mask(value, top[chain]);
+      broken |= _mm512_cmpgt_epi16_mask(size, infinity);
+      top[chain] = _mm512_mask_mov_epi16(top[chain], higher, value);
+      step[chain] = _mm512_mask_mov_epi16(step[chain], higher, _mm512_set1_epi16((int16_t)now));
+    }
+  }
+  int most = std::numeric_limits<int>::min();
+  Maximum found{0.f, 0};
+  bool bad = broken != 0;
+  const auto consider = [&](int value, int64_t place) {
+    if (value > most || (value == most && place < found.place)) most = value, found.place = place;
+  };
+  for (int chain = 0; at && chain < CHAINS; ++chain) {
+    int16_t values[WIDE];
+    uint16_t steps[WIDE];
+    _mm512_storeu_si512(values, top[chain]);
+    _mm512_storeu_si512(steps, step[chain]);
+    for (int lane = 0; lane < WIDE; ++lane)
+      consider(values[lane], ((int64_t)steps[lane] * CHAINS + chain) * WIDE + lane);
+  }
+  for (; at < columns; ++at) {
+    const int size = x[at] & 0x7FFF;
+    bad |= size > 0x7F80;
+    consider(x[at] & 0x8000 ? -size : size, at);
+  }
+  const uint32_t bits = (uint32_t)std::abs(most) << 16 | (most < 0 ? 0x80000000u : 0u);
+  std::memcpy(&found.value, &bits, sizeof bits);
+  if (bad) found.value = std::numeric_limits<float>::quiet_NaN();
+  return found;
+}
+
+Maximum maximum(const float* x, int64_t columns) {
+  __m512 top[CHAINS];
+  __m512i step[CHAINS];
+  for (int chain = 0; chain < CHAINS; ++chain)
+    top[chain] = _mm512_set1_ps(-INFINITY), step[chain] = _mm512_setzero_si512();
+  __mmask16 broken = 0;
+  int64_t at = 0;
+  for (int32_t now = 0; at + CHAINS * LANES <= columns; at += CHAINS * LANES, ++now) {
+    for (int chain = 0; chain < CHAINS; ++chain) {
+      const __m512 value = load(x + at + chain * LANES);
+      const __mmask16 higher = _mm512_cmp_ps_mask(value, top[chain], _CMP_GT_OQ);
+      broken |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+      top[chain] = _mm512_mask_mov_ps(top[chain], higher, value);
+      step[chain] = _mm512_mask_mov_epi32(step[chain], higher, _mm512_set1_epi32(now));
+    }
+  }
+  Maximum found{-INFINITY, 0};
+  bool bad = broken != 0;
+  const auto consider = [&](float value, int64_t place) {
+    if (value > found.value || (value == found.value && place < found.place)) found = {value, place};
+  };
+  for (int chain = 0; at && chain < CHAINS; ++chain) {
+    float values[LANES];
+    int32_t steps[LANES];
+    _mm512_storeu_ps(values, top[chain]);
+    _mm512_storeu_si512(steps, step[chain]);
+    for (int lane = 0; lane < LANES; ++lane)
+      consider(values[lane], ((int64_t)steps[lane] * CHAINS + chain) * LANES + lane);
+  }
+  for (; at < columns; ++at) {
+    bad |= x[at] != x[at];
+    consider(x[at], at);
+  }
+  if (bad) found.value = std::numeric_limits<float>::quiet_NaN();
+  return found;
 }
 
 enum Kind { KL, REVERSE_KL, JS, AG, TV };  // the plain forms of divergence.py
@@ -666,58 +762,25 @@ void fsd_linear(const bf16* x, const fsd_weight* weight, const bf16* bias, bf16*
   }
 }
 
-// The largest number of each row of x [rows, columns], NaN if there is one, and where it first stands. Numbers are compared
-// as integers, 32 at a time: signed magnitudes have the order of the numbers.
-void fsd_top(const bf16* x, int64_t rows, int64_t columns, float* highest, int64_t* where, int threads) {
-  constexpr int WIDE = 2 * LANES, CHAINS = 2;  // of comparisons that do not wait for each other
-#pragma omp parallel num_threads(threads)
-  {
-    const __m512i magnitude = _mm512_set1_epi16(0x7FFF), infinity = _mm512_set1_epi16(0x7F80);
+// Of each of `rows` rows of x [·, columns], logits in bf16 (narrow) or fp32: the largest number, NaN if there is one, where
+// it first stands, and, unless `totals` is null, ln of the sum of e^x. pick [rows]: which rows, null for all in order.
+void fsd_row_statistics(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns,
+                        float* highest, int64_t* where, float* totals, int threads) {
+  const auto of = [&](auto numbers) {
+    const Rows<std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>> from{numbers, columns, pick};
     const Share share(rows);
     for (int64_t row = share.begin; row < share.end; ++row) {
-      const bf16* const from = x + row * columns;
-      __m512i top[CHAINS], step[CHAINS];
-      for (int chain = 0; chain < CHAINS; ++chain)
-        top[chain] = _mm512_set1_epi16(INT16_MIN), step[chain] = _mm512_setzero_si512();
-      __mmask32 broken = 0;
-      int64_t at = 0;
-      for (uint16_t now = 0; at + CHAINS * WIDE <= columns; at += CHAINS * WIDE, ++now) {
-        for (int chain = 0; chain < CHAINS; ++chain) {
-          const __m512i bits = _mm512_loadu_si512(from + at + chain * WIDE);
-          const __m512i size = _mm512_and_si512(bits, magnitude), sign = _mm512_srai_epi16(bits, 15);
-          const __m512i value = _mm512_sub_epi16(_mm512_xor_si512(size, sign), sign);
-          const __mmask32 higher = _mm512_cmpgt_epi16_mask(value, top[chain]);
-          broken |= _mm512_cmpgt_epi16_mask(size, infinity);
-          top[chain] = _mm512_mask_mov_epi16(top[chain], higher, value);
-          step[chain] = _mm512_mask_mov_epi16(step[chain], higher, _mm512_set1_epi16((int16_t)now));
-        }
-      }
-      int most = std::numeric_limits<int>::min();
-      int64_t place = 0;
-      bool bad = broken != 0;
-      const auto consider = [&](int value, int64_t candidate) {
-        if (value > most || (value == most && candidate < place)) most = value, place = candidate;
-      };
-      if (at) {
-        for (int chain = 0; chain < CHAINS; ++chain) {
-          int16_t values[WIDE];
-          uint16_t steps[WIDE];
-          _mm512_storeu_si512(values, top[chain]);
-          _mm512_storeu_si512(steps, step[chain]);
-          for (int lane = 0; lane < WIDE; ++lane)
-            consider(values[lane], ((int64_t)steps[lane] * CHAINS + chain) * WIDE + lane);
-        }
-      }
-      for (; at < columns; ++at) {
-        const int bits = from[at], size = bits & 0x7FFF;
-        bad |= size > 0x7F80;
-        consider(bits & 0x8000 ? -size : size, at);
-      }
-      const uint32_t found = (uint32_t)std::abs(most) << 16 | (most < 0 ? 0x80000000u : 0u);
-      std::memcpy(highest + row, &found, sizeof(float));
-      if (bad) highest[row] = std::numeric_limits<float>::quiet_NaN();
-      where[row] = place;
+      const Maximum found = maximum(from[row], columns);
+      highest[row] = found.value;
+      where[row] = found.place;
+      if (totals)
+        totals[row] = std::isfinite(found.value) ? log_sum_exp(from[row], columns, found.value) : found.value;
     }
+  };
+#pragma omp parallel num_threads(threads)
+  {
+    if (narrow_x) of((const bf16*)x);
+    else of((const float*)x);
   }
 }
 

@@ -13,12 +13,7 @@ a tree's logits are those of decoding token by token, bit by bit.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
 import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int, c_int64, c_void_p
@@ -29,19 +24,11 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.cpuinfo import cpu_flags
-from fsd_infer.files import cache_dir
 
 PLAIN_DIVERGENCES = ("kl", "reverse_kl", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
 _FEW_NUMBERS = 2**18  # are looked through by one thread before a second one is awake
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
-_FLAGS = [
-    *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
-]
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
-_TILES = {"amx_tile", "amx_bf16"}
-
-logger = logging.getLogger(__name__)
+NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
 
 
 class Weight(Structure):
@@ -91,8 +78,9 @@ class Kernels:
         self.panel: int = library.fsd_panel()
         self._memory = threading.local()
         self._linear, self._layers, self._scratch = library.fsd_linear, library.fsd_layers_forward, library.fsd_scratch
-        self._top = library.fsd_top
-        self._top.argtypes, self._top.restype = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int), None
+        self._statistics = library.fsd_row_statistics
+        self._statistics.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int)
+        self._statistics.restype = None
         self._rows = library.fsd_rows
         self._rows.argtypes, self._rows.restype = (c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p), c_int64
         self._divergence = library.fsd_divergence
@@ -125,15 +113,31 @@ class Kernels:
             raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {rows}.")
         return found
 
-    def top(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., V] -> (the largest number [...] in fp32, NaN where there is one; its first index [...])."""
-        highest = torch.empty(x.shape[:-1])
-        where = torch.empty(x.shape[:-1], dtype=torch.long)
-        columns = x.shape[-1]
-        rows = x.numel() // columns
-        threads = torch.get_num_threads() if x.numel() > _FEW_NUMBERS else 1
-        self._top(x.data_ptr(), rows, columns, highest.data_ptr(), where.data_ptr(), threads)
-        return highest, where
+    def row_statistics(
+        self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See :func:`fsd_infer.cpu.ops.row_statistics`: logits [..., V] in bf16 or fp32, rows [R] of [M, V] or None."""
+        columns = logits.shape[-1]
+        shape = logits.shape[:-1] if rows is None else rows.shape
+        if rows is not None:
+            _check_rows(rows, logits)
+            rows = rows.contiguous()
+        highest, where = torch.empty(shape), torch.empty(shape, dtype=torch.long)
+        total = torch.empty(shape) if log_sum else None
+        count = highest.numel()
+        threads = torch.get_num_threads() if count * columns > _FEW_NUMBERS else 1
+        self._statistics(
+            logits.dtype == torch.bfloat16,
+            logits.data_ptr(),
+            None if rows is None else rows.data_ptr(),
+            count,
+            columns,
+            highest.data_ptr(),
+            where.data_ptr(),
+            None if total is None else total.data_ptr(),
+            threads,
+        )
+        return highest, where, total
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """logits [..., V] in bf16 or fp32 -> (ln q [..., count] in fp32, falling, tokens [..., count]); count <= V."""
@@ -170,8 +174,8 @@ class Kernels:
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < p.shape[-1]:
             raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
         for x, which in zip((p, q), rows):
-            if which is not None and not all(0 <= row < len(x) for row in which.tolist()):
-                raise IndexError(f"rows {which.tolist()} of logits with {len(x)} rows.")
+            if which is not None:
+                _check_rows(which, x)
         out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
         kind = PLAIN_DIVERGENCES.index(name)
         of_p, of_q = (
@@ -207,32 +211,17 @@ class Kernels:
 @cache
 def kernels() -> Kernels | None:
     """The kernels, compiled where they have not been; None where they cannot be had (the log says why)."""
-    if os.environ.get("FSD_KERNELS") == "0" or not _NEEDED <= cpu_flags():
+    if os.environ.get("FSD_KERNELS") == "0" or not NEEDED <= cpu_flags():
         return None
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        logger.warning("no C++ compiler: decoding runs without our CPU kernels, slower. Install g++ to have them.")
-        return None
-    reason = ""
-    for tiles in (True, False) if _TILES <= cpu_flags() else (False,):  # an old compiler or system may know no AMX
-        try:
-            return Kernels(_compiled(compiler, tiles))
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = _reason(error)
-    logger.warning("our CPU kernels could not be compiled, decoding runs slower without them: %s", reason)
-    return None
+    from fsd_infer.cpu.build import build  # what only adds up or compares rows of numbers needs no compiler
+
+    return build(Kernels)
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each row, by the kernels where they can be had.
-
-    logits [..., V] -> (their log-probabilities [..., count] in fp32, falling, and the tokens [..., count]).
-    """
-    compiled = kernels() if logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) else None
-    if compiled is not None:
-        return compiled.likeliest(logits.contiguous(), count)
-    values, tokens = logits.topk(count, dim=-1)
-    return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
+def _check_rows(rows: Tensor, of: Tensor) -> None:
+    """Raise IndexError for a row [R] that [M, V] does not have: the kernels would read wherever that is."""
+    if not all(0 <= row < len(of) for row in rows.tolist()):
+        raise IndexError(f"rows {rows.tolist()} of logits with {len(of)} rows.")
 
 
 def panels_of(weight: Tensor, packed: Tensor) -> int | None:
@@ -255,28 +244,3 @@ def panels_of(weight: Tensor, packed: Tensor) -> int | None:
         if not torch.equal(raw[panel], rows.view(side, depth // 2, 2).transpose(0, 1).reshape(-1)):
             return None
     return address
-
-
-def _compiled(compiler: str, tiles: bool) -> Path:
-    """The shared library, from the cache if the same source was compiled before by the same compiler.
-
-    ``tiles``: for processors with AMX.
-    """
-    source = Path(__file__).with_name("kernels.cpp").read_bytes()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-    flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if tiles)]
-    digest = hashlib.sha256(b"\0".join([source, version, " ".join(flags).encode()])).hexdigest()
-    path = cache_dir() / "kernels" / f"{digest[:24]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed at the end: several may compile at once
-            made = Path(folder) / path.name
-            command = [compiler, *flags, "-x", "c++", "-", "-o", str(made)]
-            subprocess.run(command, input=source, capture_output=True, check=True, timeout=300)
-            os.replace(made, path)
-    return path
-
-
-def _reason(error: Exception) -> str:
-    output = getattr(error, "stderr", None)
-    return output.decode(errors="replace").strip().splitlines()[0] if output else str(error)

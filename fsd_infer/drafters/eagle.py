@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu.kernels import likeliest
-from fsd_infer.cpu.packing import packed_in
+from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import (
@@ -212,7 +211,7 @@ class EagleDrafter(Drafter):
         sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
         batches = {"by_batch": sizes} if sizes else {}
         public = {"public": True} if self.public else {}
-        narrow = any(packed.scales is not None for module in self.modules() for packed in packed_in(module))
+        narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
         weights = {"weights": "fp8"} if narrow else {}
         return {
             **super().describe(),
@@ -275,7 +274,7 @@ class EagleSession(DraftSession):
         first = 1  # number of the first node of this depth
         for level in range(1, depth + 1):
             logits = self._q_logits(features)  # [B, E, Vd]
-            log_q, choice = likeliest(logits, width)
+            log_q, choice = ops.likeliest(logits, width)
             tokens = (choice if ids is None else ids[choice]).flatten(1)
             scores = (path_scores[..., None] + log_q).flatten(1)
             levels.append(_Level(tokens, scores, expanded, logits))

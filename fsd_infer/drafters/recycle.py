@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu.kernels import kernels, likeliest
+from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.errors import FsdError
@@ -211,11 +211,11 @@ class RecycleSession(DraftSession):
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         nodes = torch.arange(logits.shape[1]).expand(logits.shape[:2])
-        if logits.device.type == "cpu" and kernels() is None:  # torch takes milliseconds for each dozen nodes
+        if logits.device.type == "cpu" and ops.kernel_kind() is None:  # torch takes milliseconds for each dozen nodes
             nodes = path
             logits = at_nodes(logits, path)
         width = min(self.drafter.width, logits.shape[-1])
-        log_p, choice = likeliest(logits, width)
+        log_p, choice = ops.likeliest(logits, width)
         known = lists(tree.tokens, tree.parents, choice.flatten(1), log_p.flatten(1))
         verdict = (path.tolist(), tokens.tolist(), accepted.tolist())
         rows = zip(self.recycled, self.last, nodes.tolist(), *known, *verdict)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu.kernels import kernels
+from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
@@ -31,8 +31,9 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 def _top(scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """The largest number of each row [..., V], NaN if there is one, and, where one pass finds both, its index."""
-    compiled = kernels() if scores.device.type == "cpu" and scores.dtype == torch.bfloat16 else None
-    return (scores.amax(-1), None) if compiled is None else compiled.top(scores.contiguous())
+    if scores.device.type != "cpu" or ops.kernel_kind() is None:
+        return scores.amax(-1), None
+    return ops.row_maxima(scores)
 
 
 class Evidence:

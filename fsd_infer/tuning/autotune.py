@@ -40,8 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu.kernels import kernels
-from fsd_infer.cpu.packing import is_replaced
+from fsd_infer.cpu import ops
 from fsd_infer.device.cpuinfo import processor
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession, of_device
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
@@ -446,7 +445,6 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
     name = f"{os.cpu_count()} {processor('model name')}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    compiled = kernels() if device.type == "cpu" else None
     weights = [weight.detach() for weight in drafter.head.parameters() if not weight.is_meta]
     what = {
         "version": VERSION,
@@ -454,8 +452,8 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
         "head": [drafter.head.config.to_dict(), *(float(weight.sum(dtype=torch.float64)) for weight in weights)],
         "device": [device.type, name, torch.get_num_threads() if device.type == "cpu" else 0],
         "torch": torch.__version__,
-        "replaced": sum(is_replaced(part) for part in target.model.modules()),
-        "kernels": compiled is not None and compiled.panel,
+        "packed": len(ops.packed_products(target.model)),
+        "kernels": ops.kernel_kind() if device.type == "cpu" else None,
         "weights": drafter.describe().get("weights"),
         **({} if target.graphs is None else {"cuda_graphs": True}),
     }

@@ -1,0 +1,53 @@
+"""Who imports whom: core code reaches what makes a CPU faster by one door, and maths needs no models."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SEAM = "fsd_infer.cpu.ops"
+PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
+HEAVY = ["transformers", "safetensors", "fsd_infer.cpu.build", "fsd_infer.cpu.packing", "fsd_infer.targets"]
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every module and every name that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
+    files = [*(repo_root / "fsd_infer").rglob("*.py"), *(repo_root / "fsd_train").rglob("*.py")]
+    outside = [file for file in files if file.parent.name != "cpu"]
+    assert len(outside) > 50
+    wrong = {
+        f"{file.relative_to(repo_root)}: {name}"
+        for file in outside
+        for name in imports_of(file)
+        if f"{name}.".startswith("fsd_infer.cpu.") and not f"{name}.".startswith(f"{SEAM}.")
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_maths_needs_no_models_and_no_compiler(module: str, repo_root: Path) -> None:
+    """The package's own page, which offers everything, is left out."""
+    code = f"""
+import importlib, sys, types
+package = types.ModuleType("fsd_infer")
+package.__path__ = [{str(repo_root / "fsd_infer")!r}]
+sys.modules["fsd_infer"] = package
+importlib.import_module({module!r})
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
