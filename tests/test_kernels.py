@@ -33,7 +33,8 @@ from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
 from tests.test_fuse import logits_through_cache
 
 CAN = can_pack() and module.NEEDED <= module.cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
-needs_kernels = pytest.mark.skipif(not CAN, reason="needs AVX512-BF16 and a C++ compiler")
+TURNED_OFF = os.environ.get("FSD_KERNELS") == "0"
+needs_kernels = pytest.mark.skipif(not CAN or TURNED_OFF, reason="needs AVX512-BF16 and a C++ compiler")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -69,7 +70,6 @@ def kernel_layers(model: Any) -> int:
 
 
 @needs_kernels
-@pytest.mark.skipif(os.environ.get("FSD_KERNELS") == "0", reason="turned off")
 def test_they_are_there_where_they_can_be() -> None:
     assert kernels() is not None
     assert Packed(torch.nn.Linear(96, 128, dtype=torch.bfloat16)).panels, "oneDNN's layout is the one they read"
