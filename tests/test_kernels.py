@@ -465,6 +465,11 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
     p, ids = torch.randn(3, 20), torch.tensor([4, 5, 19])
     expected = divergence("js").with_reduced_drafter(p, p[:, :3], ids)
     torch.testing.assert_close(divergence("js").with_reduced_drafter(p, p[:, :3], ids.int()), expected)
+
+
+@needs_kernels
+def test_tokens_that_are_not_there_are_refused() -> None:
+    p = torch.randn(3, 20)
     for unknown in (-1, 20):
         with pytest.raises(IndexError, match="20 columns"):
             divergence("js").with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, unknown]))
