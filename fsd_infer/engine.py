@@ -11,24 +11,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from fsd_infer.cache import SlotCache
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.logits_processors import TreeProcessors
+from fsd_infer.prefill import read_prompts
 from fsd_infer.rules.base import Rule, Verdict, Verification
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
-
-PREFILL_CHUNK = 512
-# Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
-READ_IN_TURN = {"cpu"}
 
 
 @dataclass
@@ -155,11 +150,7 @@ class _Batch:
         longest = max(len(prompt) for prompt in prompts)
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
         ends = (self.lengths - 1)[:, None]
-        if len(prompts) > 1 and self.device.type in READ_IN_TURN:
-            features, logits = self._read_in_turn(tokens)
-        else:
-            features = self._read(to_device(tokens, self.device), self.cache)
-            logits = self._last_logits(features, ends)
+        features, logits = read_prompts(self.target, self.cache, tokens, self.lengths)
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._apply_rule(tree, logits)
         self._emit(verdict, logits)
@@ -239,37 +230,6 @@ class _Batch:
         return Outcome([record.tokens for record in self.records], self.records, stats)
 
     # parts -----------------------------------------------------------------------------------------------------------
-
-    def _read(self, tokens: Tensor, cache: SlotCache) -> Tensor:
-        """Causal forwards over the prompts [B, M], chunk by chunk, into the cache's first slots; their features."""
-        features = []
-        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
-            chunk = tokens[:, start : start + PREFILL_CHUNK]
-            slots = (start + torch.arange(chunk.shape[1], device=self.device)).expand_as(chunk)
-            read_by_then = start + chunk.shape[1]
-            cache.aim(slots, start, read_by_then)
-            visible = torch.arange(read_by_then, device=self.device) <= slots[..., None]
-            self._chunk_logits, read = self.target.forward(chunk, slots, visible, cache, keep=1)
-            features.append(read)
-        return torch.cat(features, 1)
-
-    def _read_in_turn(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(features [B, M, F], logits [B, 1, V] at each prompt's last token), one prompt after the other."""
-        features, logits = [], []
-        for row, length in enumerate(self.lengths.tolist()):
-            read = self._read(to_device(tokens[row : row + 1, :length], self.device), self.cache.row(row))
-            features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
-            logits.append(self._chunk_logits)
-        return torch.cat(features), torch.cat(logits)
-
-    def _last_logits(self, features: Tensor, ends: Tensor) -> Tensor:
-        """[B, 1, V] logits at each prompt's last token."""
-        if int(self.lengths.min()) == features.shape[1]:
-            return self._chunk_logits
-        # Prompts of different lengths: the model computed logits at the end of the longest only.
-        self.target.check_lm_head()
-        last = at_nodes(features, to_device(ends, self.device))
-        return self.target.lm_logits(self.target.features_of(last))
 
     def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
         texts = [self._text(row)[:-1] for row in self.rows] if self.processors.contextual else []

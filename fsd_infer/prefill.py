@@ -1,0 +1,62 @@
+"""Reading prompts: the target's features of all their tokens, and its logits at the last ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsd_infer.cache import SlotCache
+from fsd_infer.device.transfer import to_device
+from fsd_infer.target import Target
+from fsd_infer.tree import at_nodes
+
+PREFILL_CHUNK = 512
+# Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
+READ_IN_TURN = {"cpu"}
+
+
+def read_prompts(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Fill the cache's first slots with prompts, slot = position.
+
+    Args:
+        target: what reads them.
+        cache: with a row for each.
+        tokens: [B, M] their ids, right-padded, on the CPU.
+        lengths: [B] how many of them are real, on the CPU.
+
+    Returns:
+        (features [B, M, F], of which the padding's mean nothing, logits [B, 1, V] at each prompt's last token)
+    """
+    if len(tokens) > 1 and target.device.type in READ_IN_TURN:
+        return _read_in_turn(target, cache, tokens, lengths)
+    features, logits = _read(target, cache, to_device(tokens, target.device))
+    if int(lengths.min()) < tokens.shape[1]:  # the model computed logits at the end of the longest only
+        target.check_lm_head()
+        last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
+        logits = target.lm_logits(target.features_of(last))
+    return features, logits
+
+
+def _read(target: Target, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last)."""
+    features = []
+    for start in range(0, tokens.shape[1], PREFILL_CHUNK):
+        chunk = tokens[:, start : start + PREFILL_CHUNK]
+        slots = (start + torch.arange(chunk.shape[1], device=target.device)).expand_as(chunk)
+        read_by_then = start + chunk.shape[1]
+        cache.aim(slots, start, read_by_then)
+        visible = torch.arange(read_by_then, device=target.device) <= slots[..., None]
+        logits, read = target.forward(chunk, slots, visible, cache, keep=1)
+        features.append(read)
+    return torch.cat(features, 1), logits
+
+
+def _read_in_turn(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """One prompt after the other."""
+    features, logits = [], []
+    for row, length in enumerate(lengths.tolist()):
+        read, last = _read(target, cache.row(row), to_device(tokens[row : row + 1, :length], target.device))
+        features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
+        logits.append(last)
+    return torch.cat(features), torch.cat(logits)
