@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.engine import Request, decode
+from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.generation_options import check_config, check_inputs, refusal
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import pad_id
@@ -26,7 +31,6 @@ def generate(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
-    synced_gpus: bool = False,
     streamer: Any = None,
     drafter: str | Path | Drafter | None = None,
     rule: str | Rule = "exact",
@@ -37,39 +41,53 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The loop for transformers: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
 
+    Threads may share a model: they take turns, request by request.
+
     Args:
         model: the target; the other leading arguments are what ``generate`` prepares.
+        streamer: as of ``generate``. It gets the prompt, every token, and ``end()`` also where an error is raised.
         drafter: see :func:`load_drafter`; None: the shipped head if the model is a built-in target. A name is loaded
             on every call, so pass a Drafter object in a loop.
         rule: acceptance rule or its name.
-        stopping_criteria: they are called with the text alone, ``scores`` is None.
+        stopping_criteria: they are called with the text alone, ``scores`` is None. Stop strings need an explicit
+            ``StopStringCriteria``: ``generate`` keeps the tokenizer from custom loops.
         seed: of the draws at temperature > 0.
-        stream_to: a streamer. ``generate`` shows its own ``streamer`` argument the prompt but does not hand it on to
-            custom loops; for the same reason stop strings need an explicit ``StopStringCriteria``.
+        stream_to: another name for ``streamer``.
         max_cache_bytes: refuse a request whose key-value caches take more (CacheMemoryError); None: more than is free.
 
     Returns:
         ids [B, prompt + longest answer], right-padded, as ``generate`` returns them; with ``return_dict_in_generate``
         a ``GenerateDecoderOnlyOutput`` that also has ``stats``.
+
+    Raises:
+        FsdError: an argument of ``generate``, or a field of the configuration, that is not honoured; and as
+            :func:`fsd_infer.engine.decode`.
     """
     assert generation_config is not None
-    if isinstance(drafter, Drafter) and getattr(drafter, "target", None) is not None:
-        target = drafter.target  # type: ignore[attr-defined]
-        if target.model is not model:
-            raise ModelLoadError("the drafter was made for another model object than the one that generates.")
-    else:
+    withheld = _withheld(model)
+    shown = withheld.get("streamer")  # it has the prompt already
+    streamers = [one for one in (shown, streamer, stream_to) if one is not None]
+    with ending(streamers[0] if streamers else None) as streamer:
+        if any(one is not streamer for one in streamers):
+            raise FsdError("streamer and stream_to are two names for one thing: give either.")
+        if withheld.get("assistant_model") is not None:
+            raise refusal("assistant_model", None)
         target = target_of(model)
-    request = prepared_request(
-        input_ids,
-        model_kwargs.get("attention_mask"),
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        streamer or stream_to,
-        seed,
-    )
-    request.max_cache_bytes = max_cache_bytes
-    outcome = decode(target, load_drafter(drafter, target), parse_rule(rule), request)
+        with target.lock:
+            outcome = decode_prepared(
+                target,
+                load_drafter(drafter, target),
+                parse_rule(rule),
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                show_prompt=shown is None,
+                seed=seed,
+                max_cache_bytes=max_cache_bytes,
+                **model_kwargs,
+            )
     longest = max(len(sequence) for sequence in outcome.sequences)
     pad = pad_id(generation_config)
     answers = [sequence + [pad] * (longest - len(sequence)) for sequence in outcome.sequences]
@@ -89,52 +107,102 @@ def target_of(model: Any) -> Target:
     return held["_fsd_target"]
 
 
-def prepared_request(
+def _withheld(model: Any) -> dict[str, Any]:
+    """What ``generate`` was given and does not hand to a custom loop, by name: ``streamer``, ``assistant_model``.
+
+    It passes over both without a word (transformers 5.16 to 5.23), so they are read off its frame.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_locals.get("self") is not model:
+        return {}
+    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[Any]:
+    """Ends the streamer whatever happens: one that hands its text to another thread must not let it wait for ever."""
+    try:
+        yield streamer
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def decode_prepared(
+    target: Target,
+    drafter: Drafter,
+    rule: Rule,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
-    processors: LogitsProcessorList | None,
-    criteria: StoppingCriteriaList | None,
-    config: GenerationConfig,
-    streamer: Any,
-    seed: int | None,
-) -> Request:
-    """A prepared ``generate`` call as a :class:`Request`: padding stripped, end-of-sequence and length taken apart."""
-    if (config.num_beams or 1) > 1:
-        raise FsdError("beam search cannot be combined with speculative decoding: set num_beams=1.")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise FsdError(f"{name} is not kept by speculative decoding: leave it out, or ask the model itself.")
+    *,
+    logits_processor: LogitsProcessorList | None,
+    stopping_criteria: StoppingCriteriaList | None,
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    show_prompt: bool = True,
+    seed: int | None = None,
+    measure_log_likelihood: bool = False,
+    max_cache_bytes: int | None = None,
+    attention_mask: Tensor | None = None,
+    **model_inputs: Any,
+) -> Outcome:
+    """Decode what ``generate`` has prepared for a loop: the one body of every loop of this package.
+
+    Args:
+        target, drafter, rule: what decodes.
+        input_ids: [B, T], with padding.
+        logits_processor, stopping_criteria, generation_config, attention_mask, model_inputs: as prepared.
+        streamer: gets the prompt, if ``show_prompt``, and the tokens; the caller ends it.
+        seed, measure_log_likelihood, max_cache_bytes: see ``FuzzyDecoder.generate``.
+
+    Raises:
+        FsdError: what would not be honoured; and as :func:`fsd_infer.engine.decode`.
+    """
+    made_for: Target = getattr(drafter, "target", None) or target
+    if made_for.model is not target.model:
+        raise ModelLoadError("the drafter was made for another model object than the one that generates.")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    check_config(generation_config, target.model.generation_config)
+    check_inputs(input_ids, mask, model_inputs)
     if streamer is not None and input_ids.shape[0] > 1:
         raise FsdError("a streamer shows one answer: pass one prompt.")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
-    eos: set[int] = set()
-    limit = None
-    others = StoppingCriteriaList()
-    for criterion in criteria or []:
-        if isinstance(criterion, EosTokenCriteria):
-            eos |= set(criterion.eos_token_id.tolist())
-        elif isinstance(criterion, MaxLengthCriteria):
-            limit = criterion.max_length - input_ids.shape[1]
-        else:
-            others.append(criterion)
-    if limit is None:
+    criteria = list(stopping_criteria or [])
+    limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    if not limits:
         raise FsdError("no length limit: give max_new_tokens or max_length.")
-    generator = None if seed is None else torch.Generator(device=input_ids.device).manual_seed(seed)
+    eos = [set(criterion.eos_token_id.tolist()) for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    others = [one for one in criteria if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
 
     def stream(row: int, tokens: list[int]) -> None:
         for token in tokens:
             streamer.put(torch.tensor([token]))
 
-    return Request(
-        prompts=prompts,
-        max_new_tokens=limit,
-        greedy=not config.do_sample,
-        processors=processors,
-        criteria=others,
-        eos_token_ids=frozenset(eos),
-        generator=generator,
+    request = Request(
+        prompts=[ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)],
+        max_new_tokens=min(limits) - input_ids.shape[1],
+        greedy=not generation_config.do_sample,
+        processors=logits_processor,
+        criteria=StoppingCriteriaList(others),
+        eos_token_ids=frozenset().union(*eos),
+        generator=_generator(seed, input_ids.device),
         on_tokens=None if streamer is None else stream,
-        on_end=None if streamer is None else streamer.end,
         padded_prompts=list(input_ids),
+        measure_log_likelihood=measure_log_likelihood,
+        max_cache_bytes=max_cache_bytes,
     )
+    if streamer is not None and show_prompt:
+        streamer.put(input_ids.cpu())
+    return decode(made_for, drafter, rule, request)
+
+
+def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """A generator of that seed; None without one."""
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise FsdError(f"seed must be a whole number of at most 64 bits, got {seed!r}.")
+    return torch.Generator(device=device).manual_seed(seed)

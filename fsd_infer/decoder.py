@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -11,18 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.chat.encoding import encode_chat, encode_text
 from fsd_infer.cpu.ops import speed_up
-from fsd_infer.custom_generate import generate, prepared_request
+from fsd_infer.custom_generate import decode_prepared, ending, generate
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.engine import Outcome, decode
+from fsd_infer.engine import Outcome
 from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.generation_options import check_overrides
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
@@ -52,7 +52,7 @@ class Generation:
 
 
 class FuzzyDecoder:
-    """A target with a drafter.
+    """A target with a drafter. Threads may share it: they take turns, request by request.
 
     Args:
         target: the wrapped model.
@@ -136,9 +136,10 @@ class FuzzyDecoder:
         """
         if recorder is None and self.target.device.type != "cuda":
             raise FsdError(f"CUDA graphs need CUDA, but the target is on {self.target.device}: leave them out.")
-        self._recorder = recorder or CudaRecorder(self.target.device)
-        self.target.use_graphs(self._recorder)
-        self.drafter.use_graphs(self._recorder)
+        with self.target.lock:
+            self._recorder = recorder or CudaRecorder(self.target.device)
+            self.target.use_graphs(self._recorder)
+            self.drafter.use_graphs(self._recorder)
 
     def load_drafter(
         self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
@@ -146,13 +147,14 @@ class FuzzyDecoder:
         """Another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
         if isinstance(tree, str) and tree != AUTO:
             raise FsdError(f'tree is a TreeShape or "{AUTO}", got {tree!r}.')
-        made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
-        if pack:
-            self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
-        if self._recorder is not None:
-            made.use_graphs(self._recorder)
-        if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
-            self.tune(made)
+        with self.target.lock:  # a head may widen what the target hands to drafters
+            made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
+            if pack:
+                self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
+            if self._recorder is not None:
+                made.use_graphs(self._recorder)
+            if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
+                self.tune(made)
         give_back()  # weights in the type and layout of their file came and went
         return made
 
@@ -166,7 +168,8 @@ class FuzzyDecoder:
         """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.tuning.tune`."""
         encode = None if self.tokenizer is None else self.encode
         prompts = calibration_prompts(encode, self.target.vocab_size)
-        return tune(drafter or self.drafter, self.target, prompts, refresh=refresh)
+        with self.target.lock:
+            return tune(drafter or self.drafter, self.target, prompts, refresh=refresh)
 
     @property
     def tokenizer(self) -> Any:
@@ -180,18 +183,36 @@ class FuzzyDecoder:
             chat: wrap text in the chat template; None: if the tokenizer has one.
         """
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer()
-            if not prompt.strip():
-                raise FsdError("the prompt is empty: give some text.")
-            if chat or (chat is None and tokenizer.chat_template):
-                return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-            return list(tokenizer(prompt).input_ids)
+            return self._encode_text(prompt, chat)
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise FsdError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}.")
         items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            return encode_chat(self._need_tokenizer(), items)  # type: ignore[arg-type]
         if not items:
             raise FsdError("the prompt is empty: give at least one token.")
+        if isinstance(items[0], Mapping):
+            return encode_chat(self._need_tokenizer(), items)  # type: ignore[arg-type]
+        for token in items:
+            if (
+                not isinstance(token, Integral)
+                or isinstance(token, bool)
+                or not 0 <= int(token) < self.target.vocab_size
+            ):
+                raise FsdError(
+                    f"a prompt's token ids are whole numbers from 0 to {self.target.vocab_size - 1}, got {token!r}: "
+                    "encode it with the target's own tokenizer."
+                )
         return [int(token) for token in items]  # type: ignore[call-overload]
+
+    def _encode_text(self, text: str, chat: bool | None) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        if not text.strip():
+            raise FsdError("the prompt is empty: give some text.")
+        if chat or (chat is None and tokenizer.chat_template):
+            return encode_chat(tokenizer, [{"role": "user", "content": text}])
+        ids = encode_text(tokenizer, text)
+        if not ids:
+            raise FsdError("the prompt encodes to no tokens: give some text.")
+        return ids
 
     def generate(
         self,
@@ -222,66 +243,68 @@ class FuzzyDecoder:
             overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``stop_strings`` ... as in transformers.
 
         Raises:
-            UnknownNameError, FsdError: unknown rule or divergence, empty prompt, unsupported option.
+            UnknownNameError, FsdError: unknown rule or divergence, empty prompt, an option that is unknown or that
+                speculative decoding does not honour.
             ContextLengthError: a prompt that fills the target's context.
             CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
-        chosen = parse_rule(rule)
-        ids = [self.encode(prompt, chat) for prompt in _as_list(prompts)]
-        if not ids:
-            raise FsdError("no prompts: give at least one.")
-        if streamer is not None and len(ids) > 1:
-            raise FsdError("a streamer shows one answer: pass one prompt.")
-        generation_config, overrides = self._stop_strings(generation_config, overrides)
-        if overrides.get("temperature") == 0:  # transformers refuses 0; everyone means greedy by it
-            overrides.update(do_sample=False, temperature=None)
-        pad = pad_id(self.target.model.generation_config)
-        input_ids, attention_mask = left_pad(ids, pad, self.target.device)
-        captured: list[Outcome] = []
-
-        def loop(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **model_kwargs: Any,
-        ) -> Tensor:
-            mask = model_kwargs["attention_mask"]  # as input_ids: repeated for num_return_sequences
-            request = prepared_request(
-                input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, seed
+        with ending(streamer), self.target.lock:
+            outcome = self._decode(
+                [self.encode(prompt, chat) for prompt in _as_list(prompts)],
+                dict(generation_config=generation_config, **overrides),
+                drafter=self.drafter if drafter is None else drafter,
+                rule=parse_rule(rule),
+                seed=seed,
+                streamer=streamer,
+                measure_log_likelihood=measure_log_likelihood,
+                max_cache_bytes=max_cache_bytes,
             )
-            request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
-            captured.append(decode(self.target, drafter or self.drafter, chosen, request))
-            return input_ids
-
-        self.target.model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            streamer=streamer,  # transformers shows it the prompt and keeps it from `loop`, which has it from here
-            custom_generate=loop,
-            **overrides,
-        )
-        outcome = captured[0]
-        tokenizer = self.target.tokenizer
-        texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
+            tokenizer = self.target.tokenizer
+            texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
         return Generation(outcome.sequences, texts, outcome.stats, outcome.records)
 
-    def _stop_strings(
-        self, config: GenerationConfig | None, overrides: dict[str, Any]
-    ) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    def _decode(self, ids: list[list[int]], options: dict[str, Any], **arguments: Any) -> Outcome:
+        """Let transformers prepare the options, then decode; arguments as of :func:`decode_prepared`."""
+        if not ids:
+            raise FsdError("no prompts: give at least one.")
+        check_overrides(options)
+        options = self._stop_strings(options)
+        if options.get("temperature") == 0:  # transformers refuses 0; everyone means greedy by it
+            options.update(do_sample=False, temperature=None)
+        model = self.target.model
+        input_ids, attention_mask = left_pad(ids, pad_id(model.generation_config), self.target.device)
+        outcomes: list[Outcome] = []
+        prepared = False
+
+        def loop(model: Any, input_ids: Tensor, **request: Any) -> Tensor:
+            nonlocal prepared
+            prepared = True
+            outcomes.append(decode_prepared(self.target, input_ids=input_ids, **request, **arguments))
+            return input_ids
+
+        try:
+            model.generate(input_ids, attention_mask=attention_mask, custom_generate=loop, **options)
+        except Exception as error:
+            if prepared or isinstance(error, FsdError):
+                raise
+            raise FsdError(f"transformers refuses these options: {error}") from error
+        return outcomes[0]
+
+    def _stop_strings(self, options: dict[str, Any]) -> dict[str, Any]:
         """Stop strings as a stopping criterion: transformers does not hand the tokenizer to custom loops."""
-        stop = overrides.get("stop_strings") or (config.stop_strings if config is not None else None)
-        if not stop:
-            return config, overrides
-        if config is not None:
-            config = copy.deepcopy(config)
-            config.stop_strings = None
-        criteria = StoppingCriteriaList(overrides.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(self._need_tokenizer(), stop))
-        return config, {**overrides, "stop_strings": None, "stopping_criteria": criteria}
+        config = options.get("generation_config")
+        named = [options.get("stop_strings")]
+        named += [getattr(each, "stop_strings", None) for each in (config, self.target.model.generation_config)]
+        stop = next((strings for strings in named if strings), None)
+        if stop is None:
+            return options
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+            raise FsdError(f"stop_strings must be one text, or a list of texts, none of them empty; got {stop!r}.")
+        criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
+        criteria.append(StopStringCriteria(self._need_tokenizer(), list(stop)))
+        return {**options, "stop_strings": None, "stopping_criteria": criteria}
 
     def _need_tokenizer(self) -> Any:
         if self.target.tokenizer is None:
@@ -292,10 +315,12 @@ class FuzzyDecoder:
 def _as_list(prompts: Any) -> list[Any]:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, Tensor):
-        return prompts.tolist() if prompts.dim() == 2 else [prompts.tolist()]
-    if isinstance(prompts, str):
+        if prompts.dim() not in (1, 2):
+            raise FsdError(f"a tensor of prompts is [T] or [B, T], got {list(prompts.shape)}.")
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)
-    if items and isinstance(items[0], (Integral, Mapping)):
+    if items and (isinstance(items[0], Mapping) or not isinstance(items[0], (str, bytes, Iterable))):
         return [items]
     return items

@@ -40,7 +40,6 @@ class Request:
         eos_token_ids: tokens that end an answer.
         generator: randomness; None for torch's global generator.
         on_tokens: called with (row, tokens) as soon as tokens of an answer are final.
-        on_end: called when all answers are complete.
         padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), or None.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         max_cache_bytes: most that the key-value caches may take; None: what is free.
@@ -54,7 +53,6 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
     on_tokens: Callable[[int, list[int]], None] | None = None
-    on_end: Callable[[], None] | None = None
     padded_prompts: list[Tensor] | None = None
     measure_log_likelihood: bool = False
     max_cache_bytes: int | None = None
@@ -71,7 +69,7 @@ class Outcome:
 
 @torch.inference_mode()
 def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Outcome:
-    """Decode a batch.
+    """Decode a batch. Threads that decode with one target take turns, request by request.
 
     Raises:
         FsdError: an empty prompt, a token id that the target does not know, a processor that cannot look at a tree.
@@ -79,18 +77,17 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
         CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
-    batch = _Batch(target, drafter, rule, request)
-    batch.prefill()
-    while batch.active:
-        tree = batch.draft()
-        logits, features = batch.verify(tree)
-        verdict = batch.judge(tree, logits)
-        batch.teach(tree, logits, verdict)
-        batch.keep(verdict)
-        batch.grow(verdict, features)
-    if request.on_end is not None:
-        request.on_end()
-    return batch.outcome()
+    with target.lock:
+        batch = _Batch(target, drafter, rule, request)
+        batch.prefill()
+        while batch.active:
+            tree = batch.draft()
+            logits, features = batch.verify(tree)
+            verdict = batch.judge(tree, logits)
+            batch.teach(tree, logits, verdict)
+            batch.keep(verdict)
+            batch.grow(verdict, features)
+        return batch.outcome()
 
 
 class _Batch:

@@ -31,10 +31,24 @@ _CONTEXT_FREE = {
     "SuppressTokensLogitsProcessor",
     "LogitNormalization",
 }
-_REFUSED = {
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale runs a model of its own",
-    "AssistedVolumeLogitsProcessor": "it runs a model of its own",
-    "SynthIDTextWatermarkLogitsProcessor": "it keeps a state that follows one text",
+# Those of transformers that look at the text too, and at nothing else. Its others keep a state that follows one text,
+# or run a model of their own. What a user brings must be a function of text and scores.
+_OF_TEXT = {
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "WatermarkLogitsProcessor",
 }
 
 
@@ -51,15 +65,16 @@ class TreeProcessors:
 
     def __init__(self, processors: LogitsProcessorList | None, batch: int = 1) -> None:
         self.batch = batch
-        self.processors: Any = LogitsProcessorList(processors or [])
+        self.processors: list[Any] = list(processors or [])
         names = [type(p).__name__ for p in self.processors]
-        for name in names:
-            if name in _REFUSED:
-                raise FsdError(f"{name} cannot be applied to a draft tree: {_REFUSED[name]}. Leave it out.")
+        for processor, name in zip(self.processors, names, strict=True):
+            if _theirs(processor) and name not in _CONTEXT_FREE | _OF_TEXT:
+                raise FsdError(
+                    f"{name} cannot be applied to a draft tree: it keeps a state that follows one text, or runs a "
+                    "model of its own. Leave it out."
+                )
         self.contextual = any(name not in _CONTEXT_FREE for name in names)
-        self._free: Any = LogitsProcessorList(
-            [p for p, name in zip(self.processors, names, strict=True) if name in _CONTEXT_FREE]
-        )
+        self._free = [p for p, name in zip(self.processors, names, strict=True) if name in _CONTEXT_FREE]
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -67,7 +82,7 @@ class TreeProcessors:
     def context_free(self, logits: Tensor) -> Tensor:
         """[..., V] -> [..., V] through the context-free processors only (for sampling drafts)."""
         flat = logits.reshape(-1, logits.shape[-1])
-        return self._free(_no_context(flat), flat.clone()).view_as(logits)
+        return _processed(self._free, _no_context(flat), flat.clone()).view_as(logits)
 
     def nodes(self, logits: Tensor, tree: DraftTree, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
         """Processed scores of the target at every node.
@@ -90,8 +105,8 @@ class TreeProcessors:
             for node_depth in tree.depths[row].unique().tolist():
                 nodes = (tree.depths[row] == node_depth).nonzero()[:, 0]
                 context = self._contexts(tree, row, nodes, text)
-                processors = LogitsProcessorList([self._of_row(p, asked, len(nodes)) for p in self.processors])
-                scores[row, nodes] = processors(context, logits[row, nodes].clone())  # type: ignore[arg-type]
+                processors = [self._of_row(p, asked, len(nodes)) for p in self.processors]
+                scores[row, nodes] = _processed(processors, context, logits[row, nodes].clone())
         return scores
 
     def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
@@ -132,6 +147,25 @@ class TreeProcessors:
         """[M, T + depth + 1] ids up to and including each of the nodes, which share one depth."""
         paths = [tree.tokens[row, tree.ancestors[row, node].nonzero()[:, 0]] for node in nodes.tolist()]
         return torch.stack([torch.cat([text, path]) for path in paths])
+
+
+def _theirs(processor: Any) -> bool:
+    """Whether it is one of transformers' own."""
+    return type(processor).__module__.partition(".")[0] == "transformers"
+
+
+def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tensor:
+    """scores [M, V] of the texts [M, T] through all processors. Raises FsdError where one of transformers' fails."""
+    for processor in processors:
+        try:
+            scores = processor(texts, scores)
+        except Exception as error:
+            if not _theirs(processor) or isinstance(error, FsdError):
+                raise
+            raise FsdError(
+                f"{type(processor).__name__} fails, so its option has a value of no sense: {error}"
+            ) from error
+    return scores
 
 
 def _no_context(scores: Tensor) -> Tensor:

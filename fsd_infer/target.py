@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu.ops import weight_rows
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
+from fsd_infer.device.lock import RequestLock
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.token_ids import eos_ids
@@ -78,6 +79,14 @@ class Target:
         return cls(model, tokenizer, name=str(name))
 
     # facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> RequestLock:
+        """Held for a request: threads that decode with one model take turns. The model's, so that all its wrappers
+        share it.
+        """
+        lock: RequestLock = vars(self.model).setdefault("_fsd_lock", RequestLock())
+        return lock
 
     @property
     def device(self) -> torch.device:

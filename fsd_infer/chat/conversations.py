@@ -31,6 +31,18 @@ class Message(TypedDict):
     content: str
 
 
+def check_text(text: str, where: str) -> str:
+    """``text`` itself. Raises DataError if it holds a lone surrogate, which no tokenizer and no file can take."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: character {error.start + 1} is half of a surrogate pair (U+{ord(text[error.start]):04X}), so "
+            "this is no Unicode text. Write it again in UTF-8."
+        ) from None
+    return text
+
+
 def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
     """``messages`` as plain role/content dicts. Raises DataError where it is not a list of chat turns.
 
@@ -50,6 +62,7 @@ def check_messages(messages: Any, where: str = "messages", field: str = "message
             raise DataError(f"{where}: turn {number} has role {role!r}; known roles are {', '.join(ROLES)}.")
         if not isinstance(content, str):
             raise DataError(f"{where}: turn {number} ({role}) must have `content` of type text.")
+        check_text(content, f"{where}: turn {number} ({role})")
         if role == "user" and not content.strip():
             raise DataError(f"{where}: turn {number} (user) is empty. Give it some text or remove the row.")
         checked.append({"role": role, "content": content})
@@ -124,7 +137,7 @@ def _named(turns: Any, where: str) -> Any:
             named.append(turn)
             continue
         speaker = turn["from"]
-        if speaker not in SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise DataError(f"{where}: turn {number} is from {speaker!r}; known are {', '.join(SPEAKERS)}.")
         if not isinstance(turn.get("value"), str):
             raise DataError(f"{where}: turn {number} (from {speaker}) must have `value` of type text.")
@@ -148,14 +161,16 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
         text = row[field]
         if field == "prompt" and isinstance(text, list):
             return check_messages(text, where, "prompt")
-        if field == "turns" and isinstance(text, list) and text:
+        if field == "turns":
+            if not isinstance(text, list) or not text or not all(isinstance(turn, str) for turn in text):
+                raise DataError(f"{where}: `turns` must hold text in a list, the user's turns in their order.")
             text = text[0]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: `{field}` must hold text, found {type(text).__name__}.")
+        text = _text(text, where, field)
         if not text.strip():
             raise DataError(f"{where}: `{field}` is empty. Give the prompt some text or remove the line.")
-        if field == "instruction" and row.get("input"):
-            text = f"{text.rstrip()}\n\n{row['input']}"
+        if field == "instruction" and row.get("input") is not None:
+            added = _text(row["input"], where, "input")
+            text = f"{text.rstrip()}\n\n{added}" if added else text
         return [{"role": "user", "content": text}]
     raise DataError(
         f"{where}: no prompt. Give one of the fields messages, conversations, prompt, question, turns, instruction."
@@ -163,8 +178,13 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _answer(value: Any, where: str, field: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    if not isinstance(value, list):
+    if isinstance(value, list):
+        return check_messages(value, where, field)
+    return [{"role": "assistant", "content": _text(value, where, field)}]
+
+
+def _text(value: Any, where: str, field: str) -> str:
+    """``value`` if it is text. Raises DataError."""
+    if not isinstance(value, str):
         raise DataError(f"{where}: `{field}` must hold text, found {type(value).__name__}.")
-    return check_messages(value, where, field)
+    return check_text(value, f"{where}: `{field}`")

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
-from fsd_infer.chat.conversations import Message, check_messages, row_messages
+from fsd_infer.chat.conversations import Message, check_messages, check_text, row_messages
 from fsd_infer.chat.rows import read_jsonl, read_rows
 from fsd_infer.errors import DataError
 
@@ -25,6 +23,7 @@ __all__ = [  # with the readers that belong to it, which have modules of their o
     "check_messages",
     "encode_chat",
     "encode_conversation",
+    "encode_text",
     "end_of_turn",
     "read_jsonl",
     "read_prompts",
@@ -93,9 +92,9 @@ def encode_chat(
     if not getattr(tokenizer, "chat_template", None):
         if [turn["role"] for turn in turns] != ["user"]:
             raise DataError("this tokenizer has no chat template, so it can encode one user turn only.")
-        ids = list(tokenizer(turns[0]["content"])["input_ids"])
+        ids = encode_text(tokenizer, turns[0]["content"])
     else:
-        ids = _encode_text(tokenizer, _render(tokenizer, turns, add_generation_prompt))
+        ids = _encode_rendered(tokenizer, _render(tokenizer, turns, add_generation_prompt))
     if not ids:
         raise DataError("the prompt encodes to no tokens. Give it some text.")
     return ids
@@ -133,7 +132,7 @@ def encode_conversation(
         raise DataError("a conversation to train on must end with an assistant turn, and not begin with one.")
     if not getattr(tokenizer, "chat_template", None):
         prompt = encode_chat(tokenizer, turns[:-1])
-        answer = _encode_text(tokenizer, turns[-1]["content"])
+        answer = _encode_rendered(tokenizer, turns[-1]["content"])
         if complete and tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
         return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
@@ -173,7 +172,7 @@ def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
         if turn["role"] != "assistant":
             continue
         prompt = encode_chat(tokenizer, turns[:number])
-        closed = _encode_text(tokenizer, _render(tokenizer, turns[: number + 1], False))
+        closed = _encode_rendered(tokenizer, _render(tokenizer, turns[: number + 1], False))
         if closed[: len(prompt)] != prompt:
             raise DataError(
                 f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
@@ -191,7 +190,7 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
     """From the template's generation markers."""
     try:
         found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    except TemplateError as error:
+    except Exception as error:
         raise _refusal(turns, error) from error
     marks = [0, *found["assistant_masks"], 0]
     edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
@@ -212,7 +211,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}]
         behind = _render(tokenizer, turns, False).partition(word)[2]
         special = special_ids(tokenizer)
-        for token in _encode_text(tokenizer, behind):
+        for token in _encode_rendered(tokenizer, behind):
             if token in special:
                 return token
     own: int | None = tokenizer.eos_token_id
@@ -228,16 +227,21 @@ def special_ids(tokenizer: Any) -> set[int]:
 def _render(tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool) -> str:
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:
+    except Exception as error:  # a template is a program that came with the model
         raise _refusal(turns, error) from error
 
 
-def _refusal(turns: Sequence[Message], error: TemplateError) -> DataError:
+def _refusal(turns: Sequence[Message], error: Exception) -> DataError:
     # templates refuse roles they do not know, or an order of turns
     roles = ", ".join(turn["role"] for turn in turns)
     return DataError(f"the chat template refuses a conversation of the roles {roles}: {error}")
 
 
-def _encode_text(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text, with the tokenizer's own special tokens. Raises DataError if it is no Unicode text."""
+    return list(tokenizer(check_text(text, "the prompt"))["input_ids"])
+
+
+def _encode_rendered(tokenizer: Any, text: str) -> list[int]:
     # the template has written the special tokens itself
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -5,10 +5,12 @@ pyarrow and datasets come with the extra `train` and are imported only where a f
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import importlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fsd_infer.errors import DataError
 
+LONGEST_LINE = 2**28  # bytes
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
@@ -47,7 +50,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
             JSON object, or a package that reading it needs is not installed.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib's own tests raise errors for names that are too long
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             yield from _saved_rows(path)
             return
@@ -72,15 +75,22 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     path = Path(path)
     line = 0
     try:
-        with open(path, "rb") as probe:
-            packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if packed else open(path, "rb") as lines:
-            for line, raw in enumerate(lines, start=1):
+        with open(path, "rb") as file:
+            lines: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+            while raw := lines.readline(LONGEST_LINE + 1):
+                line += 1
+                if len(raw) > LONGEST_LINE:
+                    raise DataError(
+                        f"{path}:{line}: the line is longer than {LONGEST_LINE >> 20} MiB: one row is one line."
+                    )
                 if raw.strip():
                     yield line, _object(_value(raw, f"{path}:{line}"), f"{path}:{line}")
-    except (OSError, EOFError, zlib.error) as error:  # a truncated gzip file raises EOFError or zlib.error
-        if not path.is_file():
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # ValueError: a NUL in the name
+        if not os.path.exists(path):
             raise DataError(f"{path}: no such file. Give the path of a .jsonl or .jsonl.gz file.") from error
+        # a truncated gzip file raises EOFError or zlib.error
         raise DataError(f"{path}: unreadable after line {line} ({error}). Fetch or write the file again.") from error
 
 
@@ -97,13 +107,15 @@ def rows_digest(path: str | Path) -> str:
 
 def _value(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8-sig"))  # some programs begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
         ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}). Mend or remove the line.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of open brackets
+        raise DataError(f"{where}: JSON that cannot be read ({error}). Mend or remove the line.") from error
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:
@@ -114,10 +126,10 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 
 def _is_array(path: Path) -> bool:
     """Does the file's first character open a JSON array?"""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return False
     with path.open("rb") as file:
-        return file.read(64).lstrip()[:1] == b"["
+        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _parquet_files(directory: Path) -> list[Path]:
@@ -137,7 +149,7 @@ def _parquet_files(directory: Path) -> list[Path]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    parquet = _needed("pyarrow.parquet", path)
+    arrow, parquet = _needed("pyarrow", path), _needed("pyarrow.parquet", path)
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -145,26 +157,30 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(path, number, values)
-    except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
-        if not path.is_file():
+    except (OSError, ValueError, OverflowError, arrow.ArrowException) as error:
+        if not os.path.exists(path):
             raise DataError(f"{path}: no such file. Give the path of a .parquet file.") from error
         raise DataError(f"{path}: unreadable after row {number} ({error}). Fetch or write the file again.") from error
 
 
 def _saved_rows(directory: Path) -> Iterator[Row]:
     datasets = _needed("datasets", directory)
+    number = 0
     try:
         found = datasets.load_from_disk(str(directory))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{directory}: not a whole dataset ({error}). Save it again.") from error
-    if isinstance(found, datasets.DatasetDict):
-        if "train" not in found:
-            raise DataError(
-                f"{directory}: its splits are {', '.join(found)}, none is called train. Give {directory}/SPLIT."
-            )
-        found = found["train"]
-    for number, values in enumerate(found.with_format(None), start=1):
-        yield Row(directory, number, dict(values))
+        if isinstance(found, datasets.DatasetDict):
+            if "train" not in found:
+                raise DataError(
+                    f"{directory}: its splits are {', '.join(found)}, none is called train. Give {directory}/SPLIT."
+                )
+            found = found["train"]
+        for number, values in enumerate(found.with_format(None), start=1):
+            yield Row(directory, number, dict(values))
+    except DataError:
+        raise
+    except Exception as error:  # `datasets` checks little of what it reads
+        told = f"{type(error).__name__}: {error}"
+        raise DataError(f"{directory}: not a whole dataset, after row {number} ({told}). Save it again.") from error
 
 
 def _needed(module: str, path: Path) -> Any:

@@ -1,0 +1,22 @@
+"""A lock for whatever one request uses at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+
+class RequestLock:
+    """A reentrant lock. A copy of what holds it, also by pickling, gets a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestLock, ()

@@ -1,0 +1,116 @@
+"""Which arguments of transformers' ``generate`` our loop honours. Every other one is refused by name, none ignored.
+
+The fields of ``GenerationConfig`` are an allow-list: one that a later version of transformers adds is refused until
+somebody has looked at what it does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from fsd_infer.errors import FsdError
+
+# honoured, mostly because ``generate`` makes logits processors and stopping criteria of them
+_HONOURED = frozenset(
+    """
+    max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample num_return_sequences
+    temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size
+    encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty renormalize_logits
+    remove_invalid_values guidance_scale watermarking_config pad_token_id bos_token_id eos_token_id
+    return_dict_in_generate
+    """.split()
+)
+# of no effect on what one beam answers, in ``generate`` neither
+_WITHOUT_EFFECT = frozenset(
+    """
+    use_cache compile_config disable_compile prefill_chunk_size early_stopping length_penalty decoder_start_token_id
+    transformers_version _from_model_config
+    """.split()
+)
+# how to compute the answer, not which: what a model's own configuration says of it is passed over
+_OF_SPEED = frozenset(
+    """
+    cache_implementation cache_config max_cache_len is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold assistant_lookbehind target_lookbehind max_matching_ngram_size assistant_early_exit
+    prompt_lookup_num_tokens speculation_type use_mtp
+    """.split()
+)
+_INSTEAD = {
+    "num_beams": "set num_beams=1",
+    "prompt_lookup_num_tokens": 'use drafter="lookup"',
+    "max_matching_ngram_size": 'use drafter="lookup"',
+    "assistant_model": "give the small model as drafter",
+    "inputs_embeds": "give token ids",
+    "past_key_values": "give the whole text as ids",
+    "streamer": "give it as stream_to",
+}
+# arguments of ``generate`` beside the configuration that FuzzyDecoder.generate hands on
+_ARGUMENTS = frozenset(
+    """
+    generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn negative_prompt_ids
+    negative_prompt_attention_mask
+    """.split()
+)
+# what ``generate`` prepares for any loop
+_PREPARED = frozenset("attention_mask position_ids past_key_values cache_position logits_to_keep use_cache".split())
+
+
+def refusal(name: str, value: Any) -> FsdError:
+    """The error for an argument that has no place here."""
+    shown = f"{name}={value!r}" if isinstance(value, (bool, int, float, str)) else name
+    instead = _INSTEAD.get(name, "leave it out, or call the model's own generate")
+    return FsdError(f"speculative decoding does not support {shown}: {instead}.")
+
+
+def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None:
+    """Raise FsdError for the first field that would not be honoured.
+
+    Args:
+        config: as ``generate`` has prepared it.
+        own: the model's.
+    """
+    blank = GenerationConfig()
+    defaults = {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
+    for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
+        value = getattr(config, name, None)
+        if value is None or value is False or value == defaults[name]:
+            continue
+        if name in _OF_SPEED and value == getattr(own, name, None):
+            continue
+        raise refusal(name, value)
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raise FsdError for a keyword argument that is neither in the configuration nor an argument to hand on."""
+    known = _ARGUMENTS | vars(GenerationConfig()).keys()
+    for name, value in overrides.items():
+        # a "paged" cache would not come to our loop
+        if name in _INSTEAD and name not in known or name == "cache_implementation" and value is not None:
+            raise refusal(name, value)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
+
+
+def check_inputs(input_ids: Tensor, mask: Tensor, model_inputs: Mapping[str, Any]) -> None:
+    """Raise FsdError for inputs of the model other than the ids [B, T] that the mask [B, T] keeps."""
+    for name, value in model_inputs.items():
+        if name not in _PREPARED and value is not None and value is not False:
+            raise refusal(name, value)
+    if mask.shape != input_ids.shape:
+        raise FsdError(f"attention_mask has shape {list(mask.shape)}, but the ids have {list(input_ids.shape)}.")
+    past = model_inputs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise refusal("past_key_values", past)
+    positions = model_inputs.get("position_ids")
+    if positions is not None and positions.shape == input_ids.shape:
+        counted = mask.long().cumsum(-1) - 1
+        if not bool((positions == counted)[mask.bool()].all()):
+            raise refusal("position_ids", positions)

@@ -1,0 +1,354 @@
+"""Arguments of transformers' ``generate`` through both doors: each is honoured, or refused by name.
+
+``MEANINGFUL`` holds a value for every field of GenerationConfig. A field that a version of transformers adds fails
+``test_every_field_is_accounted_for`` until it has one, and is refused meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, TextIteratorStreamer, TextStreamer, WatermarkingConfig
+from transformers.cache_utils import DynamicCache
+from transformers.generation.logits_process import LogitsProcessor
+
+import fsd_infer
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.generation_options import check_config
+from tests.families import VOCAB, OracleDrafter, tiny_model
+from tests.text_toys import tiny_tokenizer
+
+PROMPT = [5, 6, 7, 5, 6]
+LENGTH = 12
+
+# Honoured: our answer is generate's, greedily; "do_sample" marks those that need it.
+MEANINGFUL: dict[str, Any] = {
+    "max_length": 9,
+    "max_new_tokens": 7,
+    "min_length": 10,
+    "min_new_tokens": 8,
+    "max_time": 1e-9,
+    "repetition_penalty": 1.8,
+    "encoder_repetition_penalty": 1.8,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5], [6, 7]],
+    "sequence_bias": {(5,): -10.0, (6, 7): 3.0},
+    "suppress_tokens": [5, 6, 7],
+    "begin_suppress_tokens": list(range(1, 40)),
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 9,
+    "exponential_decay_length_penalty": (2, 1.5),
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "watermarking_config": WatermarkingConfig(bias=5.0),
+    "eos_token_id": [9, 52],
+    "pad_token_id": 4,
+    "bos_token_id": 1,
+    "return_dict_in_generate": True,
+    "do_sample": False,
+    # of no effect on an answer
+    "use_cache": False,
+    "disable_compile": True,
+    "prefill_chunk_size": 2,
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "decoder_start_token_id": 1,
+    "transformers_version": "5.0.0",
+}
+SAMPLED: dict[str, Any] = {
+    "temperature": 1e-4,
+    "top_k": 1,
+    "top_p": 1e-6,
+    "min_p": 0.999999,
+    "top_h": 1e-6,
+    "typical_p": 1e-6,
+    "epsilon_cutoff": 0.99999,
+    "eta_cutoff": 0.99999,
+}
+REFUSED: dict[str, Any] = {
+    "num_beams": 2,
+    "num_beam_groups": 2,
+    "diversity_penalty": 0.5,
+    "penalty_alpha": 0.6,
+    "dola_layers": "high",
+    "low_memory": True,
+    "constraints": [1],
+    "force_words_ids": [[5]],
+    "guidance_scale": 2.0,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "cache_implementation": "static",
+    "cache_config": {"a": 1},
+    "max_cache_len": 99,
+    "prompt_lookup_num_tokens": 3,
+    "max_matching_ngram_size": 3,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.1,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "assistant_early_exit": 1,
+    "assistant_ensemble_weight": 0.5,
+    "speculation_type": "dflash",
+    "is_assistant": True,
+    "use_mtp": True,
+}
+ELSEWHERE = {  # with tests of their own, or of no public meaning
+    "stop_strings", "token_healing", "num_return_sequences", "compile_config", "continuous_batching_config",
+    "_from_model_config",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def decoder(model: Any) -> FuzzyDecoder:
+    target = Target(model)
+    return FuzzyDecoder(target, OracleDrafter(target))
+
+
+Ask = Callable[..., list[int]]
+
+
+@pytest.fixture(params=["decoder", "hook"])
+def ask(request: pytest.FixtureRequest, model: Any, decoder: FuzzyDecoder) -> Ask:
+    """New tokens after PROMPT, through FuzzyDecoder.generate or through transformers' hook."""
+
+    def through_decoder(**options: Any) -> list[int]:
+        return decoder.generate(PROMPT, **options).sequences[0]
+
+    def through_hook(**options: Any) -> list[int]:
+        hook = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter)
+        made = model.generate(torch.tensor([PROMPT]), **hook, **options)
+        return (made if isinstance(made, torch.Tensor) else made.sequences)[0, len(PROMPT) :].tolist()
+
+    return through_decoder if request.param == "decoder" else through_hook
+
+
+def theirs(model: Any, **options: Any) -> list[int]:
+    made = model.generate(torch.tensor([PROMPT]), **options)
+    return (made if isinstance(made, torch.Tensor) else made.sequences)[0, len(PROMPT) :].tolist()
+
+
+def test_every_field_is_accounted_for() -> None:
+    listed = MEANINGFUL.keys() | SAMPLED.keys() | REFUSED.keys() | ELSEWHERE
+    assert vars(GenerationConfig()).keys() <= listed, "a field nobody has looked at: it is refused until then"
+    assert not MEANINGFUL.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", MEANINGFUL)
+def test_honoured_fields_mean_what_they_mean_in_transformers(name: str, model: Any, ask: Ask) -> None:
+    lengths = {} if name in ("max_length", "max_new_tokens") else {"max_new_tokens": LENGTH}
+    options = {"do_sample": False, **lengths, name: MEANINGFUL[name]}
+    if name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
+        options["eos_token_id"] = theirs(model, do_sample=False, **lengths)[2]
+    assert ask(**options) == theirs(model, **options)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_honoured_fields_of_sampling(name: str, model: Any, ask: Ask) -> None:
+    """Each so extreme that one token is left to draw, or (eta_cutoff) with a temperature that leaves one."""
+    options = {"do_sample": True, "max_new_tokens": LENGTH, "top_k": 0, name: SAMPLED[name]}
+    if name == "eta_cutoff":
+        options["temperature"] = 1e-3
+    expected = theirs(model, **options)
+    assert theirs(model, **options) == expected, "the case should be extreme enough"
+    assert ask(seed=0, **options) == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_fields_are_refused_by_name(name: str, ask: Ask) -> None:
+    with pytest.raises(FsdError, match=rf"{name}|ClassifierFreeGuidance") as caught:
+        ask(do_sample=False, max_new_tokens=4, **{name: REFUSED[name]})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_that_is_not_known_yet_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = GenerationConfig.__init__
+
+    def later(self: Any, **options: Any) -> None:
+        made(self, **options)
+        self.contrastive_magic = None
+
+    monkeypatch.setattr(GenerationConfig, "__init__", later)
+    config = GenerationConfig()
+    check_config(config, model.generation_config)
+    config.contrastive_magic = 0.5
+    with pytest.raises(FsdError, match="contrastive_magic=0.5"):
+        check_config(config, model.generation_config)
+
+
+def test_a_models_own_way_of_computing_is_passed_over(decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = decoder.target.model.generation_config
+    monkeypatch.setattr(own, "cache_implementation", "static")
+    monkeypatch.setattr(own, "num_assistant_tokens", 7)
+    expected = theirs(decoder.target.model, do_sample=False, max_new_tokens=LENGTH)
+    assert decoder.generate(PROMPT, do_sample=False, max_new_tokens=LENGTH).sequences == [expected]
+    monkeypatch.setattr(own, "penalty_alpha", 0.6)
+    with pytest.raises(FsdError, match="penalty_alpha"):
+        decoder.generate(PROMPT, do_sample=False, max_new_tokens=LENGTH)
+
+
+def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> None:
+    ids = torch.tensor([PROMPT])
+    hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter, max_new_tokens=4)
+    with pytest.raises(FsdError, match="inputs_embeds: give token ids"):
+        model.generate(ids, inputs_embeds=torch.zeros(1, 5, 32), **hook)
+    with pytest.raises(FsdError, match="inputs_embeds: give token ids"):
+        model.generate(inputs_embeds=torch.zeros(1, 5, 32), **hook)
+    with pytest.raises(FsdError, match="assistant_model: give the small model as drafter"):
+        model.generate(ids, assistant_model=model, **hook)
+    with pytest.raises(FsdError, match="position_ids"):
+        model.generate(ids, position_ids=torch.arange(5)[None] + 3, **hook)
+    past = DynamicCache()
+    model(ids[:, :3], past_key_values=past)
+    with pytest.raises(FsdError, match="past_key_values: give the whole text as ids"):
+        model.generate(ids, past_key_values=past, **hook)
+    expected = theirs(model, do_sample=False, max_new_tokens=4)
+    made = model.generate(ids, past_key_values=DynamicCache(), position_ids=torch.arange(5)[None], **hook)
+    assert made[0, 5:].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_new_token=4), "unknown option 'max_new_token'. Did you mean 'max_new_tokens'"),
+        (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds"),
+        (dict(assistant_model=object()), "assistant_model"),
+        (dict(custom_generate="owner/repository"), "custom_generate"),
+        (dict(cache_implementation="paged"), "cache_implementation='paged'"),
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(max_new_tokens=-3), "max_new_tokens"),
+        (dict(max_new_tokens="many"), "transformers refuses these options"),
+        (dict(do_sample=True, temperature=-1.0), "transformers refuses these options"),
+        (dict(do_sample=True, temperature="hot"), "transformers refuses these options"),
+        (dict(do_sample=True, top_p=-1.0), "transformers refuses these options"),
+        (dict(sequence_bias={(10**9,): 1.0}), "SequenceBiasLogitsProcessor fails"),
+        (dict(do_sample=True, top_k=1.5), "transformers refuses these options"),
+        (dict(eos_token_id="end"), "transformers refuses these options"),
+        (dict(sequence_bias={"a": 1}), "transformers refuses these options"),
+        (dict(stop_strings=[""]), "stop_strings"),
+        (dict(stop_strings=7), "stop_strings"),
+        (dict(token_healing=True), "token_healing|token healing"),
+        (dict(generation_config={"max_new_tokens": 3}), "transformers refuses these options"),
+        (dict(seed="0"), "seed must be a whole number"),
+        (dict(seed=2**64), "seed must be a whole number"),
+        (dict(seed=True), "seed must be a whole number"),
+    ],
+)
+def test_meaningless_options_are_refused(options: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
+    with pytest.raises(FsdError, match=message):
+        decoder.generate(PROMPT, **{"max_new_tokens": 4, **options})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b"bytes", {"role": "user", "content": "x"}, None, 5, 1.5, [1.5], ["1", 2], [True], [None], [[]], [[[1]]],
+        [1, 10**30], [-1], [VOCAB], torch.tensor(3), torch.zeros(1, 1, 1), torch.tensor([0.5]), object(), {}, set(),
+    ],
+)  # fmt: skip
+def test_prompts_of_no_sense_are_refused(prompt: Any, decoder: FuzzyDecoder) -> None:
+    with pytest.raises(FsdError):
+        decoder.generate(prompt, max_new_tokens=2)
+
+
+class _Recorder:
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.pieces: list[list[Any]] = []
+        self.ended, self.fail_at = 0, fail_at
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ended
+        self.pieces.append(value.tolist())
+        if len(self.pieces) == self.fail_at:
+            raise RuntimeError("the reader has gone")
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class _Fails(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > len(PROMPT) + 3:
+            raise RuntimeError("a processor of the user's fails")
+        return scores
+
+
+@pytest.mark.parametrize("door", ["decoder", "streamer", "stream_to"])
+def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder: FuzzyDecoder) -> None:
+    def run(streamer: Any, **options: Any) -> list[int]:
+        options = {"do_sample": False, "max_new_tokens": LENGTH, **options}
+        if door == "decoder":
+            return decoder.generate(PROMPT, streamer=streamer, **options).sequences[0]
+        hook = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter)
+        return model.generate(torch.tensor([PROMPT]), **{door: streamer}, **hook, **options)[0, len(PROMPT) :].tolist()
+
+    streamer = _Recorder()
+    tokens = run(streamer)
+    assert streamer.pieces == [[PROMPT], *([token] for token in tokens)] and streamer.ended == 1
+    for failing, options in (
+        (_Recorder(), dict(logits_processor=LogitsProcessorList([_Fails()]))),
+        (_Recorder(fail_at=3), {}),
+    ):
+        with pytest.raises(RuntimeError):
+            run(failing, **options)
+        assert failing.ended == 1, "whoever waits for the text must not wait for ever"
+    refused = _Recorder()
+    with pytest.raises(FsdError, match="penalty_alpha"):
+        run(refused, penalty_alpha=0.5)
+    assert refused.ended == 1
+
+
+def test_two_streamers_are_one_too_many(model: Any, decoder: FuzzyDecoder) -> None:
+    streamers = _Recorder(), _Recorder()
+    hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter, max_new_tokens=2)
+    with pytest.raises(FsdError, match="streamer and stream_to"):
+        model.generate(torch.tensor([PROMPT]), streamer=streamers[0], stream_to=streamers[1], **hook)
+
+
+@pytest.mark.parametrize("argument", ["streamer", "stream_to"])
+def test_text_streamers_show_the_whole_answer(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    ids = torch.tensor([tokenizer("the cat sat").input_ids])
+    options: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
+    hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter="lookup")
+    expected = tokenizer.decode(model.generate(ids, **options)[0, ids.shape[1] :])
+    model.generate(ids, **{argument: TextStreamer(tokenizer, skip_prompt=True)}, **hook, **options)
+    assert capsys.readouterr().out == expected + "\n"
+
+    arriving = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=model.generate, args=(ids,), kwargs={argument: arriving, **hook, **options})
+    thread.start()
+    assert "".join(arriving) == expected
+    thread.join()
+
+
+def test_stop_strings_of_every_source(decoder: FuzzyDecoder) -> None:
+    tokenizer = tiny_tokenizer()
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    talker = FuzzyDecoder(target, LookupDrafter(target.vocab_size))
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=30, chat=False)
+    whole = talker.generate("the cat", **options)
+    stop = tokenizer.decode(whole.sequences[0][4:6])
+    cut = talker.generate("the cat", stop_strings=stop, **options).sequences[0]
+    assert len(cut) < 30 and whole.sequences[0][: len(cut)] == cut
+    assert talker.generate("the cat", stop_strings=(stop,), **options).sequences[0] == cut
+    config = GenerationConfig(stop_strings=[stop], do_sample=False, max_new_tokens=30)
+    assert talker.generate("the cat", generation_config=config, chat=False).sequences[0] == cut
+    target.model.generation_config.stop_strings = [stop]
+    assert talker.generate("the cat", **options).sequences[0] == cut
+    with pytest.raises(FsdError, match="tokenizer"):
+        decoder.generate(PROMPT, stop_strings=["x"], max_new_tokens=3)
