@@ -23,7 +23,9 @@ from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.target import Target
+from fsd_train.data import on_host
 from fsd_train.metrics import DEFAULT_RULES
+from fsd_train.safety import settle
 from fsd_train.strategies import is_sharded, whole_head
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class ExportHead(Callback):
         self.write(trainer, pl_module)
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        settle(trainer)
         with whole_head(pl_module):  # every rank takes part where the head is sharded
             if trainer.is_global_zero:
                 self._write(trainer, pl_module)
@@ -97,7 +100,7 @@ class TokenRate(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
-        self._tokens += int(batch["loss_mask"].sum()) * trainer.world_size
+        self._tokens += int(on_host(batch, "loss_mask").sum()) * trainer.world_size
         self._seconds += now - (self._start or now)
         self._start = now  # the wait for the next batch counts too
         self._batches += 1
@@ -281,6 +284,7 @@ class DecodedTau(Callback):
 
     def run(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Decode now, log, and return what was logged."""
+        settle(trainer)
         self._last = trainer.global_step
         values: dict[str, float] = {}
         together = is_sharded(pl_module.target.model)  # type: ignore[union-attr,arg-type]

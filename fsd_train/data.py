@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -230,6 +231,24 @@ def collate(items: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Batch:
     return batch
 
 
+_HOST = "host_"  # before the names of arrays that stay in host memory when a batch goes to its device
+
+
+def keep_on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with views of its ids and mask that stay in host memory: a step is planned by them.
+
+    Asking the device for them would wait for all that it still has to do.
+    """
+    views = {_HOST + name: batch[name].numpy() for name in ("input_ids", "loss_mask")}  # tensors would be moved
+    return {**batch, **views}
+
+
+def on_host(batch: Mapping[str, Any], name: str) -> Tensor:
+    """A batch's ``input_ids`` or ``loss_mask`` in host memory. Waits for the device where no view was kept."""
+    kept = batch.get(_HOST + name)
+    return batch[name].cpu() if kept is None else torch.from_numpy(kept)
+
+
 class AnswersDataModule(LightningDataModule):
     """Batches of answers for training and validation.
 
@@ -250,8 +269,8 @@ class AnswersDataModule(LightningDataModule):
             validation compare the rows with their target once all are read.
         features: directory that `fsd-train cache-features` wrote; rows it does not hold are left out. Without it the
             target runs in every step.
-        num_workers: processes that collate; 0 is fastest for answers without cached features.
-        pin_memory: for training on CUDA devices.
+        num_workers: processes that collate; None for some on a CUDA device and none on a CPU.
+        pin_memory: copies to the device do not wait; None for where there is a CUDA device.
         seed: of the order of batches.
 
     Attributes:
@@ -269,8 +288,8 @@ class AnswersDataModule(LightningDataModule):
         tokenizer: str | None = None,
         vocab_size: int | None = None,
         features: str | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        num_workers: int | None = None,
+        pin_memory: bool | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -370,6 +389,9 @@ class AnswersDataModule(LightningDataModule):
         sampler = self._make_sampler(self.validation_set, self.validation_batch_tokens, shuffle=False)
         return ValidationLoader(self._with_features(self.validation_set), sampler, **self._loader_options())
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return keep_on_host(batch)
+
     def _make_sampler(self, dataset: AnswersDataset, tokens: int, shuffle: bool) -> TokenBudgetSampler:
         trainer = self.trainer
         rank, replicas = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
@@ -379,9 +401,17 @@ class AnswersDataModule(LightningDataModule):
         return rows if self.feature_store is None else WithFeatures(rows, self.feature_store)
 
     def _loader_options(self) -> dict[str, Any]:
+        trainer = self.trainer
+        on_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
+        workers = self.num_workers
+        if workers is None:
+            workers = 0
+            if trainer is not None and on_cuda:
+                cores = max(1, (os.cpu_count() or 1) // max(1, trainer.num_devices))
+                workers = min(cores, 2 if self.feature_store is None else 8)  # features are read from files
         return {
             "collate_fn": collate,
-            "num_workers": self.num_workers,
-            "pin_memory": self.pin_memory,
-            "persistent_workers": self.num_workers > 0,
+            "num_workers": workers,
+            "pin_memory": on_cuda if self.pin_memory is None else self.pin_memory,
+            "persistent_workers": workers > 0,
         }

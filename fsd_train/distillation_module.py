@@ -14,10 +14,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
+from fsd_train.data import on_host
 from fsd_train.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, build_loss
+from fsd_train.losses.base import Rows
+from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
 from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
 from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, check_target, target_record
@@ -42,13 +46,32 @@ class _Frozen:
 
 @dataclass(frozen=True)
 class Supervised:
-    """What a batch supervises: wanted [S, B, M-1] bool, features [B, M, F], the rest as in :class:`DraftBatch`."""
+    """What a batch supervises.
+
+    Attributes:
+        wanted: [S, B, M-1] bool, in host memory, as are
+        positions: [N], and
+        weights: [S, N], which mean what they mean in :class:`DraftBatch`.
+        at: the positions on the device.
+        features: [B, M, F], the target's.
+        tokens: [N], as in :class:`DraftBatch`.
+    """
 
     wanted: Tensor
     positions: Tensor
-    features: Tensor
     weights: Tensor
+    at: Tensor
+    features: Tensor
     tokens: Tensor
+
+    def on_device(self, weights: Tensor) -> dict[str, Any]:
+        """The fields of :class:`DraftBatch` that follow from positions and weights [S, N] in host memory."""
+        return {
+            "weights": to_device(weights, self.at.device),
+            "tokens": self.tokens,
+            "positions": self.at,
+            "host": Rows(self.positions, weights > 0),
+        }
 
 
 class DistillationModule(LightningModule, ABC):
@@ -259,7 +282,7 @@ class DistillationModule(LightningModule, ABC):
         others wait for this one's part.
         """
         ids = batch["input_ids"]
-        wanted = supervised(batch["loss_mask"], steps)
+        wanted = supervised(on_host(batch, "loss_mask"), steps)
         positions = wanted[0].flatten().nonzero().squeeze(1)
         if not len(positions) and self._alone:
             return None
@@ -270,14 +293,16 @@ class DistillationModule(LightningModule, ABC):
             features = self.target.features(ids)
         if not len(positions):
             return None
-        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)], device=ids.device)
+        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)])
         following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
+        at = to_device(positions, ids.device)
         return Supervised(
             wanted=wanted,
             positions=positions,
-            features=features,
             weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
-            tokens=following.flatten()[positions],
+            at=at,
+            features=features,
+            tokens=following.flatten()[at],
         )
 
     @property
@@ -303,7 +328,6 @@ class DistillationModule(LightningModule, ABC):
             share = (out.agreement & counted).sum(1) / counted.sum(1).clamp_min(1)
             for step, value in enumerate(share):
                 self.log(f"agreement_{step}", value, prog_bar=step == 0)
-        self.log("supervised", float(len(drafts.positions)), reduce_fx="sum")
         return out.loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -317,10 +341,11 @@ class DistillationModule(LightningModule, ABC):
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
             self._frozen.full_head = LMHead.of(self.target)
         seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
+        chains = to_device(chain_rows(drafts.rows), self.device)
         self.val_loss.update(out.loss.expand(1, len(drafts.positions)), drafts.weights[:1])
         self.val_agreement.update(seen.agree, drafts.weights)
-        self.val_chain.update(seen.agree, drafts.weights, drafts.positions)
-        self.val_rules.update(seen, drafts.weights, drafts.positions)
+        self.val_chain.update(seen.agree, chains)
+        self.val_rules.update(seen, drafts.weights, chains)
 
     def on_validation_epoch_end(self) -> None:
         # these exchange what ranks counted, so all ranks come here, with or without a supervised token

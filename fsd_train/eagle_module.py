@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from fsd_infer.chat.encoding import special_ids
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
+from fsd_train.data import on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.unroll import at_positions, chain_roots, unroll
@@ -109,6 +111,7 @@ class EagleModule(DistillationModule):
                 f"noise must not be negative, and chain_share in (0, 1], got noise={noise}, chain_share={chain_share}."
             )
         self.save_hyperparameters()
+        self._own_ids: Tensor | None = None  # the head's draft_ids in host memory
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +209,7 @@ class EagleModule(DistillationModule):
         found = self._supervised(batch, steps)
         if found is None:
             return None
-        ids, positions, raw = batch["input_ids"], found.positions, found.features
+        ids, raw = batch["input_ids"], found.features
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
         features = features[..., : self.head.config.target_hidden_size]
@@ -217,23 +220,21 @@ class EagleModule(DistillationModule):
             embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
         share = self.hparams["chain_share"] if self.training else 1.0
         roots, chosen = self._chains(found.wanted, share)
-        outputs = at_positions(unroll(self.head, embeds, inputs, steps, roots), roots)
+        places = to_device(roots, self.device)
+        outputs = at_positions(unroll(self.head, embeds, inputs, steps, places), places)
         weights = found.weights
         if share < 1.0:
-            counts = [torch.ones_like(outputs[0, ..., :1], dtype=torch.float32)]
-            counts += [chosen[..., None]] * (steps - 1)
-            weights = weights * at_positions(counts, roots).flatten(1)[:, positions]
-        reference = self._reference_estimates(embeds, raw[:, :-1], steps, roots)
+            counts = [torch.ones(*found.wanted.shape[1:], 1)] + [chosen[..., None]] * (steps - 1)
+            weights = weights * at_positions(counts, roots).flatten(1)[:, found.positions]
+        reference = self._reference_estimates(embeds, raw[:, :-1], steps, places)
         return DraftBatch(
-            estimates=self.head.readout(outputs.flatten(1, 2)[:, positions]),
-            features=features[:, 1:].flatten(0, 1)[positions],
-            weights=weights,
-            tokens=found.tokens,
-            positions=positions,
+            estimates=self.head.readout(outputs.flatten(1, 2).index_select(1, found.at)),
+            features=features[:, 1:].flatten(0, 1).index_select(0, found.at),
+            **found.on_device(weights),
             head=self._lm_head_of(batch),
             feature_scale=self.head.feature_scale,
             own_head=self._own_head(),
-            reference=None if reference is None else reference.flatten(1, 2)[:, positions],
+            reference=None if reference is None else reference.flatten(1, 2).index_select(1, found.at),
         )
 
     def _own_head(self) -> LMHead | None:
@@ -246,22 +247,24 @@ class EagleModule(DistillationModule):
 
         The latter are filled up with other ids to few different numbers: libraries prepare a product once per shape.
         """
-        head, own = self.lm_head(), self.head.draft_ids
-        if own is None or not self.hparams["context_ids"]:
+        head = self.lm_head()
+        if self.head.draft_ids is None or not self.hparams["context_ids"]:
             return head
-        vocabulary = self.target.vocab_size
-        place = torch.ones(vocabulary, dtype=torch.long, device=own.device)
-        place[batch["input_ids"][~batch["loss_mask"].bool()]] = 0  # the prompts' come first,
-        place[own] = 2  # what is drafted anyhow last
-        count = int((place == 0).sum())
-        count = min(-(-count // _CONTEXT_BLOCK) * _CONTEXT_BLOCK, vocabulary - len(own))
-        return head.joined(LMHead.of(self.target, place.argsort(stable=True)[:count])) if count else head
+        if self._own_ids is None:
+            self._own_ids = self.head.draft_ids.cpu()
+        prompts = torch.zeros(self.target.vocab_size, dtype=torch.bool)
+        prompts[on_host(batch, "input_ids")[~on_host(batch, "loss_mask").bool()]] = True
+        others = ~prompts
+        prompts[self._own_ids] = others[self._own_ids] = False  # drafted anyhow
+        ids, rest = prompts.nonzero().squeeze(1), others.nonzero().squeeze(1)
+        ids = torch.cat([ids, rest[: -len(ids) % _CONTEXT_BLOCK]])
+        return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
 
     def _chains(self, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Roots and weights of the chains that this batch runs, see :func:`fsd_train.unroll.chain_roots`."""
         if len(wanted) == 1:
             return wanted.new_zeros(wanted.shape[1], 0, dtype=torch.long), wanted.new_zeros(wanted.shape[1], 0)
-        return chain_roots(wanted, share, self._generator())
+        return chain_roots(wanted, share, self._generator(torch.device("cpu")))
 
     @torch.no_grad()
     def _reference_estimates(self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor) -> Tensor | None:

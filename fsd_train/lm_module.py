@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.target import Target
+from fsd_train.data import keep_on_host, on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
 from fsd_train.small_lm import LogitsHead, SmallLM
@@ -135,16 +137,14 @@ class LMModule(DistillationModule):
         found = self._supervised(batch, steps)
         if found is None:
             return None
-        features = found.features[:, 1:, : self.target.hidden_size].flatten(0, 1)[found.positions]
+        features = found.features[:, 1:, : self.target.hidden_size].flatten(0, 1).index_select(0, found.at)
         # position i+1 of either model predicts token i+2, so both rows stand one further than a head's input
-        logits = self.head(batch["input_ids"], found.positions)
-        reference = self._reference_logits(batch["input_ids"], found.positions)
+        logits = self.head(batch["input_ids"], found.at)
+        reference = self._reference_logits(batch["input_ids"], found.at)
         return DraftBatch(
             estimates=logits[None].expand(steps, -1, -1),
             features=features,
-            weights=found.weights,
-            tokens=found.tokens,
-            positions=found.positions,
+            **found.on_device(found.weights),
             head=self.lm_head(),
             reference=None if reference is None else reference[None].expand(steps, -1, -1),
         )
@@ -201,7 +201,7 @@ class LMModule(DistillationModule):
         Returns:
             a batch like the given one, without features; ``loss_mask`` is 1 on the sampled tokens alone.
         """
-        ids, mask = batch["input_ids"], batch["loss_mask"].bool()
+        ids, mask = on_host(batch, "input_ids"), on_host(batch, "loss_mask").bool()
         prompts = [row[: _last_answer(answer)] for row, answer in zip(ids, mask, strict=True)]
         limit = self.hparams["on_policy_tokens"]
         room = [getattr(model, "max_positions", None) for model in (self.target, self.head)]
@@ -216,7 +216,9 @@ class LMModule(DistillationModule):
             fresh["input_ids"][row, : len(text)] = text
             fresh["attention_mask"][row, : len(text)] = 1
             fresh["loss_mask"][row, len(prompt) : len(text)] = 1
-        return {**{name: value for name, value in batch.items() if name != "features"}, **fresh}
+        kept = {name: value for name, value in batch.items() if name == "ids" or name == "index"}
+        placed = {name: to_device(value, self.device) for name, value in fresh.items()}
+        return {**keep_on_host({**kept, **fresh}), **placed}
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,8 @@ def build_optimizer(
         )
     if name == "adamw":
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return AdamW(groups, lr=lr, betas=betas)
+        on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
+        return AdamW(groups, lr=lr, betas=betas, fused=True if on_cuda else None)  # one kernel for the whole step
     raise DataError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.")
 
 

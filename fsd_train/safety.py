@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsd_infer.errors import CheckpointError, NonFiniteLossError
@@ -128,11 +130,14 @@ def _source(trainer: Trainer | None) -> str:
 
 
 class StopOnNonFinite(Callback):
-    """Stops training at a NaN or infinite loss or gradient, before the optimizer takes the step.
+    """Stops training at a NaN or infinite loss or gradient.
 
     The rows of the batch (of all accumulated batches, if only the gradient shows it) are written to
     ``non-finite-step-N-rank-R.json``, and nothing is saved any more, so the last checkpoint is a good one. EagleModule
     and LMModule bring this callback with them.
+
+    The verdict is computed on the device and read when the next batch begins, or before anything is saved, exported,
+    validated or decoded, so that the device is not waited for in the middle of a step.
 
     Args:
         directory: of that file; default the trainer's log directory.
@@ -141,39 +146,86 @@ class StopOnNonFinite(Callback):
     def __init__(self, directory: str | None = None) -> None:
         self.directory = directory
         self._batch: Any = None
-        self._seen: list[dict[str, Any]] = []  # batches since the last step of the optimizer
+        self._seen: list[tuple[Tensor, list[Any]]] = []  # loss and rows of the batches since the last step
+        self._unread: _Verdict | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.settle(trainer)
         self._batch = batch
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        value = float(loss.detach())
-        self._seen.append({"loss": value, "ids": _row_ids(self._batch)})
+        self._seen.append((loss.detach(), _row_ids(self._batch)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.settle(trainer)
         seen, self._seen = self._seen, []
-        bad = [entry for entry in seen if not math.isfinite(entry["loss"])]
-        what = f"loss is {bad[0]['loss']}" if bad else ""
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        values = torch.stack([loss.float() for loss, _ in seen] + [torch.zeros((), device=pl_module.device)])
         # with a gradient scaler (fp16) infinite gradients are its business: it leaves such steps out
-        if not bad and getattr(trainer.precision_plugin, "scaler", None) is None:
-            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-            if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
-                what, bad = "gradient is not finite", seen
+        if gradients and getattr(trainer.precision_plugin, "scaler", None) is None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            values[-1] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # all ranks stop together, or the others would wait for this one
-        if trainer.strategy.reduce_boolean_decision(not what, all=True):
+        finite = trainer.strategy.reduce(values.isfinite().all().float(), reduce_op="mean")
+        host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=True)
+        event = torch.cuda.Event() if values.is_cuda else None
+        if event is not None:
+            event.record()
+        self._unread = _Verdict(trainer.global_step, host, [rows for _, rows in seen], event)
+        if event is None:
+            self.settle(trainer)
+
+    def settle(self, trainer: Trainer) -> None:
+        """Reads the last verdict. Raises NonFiniteLossError if it is bad."""
+        verdict, self._unread = self._unread, None
+        if verdict is None:
             return
-        what = what or "loss or the gradient is not finite on another rank"
+        if verdict.event is not None:
+            verdict.event.synchronize()
+        *losses, norm, finite = verdict.values.tolist()
+        if finite == 1.0:
+            return
+        seen = [{"loss": str(loss), "ids": ids} for loss, ids in zip(losses, verdict.rows)]  # NaN is no JSON
+        bad = [entry for loss, entry in zip(losses, seen) if not math.isfinite(loss)]
+        what = f"loss is {bad[0]['loss']}" if bad else "loss or the gradient is not finite on another rank"
+        if not bad and not math.isfinite(norm):
+            what, bad = "gradient is not finite", seen
         path = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
-        path = path / f"non-finite-step-{trainer.global_step}-rank-{trainer.global_rank}.json"
+        path = path / f"non-finite-step-{verdict.step}-rank-{trainer.global_rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # NaN is no JSON
-        rows = [{"loss": str(entry["loss"]), "ids": entry["ids"]} for entry in bad]
-        path.write_text(json.dumps({"step": trainer.global_step, "what": what, "batches": rows}, indent=1) + "\n")
+        path.write_text(json.dumps({"step": verdict.step, "what": what, "batches": bad}, indent=1) + "\n")
         raise NonFiniteLossError(
-            f"the {what} at step {trainer.global_step}: training stopped before that step. The rows of the batch are "
-            f"named in {path}. {_last_checkpoint(trainer)} Look at these rows, or resume with a lower learning rate or "
+            f"the {what} at step {verdict.step}: training stopped there. The rows of the batch are named in {path}. "
+            f"{_last_checkpoint(trainer)} Look at these rows, or resume with a lower learning rate or "
             "trainer.gradient_clip_val."
         )
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.settle(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.settle(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.settle(trainer)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """A step's losses, gradient norm and whether all is finite on all ranks, on the way to the host."""
+
+    step: int
+    values: Tensor
+    rows: list[list[Any]]
+    event: Any
+
+
+def settle(trainer: Trainer) -> None:
+    """Raise NonFiniteLossError now if the last step was bad, before its weights are used for anything."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, StopOnNonFinite):
+            callback.settle(trainer)
 
 
 def _row_ids(batch: Any) -> list[Any]:

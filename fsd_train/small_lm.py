@@ -96,7 +96,7 @@ class SmallLM(nn.Module):
 
     def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Logits [N, Vd] of right-padded ids [B, M] at the flat positions rows [N] of [B, M-1], one further each."""
-        return self.logits(self.hidden(ids)[:, 1:].flatten(0, 1)[rows])
+        return self.logits(self.hidden(ids)[:, 1:].flatten(0, 1).index_select(0, rows))
 
     def hidden(self, ids: Tensor) -> Tensor:
         """What enters the LM head: right-padded ids [B, M] -> [B, M, H']."""
@@ -123,6 +123,8 @@ class SmallLM(nn.Module):
     ) -> list[Tensor]:
         """An answer of the model's own to each prompt [P], its end-of-sequence token included: [A] each, A ≥ 1.
 
+        Prompts and answers are in host memory.
+
         Draws from torch's global generator.
         """
         device = self.causal_lm.device
@@ -140,7 +142,7 @@ class SmallLM(nn.Module):
         finally:
             self.model.train(was_training)
         answers = []
-        for row in out[:, ids.shape[1] :]:
+        for row in out[:, ids.shape[1] :].cpu():
             ends = torch.isin(row, row.new_tensor(eos)).nonzero()
             answers.append(row[: int(ends[0]) + 1] if len(ends) else row)
         return answers

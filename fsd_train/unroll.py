@@ -59,9 +59,9 @@ def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator |
     gradient does not depend on ``share``.
 
     Args:
-        wanted: [S, B, L] bool, of :func:`supervised`, S ≥ 2.
+        wanted: [S, B, L] bool, of :func:`supervised`, S ≥ 2; in host memory, as the result is.
         share: of the chains of the whole batch, in (0, 1].
-        generator: of the choice; a CPU generator, so that every device chooses the same.
+        generator: of the choice.
 
     Returns:
         (roots [B, K], ascending and repeating the last position where a row has fewer than K chains;
@@ -71,14 +71,13 @@ def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator |
     possible = torch.zeros_like(wanted[0])
     possible[:, : length - 1] = wanted[1, :, 1:]
     counts = possible.sum(1)
-    most, total = torch.stack([counts.max(), counts.sum()]).tolist() if rows else (0, 0)  # waits for the device, once
+    most, total = (int(counts.max()), int(counts.sum())) if rows else (0, 0)
     count = most if share == 1.0 else min(most, math.ceil(share * total / rows - 1e-9))
     if not count:
         return wanted.new_zeros(rows, 0, dtype=torch.long), wanted.new_zeros(rows, 0, dtype=torch.float32)
     order = torch.rand(rows, length, generator=generator) if share < 1.0 else torch.zeros(rows, length)
-    order = order.to(wanted.device, non_blocking=True)
     chosen = order.masked_fill(~possible, torch.inf).sort(dim=1, stable=True).indices[:, :count]
-    real = torch.arange(count, device=wanted.device) < counts[:, None]
+    real = torch.arange(count) < counts[:, None]
     roots = chosen.masked_fill(~real, length - 1).sort(dim=1).values  # ascending: neighbours in memory, padding last
     weights = real * (counts / counts.clamp(min=1, max=count))[:, None]
     return roots, weights.float()

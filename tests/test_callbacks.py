@@ -27,6 +27,7 @@ from fsd_train.distillation_module import DistillationModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.lm_module import LMModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
+from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import RuleMetrics, compare
 from tests.train_toys import make_toys, save_toy_target
 
@@ -363,7 +364,7 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
     rule = f"fuzzy:js:{threshold!r}"
     metrics = RuleMetrics(["exact", rule, "fuzzy:js:0"], steps)
     seen = compare(batch, full, draft_ids, metrics.divergences)
-    metrics.update(seen, batch.weights, batch.positions)
+    metrics.update(seen, batch.weights, chain_rows(batch.rows))
     values = metrics.compute()
     js, counted = seen.distances["js"], batch.weights > 0
     gate = (js <= threshold).float()

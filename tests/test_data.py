@@ -230,7 +230,8 @@ def test_repeated_validation_batches_supervise_nothing(tmp_path: Path) -> None:
     given, counted = [], []
     for rank in range(3):
         data = AnswersDataModule([path], validation_files=[path], batch_tokens=20)
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=3)  # type: ignore[assignment]
+        device = SimpleNamespace(root_device=torch.device("cpu"))
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=3, strategy=device)  # type: ignore[assignment]
         data.setup()
         batches = list(data.val_dataloader())
         given.append(len(batches))

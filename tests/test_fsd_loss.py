@@ -14,6 +14,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, FuzzyStrict, Verification
 from fsd_infer.tree import DraftTree
 from fsd_train.losses import DraftBatch, build_loss
+from fsd_train.losses.base import Rows
 from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate, threshold_points
 from tests.loss_toys import (
     PLAIN,
@@ -64,12 +65,12 @@ def plain_spending(batch: DraftBatch, acceptance: Tensor, charge: Tensor) -> Ten
 
 def test_chains_start_at_every_position_that_has_all_steps() -> None:
     batch, _ = make_batch()
-    rows = chain_rows(batch.positions, batch.weights)
+    rows = chain_rows(batch.rows)
     assert [list(enumerate(column)) for column in rows.T.tolist()] == plain_chains(batch)
     # 7 positions hold 5 chains of 3; the hole at step 1 in row 11 breaks the chain that begins in row 10
     assert rows[0].tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 11]
     shuffled = torch.randperm(N)
-    other = chain_rows(batch.positions[shuffled], batch.weights[:, shuffled])
+    other = chain_rows(Rows(batch.positions[shuffled], batch.weights[:, shuffled] > 0))
     assert sorted(shuffled[other].T.tolist()) == sorted(rows.T.tolist())
 
 
@@ -191,7 +192,7 @@ def simulated_length(
 def one_chain(batch: DraftBatch) -> tuple[DraftBatch, Tensor, Tensor]:
     """The batch with a single whole chain, and p and q [S, V] at its contexts."""
     p, q = distributions(batch)
-    chain = chain_rows(batch.positions, batch.weights)[:, 3]
+    chain = chain_rows(batch.rows)[:, 3]
     weights = torch.zeros(S, N)
     weights[torch.arange(S), chain] = 1.0
     return replace(batch, weights=weights), p[0, chain].detach(), q[torch.arange(S), chain].detach()

@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from fsd_infer.errors import DataError, UnknownNameError
 from fsd_train.losses import LOSSES, DraftBatch, EagleLoss, LMHead, build_loss, soft_cross_entropy
+from fsd_train.losses.base import Rows
+from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import ExpectedTau, StepMean, compare
 from tests.train_toys import toy_target
 
@@ -133,11 +135,12 @@ def test_chain_length() -> None:
     positions = torch.tensor([3, 4, 5, 6])
     weights = torch.tensor([[1.0, 1, 1, 1], [0, 1, 1, 1]])
     agree = torch.tensor([[True, False, True, True], [False, True, True, False]])
-    metric.update(agree, weights, positions)
+    metric.update(agree, chain_rows(Rows(positions, weights > 0)))
     # root 3: step 0 agrees, step 1 at 4 agrees: 3. root 4: step 0 fails: 1. root 5: step 0 agrees, step 1 at 6 fails: 2
     assert float(metric.compute()) == 2.0
     empty = ExpectedTau()
-    empty.update(torch.zeros(2, 0, dtype=torch.bool), torch.zeros(2, 0), torch.zeros(0, dtype=torch.long))
+    nothing = torch.zeros(2, 0, dtype=torch.bool)
+    empty.update(nothing, chain_rows(Rows(torch.zeros(0, dtype=torch.long), nothing)))
     assert math.isnan(float(empty.compute()))
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_STAGED = 2**16  # bytes up to which CUDA copies ordinary memory without waiting
+
 
 def wide(device: torch.device) -> torch.dtype:
     """The widest floating-point type of a device. Token ids fit into either."""
@@ -19,6 +21,8 @@ def wide(device: torch.device) -> torch.dtype:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on ``device``, without waiting for what runs there."""
+    if device.type == "cuda" and values.nbytes > _STAGED:
+        values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 

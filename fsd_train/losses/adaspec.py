@@ -66,7 +66,7 @@ class AdaSpecLoss:
         loss: str | Sequence[Mapping[str, Any]] = "reverse_kl",
         loss_args: dict[str, Any] | None = None,
         divergence: str = "reverse_kl",
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
     ) -> None:
         if not isinstance(reference, str) or not reference:
             raise DataError("adaspec: reference must name the directory of an exported head or small LM.")
@@ -91,7 +91,7 @@ class AdaSpecLoss:
             return self.inner(batch)
         gap = self.gap(batch)
         chosen = largest(gap, batch.weights, self.keep.at(batch.progress, batch.step))
-        kept = replace(batch, weights=batch.weights * chosen)
+        kept = batch.with_weights(batch.weights * chosen)
         out = self.inner(kept)
         out.parts["gap"] = weighted_mean(gap, batch.weights)
         out.parts["gap_kept"] = weighted_mean(gap, kept.weights)

@@ -78,6 +78,19 @@ class LMHead:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Which rows of a batch count, in host memory: losses divide their work by it without waiting for the device.
+
+    Attributes:
+        positions: [N], as in :class:`DraftBatch`.
+        counted: [S, N] bool, whether the weight is above 0.
+    """
+
+    positions: Tensor
+    counted: Tensor
+
+
+@dataclass(frozen=True)
 class DraftBatch:
     """One batch of predictions, gathered at the N positions where anything is supervised.
 
@@ -96,6 +109,7 @@ class DraftBatch:
         reference: [S, N, H], a frozen reference drafter's estimates on the same inputs, or None.
         progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
         step: optimiser steps that have passed.
+        host: which rows count, where the host knows it without asking the device.
     """
 
     estimates: Tensor
@@ -109,6 +123,16 @@ class DraftBatch:
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
+    host: Rows | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Which rows count, on the host. Waits for the device unless ``host`` is given."""
+        return self.host or Rows(self.positions.cpu(), (self.weights > 0).cpu())
+
+    def with_weights(self, weights: Tensor) -> DraftBatch:
+        """The same batch with other weights [S, N]."""
+        return replace(self, weights=weights, host=None)
 
     @property
     def draft_head(self) -> LMHead:

@@ -23,7 +23,7 @@ class DivergenceLoss:
 
     divergence: ClassVar[str]
 
-    def __init__(self, w_divergence: float = 1.0, w_feature: float = 0.0, chunk_size: int = 1024) -> None:
+    def __init__(self, w_divergence: float = 1.0, w_feature: float = 0.0, chunk_size: int | None = None) -> None:
         if w_divergence <= 0 or w_feature < 0:
             raise DataError(
                 f"w_divergence must be positive and w_feature must not be negative, got {w_divergence} and {w_feature}."

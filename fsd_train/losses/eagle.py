@@ -9,7 +9,15 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, feature_distance, weighted_mean
-from fsd_train.losses.rows import blocks, check_chunk_size, chunked_rows, supervised_rows, within
+from fsd_train.losses.rows import (
+    blocks,
+    check_chunk_size,
+    chunked_rows,
+    default_chunk_size,
+    full_precision,
+    supervised_rows,
+    within,
+)
 
 # Tensors of a block's size that are alive at the peak: p, logits, q, and what a soft cap's gradient makes of them.
 LIVE = 5
@@ -24,14 +32,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int, weights: Tensor
+        ctx: Any, estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
         steps, rows, width = estimates.shape
         losses = torch.zeros(steps, rows, dtype=torch.float32, device=estimates.device)
         agree = torch.zeros(steps, rows, dtype=torch.bool, device=estimates.device)
         grad = torch.zeros_like(estimates) if ctx.needs_input_grad[0] else None
         pieces = blocks(rows, chunk_size, LIVE)
-        for piece, numbers in zip(pieces, supervised_rows(weights, pieces), strict=True):
+        for piece, numbers in zip(pieces, supervised_rows(counted, pieces, estimates.device), strict=True):
             p = head(features[piece])  # [n, Vd]
             best = p.argmax(-1)
             p = p.softmax(-1)
@@ -58,7 +66,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(
-    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int = 1024, weights: Tensor | None = None
+    estimates: Tensor, features: Tensor, head: LMHead, chunk_size: int | None = None, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """−Σ_v p(v) log q(v) in nats, p and q being softmaxes over the draft vocabulary (p renormalised within it).
 
@@ -67,16 +75,18 @@ def soft_cross_entropy(
         features: [N, H], the target's.
         head: LM head rows of the draft vocabulary.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: the peak stays below
-            1.3·4·chunk_size·Vd bytes (chunk_size ≥ 5).
-        weights: [S, N], rows with 0 are left out: their loss is 0; None for all rows.
+            1.3·4·chunk_size·Vd bytes (chunk_size ≥ 5). None: :func:`.default_chunk_size`.
+        counted: [S, N] bool in host memory, rows without are left out: their loss is 0; None for all rows.
 
     Returns:
         (loss [S, N] fp32, agreement [S, N] bool: the two most likely tokens are the same)
     """
-    if weights is None:
-        weights = torch.ones(estimates.shape[:2], device=estimates.device)
-    with torch.autocast(estimates.device.type, enabled=False):
-        losses, agree = _SoftCrossEntropy.apply(estimates, features, head, chunk_size, weights)
+    if counted is None:
+        counted = torch.ones(estimates.shape[:2], dtype=torch.bool)
+    with full_precision(estimates.device):
+        losses, agree = _SoftCrossEntropy.apply(
+            estimates, features, head, chunk_size or default_chunk_size(head), counted
+        )
     return losses, agree
 
 
@@ -97,7 +107,7 @@ class EagleLoss:
         chunk_size: memory bound in rows of logits, see :func:`soft_cross_entropy`.
     """
 
-    def __init__(self, w_feature: float = 1.0, w_ce: float = 0.1, chunk_size: int = 1024) -> None:
+    def __init__(self, w_feature: float = 1.0, w_ce: float = 0.1, chunk_size: int | None = None) -> None:
         if w_feature < 0 or w_ce < 0 or w_feature + w_ce == 0:
             raise DataError(f"loss weights must be positive, got w_feature={w_feature}, w_ce={w_ce}.")
         check_chunk_size(chunk_size)
@@ -108,7 +118,7 @@ class EagleLoss:
     def __call__(self, batch: DraftBatch) -> LossOutput:
         if batch.own_head is None:
             entropy, agree = soft_cross_entropy(
-                batch.estimates, batch.features, batch.head, self.chunk_size, batch.weights
+                batch.estimates, batch.features, batch.head, self.chunk_size, batch.rows.counted
             )
         else:
             values, agree = chunked_rows(_cross_entropy, batch, self.chunk_size)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, Rows, feature_distance, weighted_mean
 from fsd_train.losses.rows import LIVE, check_chunk_size, chunked_rows, divergence_rows, log_overlap
 from fsd_train.losses.schedule import Schedule
 
@@ -23,26 +24,26 @@ _ALMOST_ONE = 1 - 1e-6
 _kl, _reverse_kl = divergence_rows("kl"), divergence_rows("reverse_kl")
 
 
-def chain_rows(positions: Tensor, weights: Tensor) -> Tensor:
+def chain_rows(rows: Rows) -> Tensor:
     """Which rows make up each chain whose steps are all supervised.
 
     The chain that begins at flat position i has its step s at the row of position i+s.
 
     Args:
-        positions: [N] distinct flat positions.
-        weights: [S, N], 0 where a step is not supervised.
+        rows: distinct flat positions, and which steps count there.
 
     Returns:
-        [S, C] row numbers: column c is a chain, row s its step s.
+        [S, C] row numbers in host memory: column c is a chain, row s its step s.
     """
-    steps, length = weights.shape
+    positions, counted = rows.positions, rows.counted
+    steps, length = counted.shape
     if not length:
         return positions.new_zeros(steps, 0)
     row_at = positions.new_full((int(positions.max()) + steps,), -1)
-    row_at[positions] = torch.arange(length, device=positions.device)
-    rows = row_at[positions + torch.arange(steps, device=positions.device)[:, None]]  # [S, N], -1 where there is none
-    known = rows.clamp_min(0)
-    whole = ((rows >= 0) & (weights.gather(1, known) > 0)).all(0)
+    row_at[positions] = torch.arange(length)
+    found = row_at[positions + torch.arange(steps)[:, None]]  # [S, N], -1 where there is none
+    known = found.clamp_min(0)
+    whole = ((found >= 0) & counted.gather(1, known)).all(0)
     return known[:, whole]
 
 
@@ -171,7 +172,7 @@ class FSDLoss:
         price: float | Mapping[str, Any] = 0.0,
         anchor: float | Mapping[str, Any] = 0.1,
         w_feature: float = 0.0,
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
     ) -> None:
         points, shares = threshold_points(threshold, threshold_weights)
         if rule not in RULES or objective not in OBJECTIVES:
@@ -250,7 +251,7 @@ class FSDLoss:
         live = LIVE_STRICT if self._strict else LIVE
         found, agree = chunked_rows(measures, batch, self.chunk_size, len(self._names), live)
         values = dict(zip(self._names, found, strict=True))
-        chains = chain_rows(batch.positions, batch.weights)
+        chains = to_device(chain_rows(batch.rows), batch.weights.device)
         at = {name: rows.gather(1, chains) for name, rows in values.items()}  # [S, C] each
         losses, parts = [], {"acceptance": weighted_mean(values["closed"], batch.weights).detach()}
         for threshold, share in zip(self.thresholds, self.shares):

@@ -49,7 +49,7 @@ class LKLoss:
         eta: float = 3.0,
         level: str = "step",
         w_feature: float = 0.0,
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
     ) -> None:
         if form not in FORMS or level not in LEVELS:
             raise DataError(

@@ -65,7 +65,7 @@ class MixLoss:
         for part in self.parts:
             weight = part.weight.at(batch.progress, batch.step)
             if part.weight.moves:
-                parts[f"{part.label}/weight"] = batch.estimates.new_tensor(weight, dtype=torch.float32)
+                parts[f"{part.label}/weight"] = torch.full((), weight, device=batch.estimates.device)
             if not weight:
                 continue
             out = part.loss(batch)

@@ -9,15 +9,17 @@ on the [R, S, N] values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.divergence import Divergence, divergence
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import DraftBatch
+from fsd_train.losses.base import DraftBatch, LMHead
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
 
@@ -26,10 +28,17 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd]
 LIVE = 14
 
 
-def check_chunk_size(chunk_size: int) -> None:
+def check_chunk_size(chunk_size: int | None) -> None:
     """Raises DataError if it is not positive."""
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
+
+
+def default_chunk_size(head: LMHead) -> int:
+    """1024 rows on a CPU, whose caches a block should fit; on accelerators 1 GiB of logits, at most 8192 rows."""
+    if head.weight.device.type == "cpu":
+        return 1024
+    return max(1024, min(8192, 2**28 // len(head.weight)))
 
 
 def blocks(rows: int, chunk_size: int, live: int = LIVE) -> list[slice]:
@@ -38,22 +47,30 @@ def blocks(rows: int, chunk_size: int, live: int = LIVE) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def supervised_rows(weights: Tensor, pieces: Sequence[slice]) -> list[list[slice | Tensor]]:
+def supervised_rows(counted: Tensor, pieces: Sequence[slice], device: torch.device) -> list[list[slice | Tensor]]:
     """Which rows count: [block][step], the block's slice where all of its rows do, else their numbers [n].
 
     Args:
-        weights: [S, N], 0 where a row does not count.
+        counted: [S, N] bool, in host memory.
         pieces: of :func:`blocks`.
+        device: of the numbers, which it does not wait for.
     """
-    counted = weights > 0
-    every = torch.stack([counted[:, piece].all(1) for piece in pieces]).tolist() if pieces else []  # one transfer
-    return [
-        [
-            piece if whole else piece.start + counted[step, piece].nonzero().squeeze(1)
-            for step, whole in enumerate(wholes)
-        ]
-        for piece, wholes in zip(pieces, every, strict=True)
+    if not pieces:
+        return []
+    sizes = torch.stack([counted[:, piece].sum(1) for piece in pieces], dim=1).tolist()  # [S, blocks]
+    numbers = to_device(counted.nonzero()[:, 1].contiguous(), device)  # step by step, ascending
+    found = iter(numbers.split([size for step in sizes for size in step]))
+    by_step = [
+        [rows if size < piece.stop - piece.start else piece for piece, size, rows in zip(pieces, step, found)]
+        for step in sizes
     ]
+    return [list(block) for block in zip(*by_step)]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """No autocast within it."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 def within(piece: slice, rows: slice | Tensor) -> slice | Tensor:
@@ -79,14 +96,13 @@ class _ChunkedRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, estimates: Tensor, weight: Tensor | None, batch: DraftBatch, rows: RowFunction, count: int,
-        pieces: Sequence[slice], weights: Tensor,
+        pieces: Sequence[slice], counted: list[list[slice | Tensor]],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         steps, length, _ = estimates.shape
         values = torch.zeros(count, steps, length, dtype=torch.float32, device=estimates.device)
         agree = torch.zeros(steps, length, dtype=torch.bool, device=estimates.device)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad = torch.zeros_like(estimates) if wanted and count == 1 and weight is None else None
-        counted = supervised_rows(weights, pieces)
         head = batch.draft_head
         for piece, numbers in zip(pieces, counted, strict=True):
             log_p = batch.head(batch.features[piece]).log_softmax(-1)
@@ -122,7 +138,7 @@ class _ChunkedRows(torch.autograd.Function):
         grad = torch.zeros_like(estimates)
         trained = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
-        with torch.autocast(estimates.device.type, enabled=False):
+        with full_precision(estimates.device):
             for piece, numbers in zip(pieces, counted, strict=True):
                 log_p = batch.head(batch.features[piece]).log_softmax(-1)
                 for step, block in enumerate(numbers):
@@ -139,7 +155,7 @@ class _ChunkedRows(torch.autograd.Function):
 
 
 def chunked_rows(
-    rows: RowFunction, batch: DraftBatch, chunk_size: int, count: int = 1, live: int = LIVE
+    rows: RowFunction, batch: DraftBatch, chunk_size: int | None, count: int = 1, live: int = LIVE
 ) -> tuple[Tensor, Tensor]:
     """A row function at every row and step of a batch whose weight is not 0.
 
@@ -147,7 +163,7 @@ def chunked_rows(
         rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
         batch: its estimates, and the weight of its ``own_head`` if it has one, are what is differentiated.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
-            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ live).
+            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ live). None: :func:`default_chunk_size`.
         count: R.
         live: how many tensors of a block's size the row function may keep alive, divided by 1.3.
 
@@ -155,11 +171,12 @@ def chunked_rows(
         (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token); 0 and
         False where the weight is 0
     """
-    weights = batch.weights.repeat(len(batch.estimates) // len(batch.weights), 1)
-    pieces = blocks(weights.shape[1], chunk_size, live)
-    with torch.autocast(batch.estimates.device.type, enabled=False):
+    pieces = blocks(batch.weights.shape[1], chunk_size or default_chunk_size(batch.head), live)
+    counted = batch.rows.counted.repeat(len(batch.estimates) // len(batch.weights), 1)  # or estimates of two drafters
+    numbers = supervised_rows(counted, pieces, batch.estimates.device)
+    with full_precision(batch.estimates.device):
         own = None if batch.own_head is None else batch.own_head.weight
-        values, agree = _ChunkedRows.apply(batch.estimates, own, batch, rows, count, pieces, weights)
+        values, agree = _ChunkedRows.apply(batch.estimates, own, batch, rows, count, pieces, numbers)
     return values, agree
 
 
