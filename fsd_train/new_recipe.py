@@ -19,6 +19,7 @@ from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError, FsdError, ModelLoadError
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
+from fsd_train.losses.rows import default_chunk_size
 
 SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
 COVERAGE = 0.99
@@ -226,6 +227,8 @@ def activation_bytes(facts: TargetFacts, tokens: int, steps: int) -> float:
 def memory(facts: TargetFacts, choices: Choices) -> list[tuple[str, str, float]]:
     """What fills a device's memory: (name, arithmetic, bytes), with the target in the step and bf16 autocast."""
     h, vocabulary = facts.hidden_size, choices.draft_vocab_size
+    drafted = vocabulary or facts.vocab_size
+    chunk = default_chunk_size("cpu" if h <= SMALL else "cuda", drafted)
     rows = [
         ("target", f"2 B x {_count(facts.parameters)} weights (bf16)", 2.0 * facts.parameters),
         (
@@ -241,8 +244,8 @@ def memory(facts: TargetFacts, choices: Choices) -> list[tuple[str, str, float]]
         ),
         (
             "logits",
-            f"1.3 x 4 B x 1024 rows x {vocabulary or facts.vocab_size}",
-            1.3 * 4 * 1024 * (vocabulary or facts.vocab_size),
+            f"1.3 x 4 B x {chunk} rows x {drafted}",
+            1.3 * 4 * chunk * drafted,
         ),
     ]
     if vocabulary is not None:

@@ -83,10 +83,10 @@ def soft_cross_entropy(
     """
     if counted is None:
         counted = torch.ones(estimates.shape[:2], dtype=torch.bool)
+    if chunk_size is None:
+        chunk_size = default_chunk_size(estimates.device.type, len(head.weight))
     with full_precision(estimates.device):
-        losses, agree = _SoftCrossEntropy.apply(
-            estimates, features, head, chunk_size or default_chunk_size(head), counted
-        )
+        losses, agree = _SoftCrossEntropy.apply(estimates, features, head, chunk_size, counted)
     return losses, agree
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fsd_infer.device.transfer import to_device
 from fsd_infer.divergence import Divergence, divergence
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import DraftBatch, LMHead
+from fsd_train.losses.base import DraftBatch
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
 
@@ -34,11 +34,9 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
 
 
-def default_chunk_size(head: LMHead) -> int:
+def default_chunk_size(device: str, vocabulary: int) -> int:
     """1024 rows on a CPU, whose caches a block should fit; on accelerators 1 GiB of logits, at most 8192 rows."""
-    if head.weight.device.type == "cpu":
-        return 1024
-    return max(1024, min(8192, 2**28 // len(head.weight)))
+    return 1024 if device == "cpu" else max(1024, min(8192, 2**28 // vocabulary))
 
 
 def blocks(rows: int, chunk_size: int, live: int = LIVE) -> list[slice]:
@@ -171,8 +169,10 @@ def chunked_rows(
         (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token); 0 and
         False where the weight is 0
     """
-    pieces = blocks(batch.weights.shape[1], chunk_size or default_chunk_size(batch.head), live)
-    counted = batch.rows.counted.repeat(len(batch.estimates) // len(batch.weights), 1)  # or estimates of two drafters
+    if chunk_size is None:
+        chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
+    pieces = blocks(batch.weights.shape[1], chunk_size, live)
+    counted = batch.rows.counted.repeat(len(batch.estimates) // len(batch.weights), 1)  # of two drafters
     numbers = supervised_rows(counted, pieces, batch.estimates.device)
     with full_precision(batch.estimates.device):
         own = None if batch.own_head is None else batch.own_head.weight
