@@ -121,7 +121,7 @@ class SlotCache(Cache):
         made.parent = self, index
         return made
 
-    def aim(self, slots: Tensor, start: int | None, used: int) -> None:
+    def set_write_slots(self, slots: Tensor, start: int | None, used: int) -> None:
         """Say where the next forward writes.
 
         Args:

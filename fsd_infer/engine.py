@@ -171,7 +171,7 @@ class _Batch:
         limit = self.target.max_positions
         if limit is not None:  # nodes beyond the context exist only where the answer ends before they matter
             positions = positions.clamp_max(limit - 1)
-        self.cache.aim(slots, int(self.lengths[0]) if len(self.rows) == 1 else None, visible.shape[-1])
+        self.cache.set_write_slots(slots, int(self.lengths[0]) if len(self.rows) == 1 else None, visible.shape[-1])
         logits, features = self.target.forward(tree.tokens, positions, visible, self.cache)
         self.clock.lap("target")
         return logits, features

@@ -45,7 +45,7 @@ def _read(target: Target, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Ten
         chunk = tokens[:, start : start + PREFILL_CHUNK]
         slots = (start + torch.arange(chunk.shape[1], device=target.device)).expand_as(chunk)
         read_by_then = start + chunk.shape[1]
-        cache.aim(slots, start, read_by_then)
+        cache.set_write_slots(slots, start, read_by_then)
         visible = torch.arange(read_by_then, device=target.device) <= slots[..., None]
         logits, read = target.forward(chunk, slots, visible, cache, keep=1)
         features.append(read)

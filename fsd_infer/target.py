@@ -269,7 +269,7 @@ class Target:
         """What a token takes in the cache, by a forward over one: families' configs do not agree on how to tell."""
         cache = SlotCache(self.config, 1, 1)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        cache.aim(zero, 0, 1)
+        cache.set_write_slots(zero, 0, 1)
         self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), cache, keep=1)
         return cache.nbytes
 
@@ -285,10 +285,10 @@ class Target:
         """One forward over new tokens that see chosen cache slots.
 
         Args:
-            tokens: [B, M] new token ids, written to the slots the cache was aimed at.
+            tokens: [B, M] new token ids, written to the slots the cache was given.
             positions: [B, M] their positions.
             visible: [B, M, S] bool, slot s may be attended by token i (window not yet applied).
-            cache: aimed with :meth:`SlotCache.aim`.
+            cache: after :meth:`SlotCache.set_write_slots`.
             keep: logits of the last ``keep`` tokens only (0: all).
 
         Returns:

@@ -23,7 +23,7 @@ def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Te
     """Logits [1, nodes, V] of a tree of siblings and chains behind a text longer than the tested window."""
     tokens = torch.tensor(tiny_prompts((length + nodes,)))
     text, cache = torch.arange(length)[None], target.new_cache(1, length + nodes)
-    cache.aim(text, 0, length)
+    cache.set_write_slots(text, 0, length)
     target.forward(tokens[:, :length], text, text[:, None] <= text[..., None], cache)
     slots = torch.arange(length, length + nodes)[None]
     positions = length + torch.tensor([[0, 1, 1, 2, 2, 3]])
@@ -32,7 +32,7 @@ def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Te
     for node in range(1, nodes):
         sees[node] |= sees[parents[node]]
     visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), sees], dim=1)[None]
-    cache.aim(slots, length, length + nodes)
+    cache.set_write_slots(slots, length, length + nodes)
     return target.forward(tokens[:, length:], positions, visible, cache)[0].float()
 
 

@@ -491,7 +491,7 @@ def test_slots_that_are_not_there_are_refused() -> None:
     for first, fits in ((2, True), (3, False), (-1, False)):
         cache = target.new_cache(1, 4)
         slots = torch.tensor([[first, first + 1]])
-        cache.aim(slots, None, 4)
+        cache.set_write_slots(slots, None, 4)
         if fits:
             target.forward(tokens, slots, visible, cache)
         else:

@@ -152,7 +152,7 @@ class KernelLayer:
     def __call__(self, x: Tensor, visible: Any, cache: SlotCache, embeddings: Any) -> Tensor:
         """x [B, M, H], visible [B, 1, M, S] bool, (cosine, sine) [B or 1, M, D] -> [B, M, H].
 
-        The cache is aimed at the slots that are written.
+        The cache knows the slots to write to.
         """
         ready, self.ready = self.ready, None
         given = (x, visible, cache.slots, embeddings[0])

@@ -152,7 +152,7 @@ class Graphs:
             memory.recordings.clear()
 
     def __call__(self, cache: SlotCache, visible: Tensor, *inputs: Tensor) -> Outputs:
-        """``step`` over new tokens that the cache has been aimed at, replayed where that is possible."""
+        """``step`` over new tokens whose slots the cache knows, replayed where that is possible."""
         batch, count, used = visible.shape
         memory = next((memory for memory in self._memories if memory.user is cache), None)
         if self.refused or memory is None or count > TOKENS[-1]:
@@ -178,14 +178,14 @@ class Graphs:
 
     def _record(self, cache: SlotCache, visible: Tensor, inputs: Outputs, size: int, span: int) -> _Recording | None:
         """Record one shape, with these inputs to run on meanwhile; None if that is not possible."""
-        aimed = cache.slots, cache.start, cache.used
+        before = cache.slots, cache.start, cache.used
         made = _Recording(
             tuple(_sized(x, size) for x in inputs),
             visible.new_empty(visible.shape[0], size, span),
             _sized(cache.slots, size),
         )
         made.fill(visible, cache.slots, inputs)
-        cache.aim(made.slots, None, span)
+        cache.set_write_slots(made.slots, None, span)
         try:
             made.outputs, made.replay = self.recorder(lambda: self.step(cache, made.visible, *made.inputs))
             return made
@@ -195,7 +195,7 @@ class Graphs:
             self.forget()
             return None
         finally:
-            cache.aim(*aimed)
+            cache.set_write_slots(*before)
 
 
 def new_cache(graphs: Graphs | None, config: Any, batch: int, slots: int) -> SlotCache:

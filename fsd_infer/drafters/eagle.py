@@ -160,7 +160,7 @@ class EagleDrafter(Drafter):
         """The head's outputs [B, M, H] over tokens [B, M], from features [B, M, F] (or outputs of its own [B, M, H]).
 
         Args:
-            cache: aimed with :meth:`SlotCache.aim`.
+            cache: after :meth:`SlotCache.set_write_slots`.
             visible: [B, M, S] bool, slot s may be attended by token i.
             tokens, features: token i+1 and feature of token i, for position i.
             positions: [B, M].
@@ -195,7 +195,7 @@ class EagleDrafter(Drafter):
         cache = SlotCache(self._cache_config, 1, 1)
         features = torch.zeros(1, 1, self.head.config.hidden_size, dtype=self.target.dtype, device=self.target.device)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
-        cache.aim(zero, 0, 1)
+        cache.set_write_slots(zero, 0, 1)
         self._step(cache, torch.ones_like(zero, dtype=torch.bool)[None], zero, features, zero)
         return cache.nbytes
 
@@ -322,7 +322,7 @@ class EagleSession(DraftSession):
         self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, first: int, visible: Tensor
     ) -> Tensor:
         """first: the first row's first slot."""
-        self.cache.aim(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
+        self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
         return self.drafter.run(self.cache, visible, tokens, features, positions)
 
 

@@ -213,7 +213,7 @@ class LMSession(DraftSession):
         causal = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
         visible = visible_slots(slots[:, 0], causal.expand(slots.shape[0], -1, -1))
         slots = to_device(slots, self.device)
-        self.cache.aim(slots, first if slots.shape[0] == 1 else None, used)
+        self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, used)
         model = self.drafter.model
         limit = model.max_positions
         positions = slots if limit is None else slots.clamp_max(limit - 1)  # beyond, what comes out is not used

@@ -31,7 +31,7 @@ class Probe:
         self._lengths = torch.full((rows,), context)
         self._cache = target.new_cache(rows, context + largest)
         text = self._slots[:, :context]
-        self._cache.aim(text, 0, context)
+        self._cache.set_write_slots(text, 0, context)
         causal = text[:, None] <= text[..., None]
         _, self.features = target.forward(self._tokens[:, :context], text, causal, self._cache, keep=1)
 
@@ -48,6 +48,6 @@ class Probe:
         """Logits [B, nodes, V]. ``visible`` where it was made before; otherwise it is made here, as in a round."""
         end = self.context + nodes
         own = self._slots[:, self.context : end]
-        self._cache.aim(own, self.context if len(own) == 1 else None, end)
+        self._cache.set_write_slots(own, self.context if len(own) == 1 else None, end)
         visible = self.visible(nodes) if visible is None else visible
         return self.target.forward(self.tokens(nodes), own, visible, self._cache)[0]
