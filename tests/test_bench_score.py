@@ -160,7 +160,7 @@ def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixtu
     assert record["methods"]["plain"]["score"] == record["methods"]["hf-generate"]["score"] == 0.5
     assert record["methods"]["theirs"]["score"] == 0.5 and record["prompts"][1]["methods"]["theirs"][0]["score"] == 1
     assert record["differences"]["hf-generate"]["plain"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 2}
-    assert "log_likelihood_per_token" not in record["methods"]["theirs"]["intervals"]
+    assert record["methods"]["theirs"]["log_likelihood_per_token"] < -1, "of the text's own tokens"
     shown = capsys.readouterr().out
     assert "50.0 [0.0, 100.0]" in shown and "score: right answers, of 2 prompts with a reference" in shown
     assert max(map(len, shown.splitlines())) <= 100 and "| 50.0 % (0.0–100.0) |" in markdown(record, "r")

@@ -20,8 +20,9 @@ How methods are written: :mod:`fsd_infer.bench.methods`; what the numbers are: :
 from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.bench.methods import METHODS, make_methods, parse_methods
 from fsd_infer.bench.record import build_record
-from fsd_infer.bench.runner import Settings, run
+from fsd_infer.bench.runner import run
 from fsd_infer.bench.server import ServerError
+from fsd_infer.bench.settings import Settings
 
 __all__ = [
     "METHODS",

@@ -1,4 +1,4 @@
-"""What a method of decoding is to the benchmark, and what one timed call brings back."""
+"""What a method of decoding is to the benchmark, and what one timed call returns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """One answer and what it took. None where a method does not tell.
+    """One answer and what it took. None where a method does not report it.
 
     Attributes:
         tokens: new tokens; None from a server that sends text alone.
-        target_forwards: target forwards behind the prefill.
+        target_forwards: target forwards after the prefill.
         verified_tokens: tokens that those forwards emitted (all but the prefill's own).
         gate_open_fraction, gate_accepted_fraction: shares of the tokens, see ``RowStats``.
         divergence_spent: nats.
@@ -68,3 +68,6 @@ class Method(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What a record stores about the method."""
+
+    def close(self) -> None:  # noqa: B027 (most methods hold nothing)
+        """Free what it holds beyond this process's memory."""

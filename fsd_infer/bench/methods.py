@@ -11,6 +11,7 @@ A method is written as text, ``[label=]kind[:parameters]``; the label is what ta
 ``hf-lookup:8``            the same with prompt lookup of so many tokens (8)
 ``hf-assisted:DIR``        the same with an assistant model
 ``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
+``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_infer.bench.process`
 =========================  ============================================================================================
 
 A new kind of method is one class and one entry here.
@@ -19,6 +20,7 @@ A new kind of method is one class and one entry here.
 from __future__ import annotations
 
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.hf import GenerateMethod
 from fsd_infer.bench.models import Models
+from fsd_infer.bench.process import ProcessMethod
 from fsd_infer.bench.server import Server, ServerMethod
 from fsd_infer.errors import FsdError, UnknownNameError
 from fsd_infer.registry import Registry
@@ -60,7 +63,13 @@ class Spec:
 
 
 class Kind(ABC):
-    """One kind of method."""
+    """One kind of method.
+
+    Attributes:
+        own_process: its methods run in processes of their own whatever the mode.
+    """
+
+    own_process = False
 
     def check(self, spec: Spec) -> None:
         """Raise FsdError for what can be refused before anything is loaded; by default any parameters."""
@@ -126,12 +135,24 @@ def _address(spec: Spec) -> tuple[str, str]:
     return url, model
 
 
+class _Command(Kind):
+    own_process = True
+
+    def check(self, spec: Spec) -> None:
+        if not spec.argument.strip():
+            raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        return ProcessMethod(spec.name, shlex.split(spec.argument))
+
+
 for _name, _kind in (
     ("plain", _Plain()),
     ("hf-generate", _Generate()),
     ("hf-lookup", _Lookup()),
     ("hf-assisted", _Assisted()),
     ("server", _Server()),
+    ("command", _Command()),
 ):
     METHODS.register(_name)(_kind)
 

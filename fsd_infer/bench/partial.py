@@ -15,7 +15,7 @@ from fsd_infer.files import write_json, write_text
 
 
 class PartialFile:
-    """``FILE.partial.jsonl``: a line of settings, then one line per finished turn.
+    """``FILE.partial.jsonl``: a line of settings, then one line per finished turn, or per description of methods.
 
     Args:
         path: the record's own path; the partial file lies beside it.
@@ -30,6 +30,7 @@ class PartialFile:
         self.final = Path(path)
         self.path = self.final.with_name(self.final.name + ".partial.jsonl")
         self.turns: list[Turn] = []
+        self.described: dict[str, dict[str, Any]] = {}
         self.final.parent.mkdir(parents=True, exist_ok=True)
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
         header = _parse(lines[0]) if lines else None
@@ -52,23 +53,34 @@ class PartialFile:
         kept = []
         for line in lines[1:]:
             row = _parse(line)
-            if row is None:  # a line cut short by the kill; every turn behind it is measured again
+            if row is None:  # a line cut short by the kill; every later turn is measured again
                 break
             kept.append(line)
-            self.turns.append(_turn(row))
+            if "described" in row:
+                self.described.update(row["described"])
+            else:
+                self.turns.append(_turn(row))
         self._restart(settings, kept)
 
     def _restart(self, settings: dict[str, Any], lines: list[str]) -> None:
-        """Write the file anew with whole lines only, atomically."""
+        """Rewrite the file with whole lines only, atomically."""
         write_text(self.path, "\n".join([json.dumps({"settings": settings}), *lines]) + "\n")
 
     def add(self, turn: Turn) -> None:
         """Append a finished turn; it is on disk when this returns."""
+        self._append(asdict(turn))
+        self.turns.append(turn)
+
+    def describe(self, name: str, facts: dict[str, Any]) -> None:
+        """Append what a record says about a method."""
+        self._append({"described": {name: facts}})
+        self.described[name] = facts
+
+    def _append(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(turn)) + "\n")
+            file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.turns.append(turn)
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the record and remove the partial file."""

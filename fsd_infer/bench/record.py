@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from fsd_infer.bench.base import Answer, TimedRun
+from fsd_infer.bench.intervals import interval, mean_interval
 from fsd_infer.errors import FsdError
 
-RESAMPLES = 2000
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
 
 
@@ -40,17 +38,13 @@ class Turn:
 
 @dataclass
 class _Cell:
-    """One method on one group: medians over repeats."""
+    """One method on one unit: medians over repeats. Seconds are means per call."""
 
-    prompts: list[int]
     seconds: float
     prefill_seconds: float
+    seconds_per_answer: float
     tokens_per_second: float
     decode_tokens_per_second: float | None
-
-    @property
-    def seconds_per_answer(self) -> float:
-        return self.seconds / len(self.prompts)
 
 
 def build_record(
@@ -59,19 +53,21 @@ def build_record(
     turns: Sequence[Turn],
     seed: int = 0,
     baselines: Sequence[str] = (),
+    blocks: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """The parts ``methods``, ``baseline``, ``ratios``, ``differences`` and ``prompts`` of a benchmark's record.
 
-    Speeds are medians over prompts (groups, in batches) of medians over repeats, in new tokens per second of wall
-    time; ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau``
-    is pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
+    Speeds are medians over units of medians over repeats, in new tokens per second of wall time: a unit is a group of
+    prompts that are decoded together, or a block of such groups (their tokens / their seconds).
+    ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau`` is
+    pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
     equally. ``target_forwards``, ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer, gate fractions
     and ``log_likelihood_per_token`` (nats, raw) means per token. ``phases`` are seconds summed over all runs,
-    ``phase_fractions`` their shares, ``milliseconds_per_round`` each phase behind the prefill / verifying forwards,
-    and ``round_overhead_fraction`` the share of the time behind the prefill that neither the target nor the drafter
-    has. A ratio is the method's speed / the baseline's on the same prompt (seconds: the baseline's / the method's,
-    above 1 is faster): its median over prompts, with a 95 % percentile bootstrap interval over prompts. What a method
-    does not tell (a server its forwards) is None.
+    ``phase_fractions`` their shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards, and
+    ``round_overhead_fraction`` the share of the time after the prefill that neither the target nor the drafter takes.
+    A ratio is the method's speed / the baseline's on the same unit (seconds: the baseline's / the method's, above 1 is
+    faster): its median over units, with a 95 % percentile bootstrap interval over units. What a method does not report
+    (a server its forwards) is None.
 
     ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_infer.bench.score`), None
     where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
@@ -84,20 +80,21 @@ def build_record(
         turns: every group and repeat.
         seed: of the bootstrap.
         baselines: methods to compare with, see :func:`choose_baselines`.
+        blocks: block of each group; None: each group is a unit.
     """
     compared = choose_baselines(list(methods), baselines)
     baseline = compared[0]
-    cells = {name: _cells(name, turns) for name in methods}
+    cells = {name: _cells(name, turns, blocks) for name in methods}
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     reference = _first_tokens(baseline, turns)
     made: dict[str, Any] = {}
     for name, description in methods.items():
-        whole = _summary(name, turns, cells[name])
         parts = {
-            category: _summary(name, turns, cells[name], lambda i, c=category: prompts[i].category == c)  # type: ignore[misc]
+            category: _summary(name, [turn for turn in turns if prompts[turn.prompts[0]].category == category])
             for category in categories
         }
         own = _first_tokens(name, turns)
+        whole = _summary(name, turns, cells[name])
         whole["tau_category_mean"] = mean([part["tau"] for part in parts.values()])
         whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
         whole.update(_phases(name, turns))
@@ -138,37 +135,43 @@ def _same(own: list[int] | None, other: list[int] | None) -> float | None:
     return None if own is None or other is None else float(own == other)
 
 
-def _cells(name: str, turns: Sequence[Turn]) -> dict[int, _Cell]:
-    """By group."""
-    by_group: dict[int, list[Turn]] = {}
+def _cells(name: str, turns: Sequence[Turn], blocks: Mapping[int, int] | None = None) -> dict[int, _Cell]:
+    """By unit."""
+    units: dict[int, dict[int, list[TimedRun]]] = {}
     for turn in turns:
-        by_group.setdefault(turn.group, []).append(turn)
-    cells = {}
-    for group, members in by_group.items():
-        runs = [turn.runs[name] for turn in members]
-        decoded = [(_tokens(run) - len(run.answers), run.seconds - run.prefill_seconds) for run in runs]
-        rates = [tokens / seconds for tokens, seconds in decoded if tokens > 0 and seconds > 0]
-        cells[group] = _Cell(
-            prompts=members[0].prompts,
-            seconds=statistics.median(run.seconds for run in runs),
-            prefill_seconds=statistics.median(run.prefill_seconds for run in runs),
-            tokens_per_second=statistics.median(_tokens(run) / run.seconds for run in runs),
-            decode_tokens_per_second=statistics.median(rates) if rates else None,
-        )
-    return cells
+        unit = turn.group if blocks is None else blocks[turn.group]
+        units.setdefault(unit, {}).setdefault(turn.repeat, []).append(turn.runs[name])
+    return {unit: _cell(list(repeats.values())) for unit, repeats in units.items()}
 
 
-def _summary(
-    name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell], chosen: Callable[[int], bool] = lambda index: True
-) -> dict[str, Any]:
-    """Numbers of one method over the prompts that ``chosen`` picks. Groups lie within one category."""
-    answers = [
-        answer
-        for turn in turns
-        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True)
-        if chosen(index)
+def _cell(repeats: Sequence[Sequence[TimedRun]]) -> _Cell:
+    def over_repeats(value: Callable[[Sequence[TimedRun]], float]) -> float:
+        return statistics.median(value(runs) for runs in repeats)
+
+    seconds = [sum(run.seconds for run in runs) for runs in repeats]
+    decoded = [
+        (sum(_tokens(run) - len(run.answers) for run in runs), sum(run.seconds - run.prefill_seconds for run in runs))
+        for runs in repeats
     ]
-    picked = [cell for cell in cells.values() if chosen(cell.prompts[0])]
+    rates = [tokens / took for tokens, took in decoded if tokens > 0 and took > 0]
+    return _Cell(
+        seconds=over_repeats(lambda runs: statistics.fmean(run.seconds for run in runs)),
+        prefill_seconds=over_repeats(lambda runs: statistics.fmean(run.prefill_seconds for run in runs)),
+        seconds_per_answer=statistics.median(
+            took / sum(len(run.answers) for run in runs) for took, runs in zip(seconds, repeats, strict=True)
+        ),
+        tokens_per_second=statistics.median(
+            sum(map(_tokens, runs)) / took for took, runs in zip(seconds, repeats, strict=True)
+        ),
+        decode_tokens_per_second=statistics.median(rates) if rates else None,
+    )
+
+
+def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None = None) -> dict[str, Any]:
+    """Numbers of one method over these turns; speeds from ``cells``, by default one per group."""
+    answers = [answer for turn in turns for answer in turn.runs[name].answers]
+    groups = _cells(name, turns)
+    units = list((groups if cells is None else cells).values())
     counted = [(a.verified_tokens, a.target_forwards) for a in answers if a.verified_tokens is not None]
     forwards = sum(forwards or 0 for _, forwards in counted)
     tokens = sum(answer.length for answer in answers)
@@ -178,13 +181,13 @@ def _summary(
         return sum(value(answer) * answer.length for answer in answers) / tokens if tokens else None
 
     return {
-        "answers": len({index for turn in turns for index in turn.prompts if chosen(index)}),
-        "tokens_per_second": median([cell.tokens_per_second for cell in picked]),
-        "decode_tokens_per_second": median([cell.decode_tokens_per_second for cell in picked]),
-        "seconds_per_answer": median([cell.seconds_per_answer for cell in picked]),
-        "prefill_seconds": median([cell.prefill_seconds for cell in picked]),
-        "decode_seconds": median([cell.seconds - cell.prefill_seconds for cell in picked]),
-        "seconds_total": sum(cell.seconds for cell in picked),
+        "answers": len({index for turn in turns for index in turn.prompts}),
+        "tokens_per_second": median([cell.tokens_per_second for cell in units]),
+        "decode_tokens_per_second": median([cell.decode_tokens_per_second for cell in units]),
+        "seconds_per_answer": median([cell.seconds_per_answer for cell in units]),
+        "prefill_seconds": median([cell.prefill_seconds for cell in units]),
+        "decode_seconds": median([cell.seconds - cell.prefill_seconds for cell in units]),
+        "seconds_total": sum(cell.seconds for cell in groups.values()),
         "tau": sum(verified for verified, _ in counted) / forwards if forwards else None,
         "target_forwards": mean([answer.target_forwards for answer in answers]),
         "answer_tokens": mean([answer.length for answer in answers]),
@@ -208,21 +211,12 @@ def _ratios(cells: Mapping[str, Mapping[int, _Cell]], baseline: str, seed: int) 
             continue
         made[name] = {}
         for quantity in RATIOS:
-            pairs = [(getattr(own[group], quantity), getattr(cells[baseline][group], quantity)) for group in own]
+            pairs = [(getattr(own[unit], quantity), getattr(cells[baseline][unit], quantity)) for unit in own]
             values = [a / b for a, b in pairs if a and b]
             if quantity == "seconds_per_answer":
                 values = [1 / value for value in values]
             made[name][quantity] = interval(values, seed)
     return made
-
-
-def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
-    """Median of ``values`` with its 95 % percentile bootstrap interval: {"median", "low", "high", "pairs"}."""
-    if not values:
-        return {"median": None, "low": None, "high": None, "pairs": 0}
-    drawn = np.random.default_rng(seed).choice(np.asarray(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return {"median": statistics.median(values), "low": float(low), "high": float(high), "pairs": len(values)}
 
 
 # what is averaged over answers by quantity: (value, weight), None where an answer has none
@@ -261,31 +255,13 @@ def _sums(
     return sums
 
 
-def mean_interval(
-    own: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]] | None = None, seed: int = 0
-) -> dict[str, Any]:
-    """Σ sums / Σ weights with its 95 % percentile bootstrap interval over prompts.
-
-    Args:
-        own: (sum, weight) by prompt, at least one.
-        other: of the same prompts; given, the interval is that of the difference, own less other.
-        seed: of the bootstrap.
-
-    Returns:
-        {"mean", "low", "high", "prompts"}
-    """
-    drawn = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
-
-    def means(pairs: Sequence[tuple[float, float]], which: np.ndarray) -> Any:
-        sums, weights = np.asarray(pairs).T
-        return sums[which].sum(-1) / weights[which].sum(-1)
-
-    everything = np.arange(len(own))
-    centre, drawn_means = means(own, everything), means(own, drawn)
-    if other is not None:
-        centre, drawn_means = centre - means(other, everything), drawn_means - means(other, drawn)
-    low, high = np.quantile(drawn_means, (0.025, 0.975))
-    return {"mean": float(centre), "low": float(low), "high": float(high), "prompts": len(own)}
+def merge_turns(turns: Iterable[Turn]) -> list[Turn]:
+    """One turn per group and repeat, where the methods' runs came apart."""
+    merged: dict[tuple[int, int], Turn] = {}
+    for turn in turns:
+        known = merged.setdefault((turn.group, turn.repeat), Turn(turn.group, turn.repeat, turn.prompts, {}))
+        known.runs.update(turn.runs)
+    return [merged[place] for place in sorted(merged)]
 
 
 def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -335,7 +311,7 @@ def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
         rounds += max((answer.target_forwards or 0 for answer in run.answers), default=0)
     whole = sum(total.values())
     looped = {phase: seconds for phase, seconds in total.items() if phase != "prefill"}
-    behind = sum(looped.values())
+    after = sum(looped.values())
     models = looped.get("target", 0.0) + looped.get("draft", 0.0)
     return {
         "phases": total,
@@ -343,7 +319,7 @@ def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
         "milliseconds_per_round": (
             {phase: 1000 * seconds / rounds for phase, seconds in looped.items()} if rounds else {}
         ),
-        "round_overhead_fraction": 1 - models / behind if behind else None,
+        "round_overhead_fraction": 1 - models / after if after else None,
     }
 
 

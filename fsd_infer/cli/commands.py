@@ -174,6 +174,7 @@ def bench(args: argparse.Namespace) -> int:
         log_likelihood=args.log_likelihood,
         baselines=_words(args.baseline or ""),
         score=args.score,
+        isolate=args.isolate,
     )
     print(bench_table(record))
     if args.json:

@@ -120,7 +120,15 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="hf-generate,plain,exact,fuzzy:js:0.3",
         help="comma-separated: plain, any rule, a rule with a drafter of its own (exact@none, exact@DIR), hf-generate, "
-        "hf-lookup[:TOKENS], hf-assisted:DIR, server:URL[#MODEL]; NAME=METHOD names one (%(default)s)",
+        "hf-lookup[:TOKENS], hf-assisted:DIR, server:URL[#MODEL], command:PROGRAM; NAME=METHOD names one (%(default)s)",
+    )
+    parser.add_argument(
+        "--isolate",
+        type=positive,
+        nargs="?",
+        const=4,
+        metavar="BLOCKS",
+        help="each method in a process of its own, so many blocks of prompts in turns (%(const)s)",
     )
     parser.add_argument(
         "--baseline", metavar="NAMES", help="methods to compare with (default: hf-generate and plain, where measured)"

@@ -1,0 +1,56 @@
+"""95 % percentile bootstrap intervals of medians and of weighted means."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
+    """Median of ``values`` with its 95 % percentile bootstrap interval: {"median", "low", "high", "pairs"}."""
+    if not values:
+        return {"median": None, "low": None, "high": None, "pairs": 0}
+    low, high = _bootstrap([values], np.median, seed)
+    return {"median": statistics.median(values), "low": low, "high": high, "pairs": len(values)}
+
+
+def _bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
+    """95 % percentile interval of ``statistic(*samples, axis)``, resampled together; one observation is its own."""
+    from scipy.stats import bootstrap
+
+    if len(samples[0]) == 1:
+        value = float(statistic(*map(np.asarray, samples), axis=-1))
+        return value, value
+    found = bootstrap(
+        samples, statistic, n_resamples=RESAMPLES, paired=True, vectorized=True, method="percentile", rng=seed
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def mean_interval(
+    own: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]] | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Σ sums / Σ weights with its 95 % percentile bootstrap interval over prompts.
+
+    Args:
+        own: (sum, weight) by prompt, at least one.
+        other: of the same prompts; given, the interval is that of the difference, own less other.
+        seed: of the bootstrap.
+
+    Returns:
+        {"mean", "low", "high", "prompts"}
+    """
+
+    def statistic(*samples: Any, axis: int) -> Any:
+        sums, weights, *others = (sample.sum(axis) for sample in samples)
+        return sums / weights - (others[0] / others[1] if others else 0)
+
+    columns = [*zip(*own, strict=True), *(zip(*other, strict=True) if other is not None else ())]
+    low, high = _bootstrap(columns, statistic, seed)
+    centre = float(statistic(*map(np.asarray, columns), axis=-1))
+    return {"mean": centre, "low": low, "high": high, "prompts": len(own)}

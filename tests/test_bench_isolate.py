@@ -1,0 +1,142 @@
+"""`fsd-infer bench --isolate`: a process per method and block, blocks in turns, and any program as a method."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsd_infer import FsdError
+from fsd_infer.bench import Answer, TimedRun, build_record, run
+from fsd_infer.bench.process import ProcessMethod
+from fsd_infer.bench.record import BenchPrompt, Turn
+from fsd_infer.cli.main import main
+from tests.bench_toys import Toy, save_toy
+
+# answers with the prompt's last token, once per new token; writes down when it starts, answers and ends
+ENGINE = """
+import json, os, sys, time
+log = open(sys.argv[1], "a")
+def note(what): print(what, os.getpid(), file=log, flush=True)
+note("start")
+print("noise of a library", file=sys.stderr)
+print("{}", flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    if "describe" in question:
+        print(json.dumps({"by": "test"}), flush=True)
+        continue
+    note("answer")
+    new = question["options"]["max_new_tokens"]
+    if len(sys.argv) > 2 and new > 3 and open(sys.argv[1]).read().count("answer") > int(sys.argv[2]):
+        sys.exit("RuntimeError: out of luck")
+    answers = [{"tokens": [prompt[-1]] * new, "target_forwards": None, "verified_tokens": None}
+               for prompt in question["prompts"]]
+    print(json.dumps({"seconds": 0.5, "prefill_seconds": 0.1, "answers": answers}), flush=True)
+note("end")
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.py"
+    path.write_text(ENGINE)
+    return path
+
+
+def command(*words: str | Path) -> str:
+    return "command:" + shlex.join([sys.executable, *map(str, words)])
+
+
+def test_one_process_per_method_and_block(toy: Toy, engine: Path, tmp_path: Path) -> None:
+    methods = [f"{name}={command(engine, tmp_path / 'log')}" for name in ("a", "b")]
+    record = run(toy.prompts, methods, target=str(toy.target), dtype="fp32", max_new_tokens=4, isolate=2, repeat=2)
+    events = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    lives = [events[i : i + 7] for i in range(0, len(events), 7)]
+    assert len(lives) == 4, "two methods, two blocks"
+    for life in lives:  # a warm-up and two prompts twice, and no other process meanwhile
+        assert [what for what, _ in life] == ["start", *["answer"] * 5, "end"] and len({pid for _, pid in life}) == 1
+    facts = record["methods"]["a"]
+    assert facts["by"] == "test" and facts["load_seconds"] > 0 and facts["tau"] is None
+    assert facts["tokens_per_second"] == 8 and facts["decode_tokens_per_second"] == pytest.approx(3 / 0.4)
+    assert record["ratios"]["a"]["b"]["tokens_per_second"] == {"median": 1, "low": 1, "high": 1, "pairs": 2}
+
+
+def test_answers_are_those_of_the_shared_process(toy: Toy, tmp_path: Path) -> None:
+    methods = ["plain", "exact", "hf-generate"]
+    options: dict[str, Any] = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=8)
+    alone = run(toy.prompts, methods, isolate=1, log_likelihood=True, **options)
+    shared = run(toy.prompts, methods, log_likelihood=True, **options)
+    for own, other in zip(alone["prompts"], shared["prompts"], strict=True):
+        for method in methods:
+            assert own["methods"][method][0]["tokens_sha256"] == other["methods"][method][0]["tokens_sha256"]
+    for method in methods:
+        for fact in ("tau", "log_likelihood_per_token", "by", "answer_tokens"):
+            assert alone["methods"][method][fact] == shared["methods"][method][fact]
+    assert set(alone["methods"]["exact"]["phases"]) == set(shared["methods"]["exact"]["phases"])
+
+
+def test_process_that_dies_loses_nothing(
+    toy: Toy, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "record.json"
+    argv = ["bench", "--prompts", str(toy.prompts), "--target", str(toy.target), "--dtype", "fp32", "--no-warmup"]
+    argv += ["--isolate", "2", "--max-new-tokens", "4", "--json", str(path)]
+    log = tmp_path / "log"
+    argv += ["--methods", f"a={command(engine, log, '3')}"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "method 'a': its process ended with status 1: RuntimeError: out of luck" in said
+    assert "3 finished turns are kept" in said and "--resume" in said
+    log.write_text("")
+    assert main([*argv, "--resume"]) == 0
+    assert log.read_text().count("answer") == 1, "what was measured is not measured again"
+    assert len(json.loads(path.read_text())["prompts"]) == 4
+
+
+def test_ratios_are_of_blocks_totals() -> None:
+    def made(tokens: int, seconds: float) -> TimedRun:
+        return TimedRun(seconds, 0.0, [Answer([0] * tokens, None, None)])
+
+    prompts = [BenchPrompt(str(i), "x", "", [1]) for i in range(4)]
+    slow, fast = [(10, 1.0), (10, 3.0), (20, 2.0), (30, 3.0)], [(10, 1.0), (10, 1.0), (20, 1.0), (30, 1.5)]
+    turns = [
+        Turn(i, 0, [i], {"slow": made(*one), "fast": made(*other)})
+        for i, (one, other) in enumerate(zip(slow, fast, strict=True))
+    ]
+    record = build_record(prompts, {"slow": {}, "fast": {}}, turns, blocks={0: 0, 1: 0, 2: 1, 3: 1})
+    assert record["methods"]["slow"]["tokens_per_second"] == statistics.median([20 / 4, 50 / 5])
+    found = record["ratios"]["slow"]["fast"]["tokens_per_second"]
+    assert found["median"] == pytest.approx(statistics.median([(20 / 2) / (20 / 4), (50 / 2.5) / (50 / 5)]))
+    assert found["pairs"] == 2 and record["methods"]["slow"]["seconds_per_answer"] == pytest.approx((2 + 2.5) / 2)
+
+
+def test_programs_that_cannot_run_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FsdError, match="method 'x': no/such/program cannot be started"):
+        ProcessMethod("x", ["no/such/program"])
+    with pytest.raises(FsdError, match="method 'x': its process ended with status 3"):
+        ProcessMethod("x", [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(FsdError, match="no model there"):
+        ProcessMethod("x", [sys.executable, "-c", 'print(\'{"error": "no model there"}\')'])
+
+
+def test_a_process_ends_with_its_method(engine: Path, tmp_path: Path) -> None:
+    method = ProcessMethod("x", [sys.executable, str(engine), str(tmp_path / "log")])
+    pid = int((tmp_path / "log").read_text().split()[1])
+    os.kill(pid, 0)
+    method.close()
+    method.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
