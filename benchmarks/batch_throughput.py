@@ -17,14 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.goals import print_goals
 from benchmarks.workplace import shown_command
 from fsd_infer.bench import Settings, build_record, make_methods
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.record import jsonable
-from fsd_infer.bench.runner import encode_rows, models_of, read_rows, take_turns
+from fsd_infer.bench.runner import encode_rows, read_rows
+from fsd_infer.bench.schedule import take_turns
+from fsd_infer.bench.settings import models_of, set_threads
 from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
@@ -60,8 +59,7 @@ def measure(settings: Settings, sizes: Sequence[int], progress: bool = False) ->
         FsdError: whatever a benchmark raises, and prompts that do not fill the batches.
     """
     settings.check()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings)
     models = models_of(settings)
     methods = make_methods(settings.methods, models)
     asked = [replace(prompt, category="all") for prompt in encode_rows(read_rows(settings), models)]
@@ -107,8 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record["settings"]["target"] = Path(args.target).name
     args.json.parent.mkdir(parents=True, exist_ok=True)
     write_json(args.json, record, indent=1)
-    print(sizes_table(record), end="\n\n")
-    print_goals([args.json])
+    print(sizes_table(record))
     return 0
 
 

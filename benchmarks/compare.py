@@ -1,46 +1,36 @@
-"""One interleaved run of this package, transformers and vLLM on the same prompts: `make bench`.
+"""This package beside transformers, vLLM, llama.cpp and OpenVINO on the same prompts: `make bench`.
 
-Writes benchmarks/results/compare-TARGET.json and prints which goals it reaches. vLLM lives in an environment of its
-own, made on the first run; where it cannot be installed or started, one line says so and the others are measured.
-Then, without the servers, memory and the cost of a forward, and batches (benchmarks/batch_throughput.py) are measured.
+Writes benchmarks/results/compare-TARGET.json. Every method answers in a process of its own, with no other one alive,
+and the methods take turns block by block. The other engines live in environments of their own, made on the first run;
+one that cannot be installed is left out with a line. Then memory and the cost of a forward are measured, and batches
+(benchmarks/batch_throughput.py). The same command goes on after an interruption.
 
-Run: python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY]
+Run: python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY] [--gguf FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from benchmarks.goals import print_goals
-from benchmarks.vllm_server import (
-    NGRAM,
-    ServerProcess,
-    Unavailable,
-    install,
-    serve_command,
-    serve_environment,
-    version_of,
-)
+from benchmarks.peers import FILES, PEERS, prepare
+from benchmarks.peers.gguf_files import TYPES, converted
 from benchmarks.workplace import Workplace, shown_command
-from fsd_infer.bench import parse_methods
+from fsd_infer.bench import parse_methods, run
+from fsd_infer.cli.commands import parse_tree
+from fsd_infer.cli.report import bench_table
 from fsd_infer.drafters.loading import FREE
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_json
+from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin
+from fsd_infer.targets.loading import resolve_target, shipped_drafter
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = "smollm2-135m"
-IDLE = 0.05  # share of a core that a waiting server may take without a word
-SERVERS: dict[str, dict[str, Any] | None] = {"vllm": None, "vllm-ngram": NGRAM}
+PEER_METHODS = [f"{name}:{mode}" if mode else name for name, peer in PEERS.items() for mode in peer.modes]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,30 +39,29 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default=BUILT_IN, help="(%(default)s)")
     parser.add_argument("--drafter", help="head of the target (default: the one shipped with it)")
     parser.add_argument("--assistant", metavar="DIR", help="small model of the target's vocabulary")
+    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp and OpenVINO (default: the built-in's)")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
-    parser.add_argument("--limit", type=int, default=8, help="prompts (%(default)s)")
-    parser.add_argument("--every", type=int, default=30, help="each so-many-th row (%(default)s)")
+    parser.add_argument("--limit", type=int, default=24, help="prompts (%(default)s)")
+    parser.add_argument("--every", type=int, default=10, help="each so-many-th row (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--repeat", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--blocks", type=int, default=6, help="of prompts (%(default)s)")
     parser.add_argument("--thresholds", default="0.1,0.3", help="of js, for the fuzzy rule (%(default)s)")
     parser.add_argument("--tree", default="auto", help="of heads, as for `fsd-infer bench` (%(default)s)")
     parser.add_argument("--methods", help="of ours and transformers' (default: all that the target has drafters for)")
+    parser.add_argument("--peers", default=",".join(PEER_METHODS), help="other engines; none: '' (%(default)s)")
+    parser.add_argument(
+        "--peer-python", action="append", default=[], metavar="NAME=PYTHON", help="of an environment that has the peer"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="directory of the record")
     parser.add_argument("--no-profile", action="store_true", help="leave out memory and the cost of a forward")
     parser.add_argument("--no-batches", action="store_true", help="leave out the throughput of batches")
-    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
-    parser.add_argument("--vllm-env", type=Path, default=ROOT / ".venv-vllm", help="made if it is not there")
-    parser.add_argument("--vllm-python", type=Path, help="python of an environment that has vLLM; nothing is installed")
-    parser.add_argument("--port", type=int, default=18460, help="of the first server (%(default)s)")
-    parser.add_argument("--start-seconds", type=float, default=900, help="a server may take to start (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all (%(default)s)")
     return parser
 
 
 def own_methods(target: str, drafter: str | None, assistant: str | None, thresholds: Sequence[str]) -> list[str]:
     """Methods of this package and of transformers, as far as there are drafters for the target."""
-    from fsd_infer.targets.loading import shipped_drafter
-
     methods = ["hf-generate", "hf-lookup:8"]
     methods += [f"hf-assisted=hf-assisted:{assistant}"] if assistant else []
     methods += ["plain", "exact@lookup", "exact@lookup+recycle"]
@@ -88,25 +77,41 @@ def own_methods(target: str, drafter: str | None, assistant: str | None, thresho
 def record_path(args: argparse.Namespace) -> Path:
     """Where the record goes."""
     name = Path(os.path.abspath(args.target)).name  # also of "." and of a path that ends in "/"
-    return args.output / f"compare-{name}.json"
+    return args.output.resolve() / f"compare-{name}.json"
 
 
-def bench_command(
-    args: argparse.Namespace, work: Workplace, methods: Sequence[str], baselines: Sequence[str]
-) -> list[str]:
-    """`fsd-infer bench` for this run, to be started in the workplace; continues an unfinished one."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    record = record_path(args)
-    inside = Path(work.link(args.output)) / record.name
-    command = [os.path.abspath(Path(sys.executable).with_name("fsd-infer")), "bench"]
-    command += ["--prompts", work.link(args.prompts), "--limit", str(args.limit), "--every", str(args.every)]
-    command += ["--max-new-tokens", str(args.max_new_tokens), "--repeat", str(args.repeat)]
-    command += ["--target", work.link(args.target), "--dtype", "bf16", "--log-likelihood"]
-    command += ["--drafter", work.link(args.drafter)] if args.drafter else []
-    command += ["--tree", args.tree, "--threads", str(args.threads), "--methods", ",".join(methods)]
-    command += ["--json", str(inside)]
-    command += ["--baseline", ",".join(baselines)] if baselines else []
-    return command + (["--resume"] if record.with_name(record.name + ".partial.jsonl").exists() else [])
+def target_files(args: argparse.Namespace, work: Workplace, forms: set[str]) -> dict[str, str]:
+    """The target in these forms, by their names in the workplace; GGUF files are made there once."""
+    files = {"directory": work.link(resolve_target(args.target))}
+    if not forms - {"directory"}:
+        return files
+    if args.gguf is None and not is_builtin(args.target):
+        return files
+    gguf = args.gguf
+    if gguf is None:
+        gguf = work.directory / f"{args.target}.gguf"
+        if not gguf.is_file():
+            fetch_gguf(BUILTIN_TARGETS.get(args.target), gguf, _say)
+    files["gguf"] = work.link(gguf)
+    for name in forms & set(TYPES):
+        files[name] = converted(gguf, name, work.directory / f"{Path(files['gguf']).stem}-{name}.gguf").name
+    return files
+
+
+def peer_methods(args: argparse.Namespace, work: Workplace) -> list[str]:
+    """Those of ``--peers`` that can be measured here. Raises FsdError for one that is unknown."""
+    asked = [text for text in args.peers.split(",") if text]
+    unknown = sorted(set(asked) - set(PEER_METHODS))
+    if unknown:
+        raise FsdError(f"--peers: unknown {unknown[0]!r}. Known: {', '.join(PEER_METHODS)}.")
+    if not asked:
+        return []
+    pythons = {
+        name: Path(os.path.abspath(path)) for name, _, path in (text.partition("=") for text in args.peer_python)
+    }
+    words = {word for text in asked for word in PEERS[text.partition(":")[0]].modes[text.partition(":")[2]]}
+    files = target_files(args, work, {form for form in FILES if f"{{{form}}}" in words})
+    return prepare(asked, ROOT, pythons, files, args.threads)
 
 
 def batch_methods(methods: Sequence[str]) -> list[str]:
@@ -122,106 +127,66 @@ def batch_methods(methods: Sequence[str]) -> list[str]:
 
 
 def batch_command(args: argparse.Namespace, work: Workplace, methods: Sequence[str]) -> list[str]:
-    """`benchmarks.batch_throughput` on twice as many prompts, to be started in the workplace."""
-    count = 2 * args.limit
+    """`benchmarks.batch_throughput` on 16 prompts, to be started in the workplace."""
     of_target = record_path(args).stem.removeprefix("compare")
     name = "batch-throughput" + ("" if of_target == f"-{BUILT_IN}" else of_target)
-    command = [os.path.abspath(sys.executable), "-m", "benchmarks.batch_throughput"]
-    command += ["--prompts", work.link(args.prompts), "--limit", str(count), "--every", str(max(args.every // 2, 1))]
-    command += ["--sizes", ",".join(str(size) for size in (1, 2, 4, 8) if count % size == 0)]
+    command = [
+        os.path.abspath(sys.executable),
+        "-m",
+        "benchmarks.batch_throughput",
+        "--prompts",
+        work.link(args.prompts),
+    ]
     command += ["--max-new-tokens", str(args.max_new_tokens), "--tree", args.tree, "--threads", str(args.threads)]
     command += ["--target", work.link(args.target), "--methods", ",".join(methods)]
     command += ["--drafter", work.link(args.drafter)] if args.drafter else []
     return [*command, "--json", str(Path(work.link(args.output)) / f"{name}.json")]
 
 
-def start_servers(args: argparse.Namespace, stack: ExitStack) -> dict[str, dict[str, Any]]:
-    """Those that could be started, by method; the others are told on stderr in one line each.
-
-    Returns:
-        ``{"vllm=server:URL": facts for the record}``
-    """
-    import torch
-
-    from fsd_infer.targets.loading import resolve_target
-
-    cuda = torch.cuda.is_available()
-    try:
-        python = args.vllm_python or install(args.vllm_env, cuda)
-    except Unavailable as error:
-        _say(f"vLLM is left out: {error}")
-        return {}
-    model, started = Path(resolve_target(args.target)), {}
-    environment, version = serve_environment(args.threads, None if cuda else python), version_of(python)
-    for port, (name, speculation) in enumerate(SERVERS.items(), args.port):
-        command = serve_command(python, model, port, cuda, speculation)
-        log = ROOT / "runs" / f"{name}.log"
-        _say(f"starting {name} on port {port} (output: {log}) ...")
-        try:
-            server = stack.enter_context(ServerProcess(command, port, log, args.start_seconds, environment))
-        except Unavailable as error:
-            _say(f"{name} is left out: {error}")
-            continue
-        idle = server.idle_share()
-        if idle is not None and idle > IDLE:
-            _say(f"{name} takes {100 * idle:.0f} % of a core while nobody asks it, which slows every other method.")
-        options = shlex.join(command[command.index("--dtype") :])
-        facts = {"version": version, "options": options, "idle_share_of_a_core": idle}
-        started[f"{name}=server:http://127.0.0.1:{port}"] = facts
-    return started
-
-
-def add_facts(record: Path, argv: Sequence[str], servers: dict[str, dict[str, Any]]) -> None:
-    """Tell in a finished record by which command and against which servers it was made."""
-    content = json.loads(record.read_text(encoding="utf-8"))
-    environment = content["environment"]
-    environment["bench_command"] = environment.get("command")
-    environment["command"] = shlex.join(shown_command("benchmarks.compare", argv))
-    environment["servers"] = {method.partition("=")[0]: facts for method, facts in servers.items()}
-    write_json(record, content, indent=1)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start servers, measure, stop servers. The status is that of `fsd-infer bench`; 130 after an interrupt."""
+    """Measure everything. 2 after bad input, 130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops servers as an interrupt does
     try:
         return _run(args, argv)
     except FsdError as error:
         _say(f"bench: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("interrupted; servers are stopped. The same command goes on from the last finished turn.")
+        _say("interrupted; the same command goes on from the last finished answer.")
         return 130
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     record = record_path(args)
+    args.output.mkdir(parents=True, exist_ok=True)
     work = Workplace(ROOT / "runs" / record.stem)
-    with ExitStack() as stack:
-        drafter, assistant = (path and work.link(path) for path in (args.drafter, args.assistant))
-        thresholds = [text for text in args.thresholds.split(",") if text]
-        methods = args.methods.split(",") if args.methods else own_methods(args.target, drafter, assistant, thresholds)
-        servers = {} if args.no_vllm else start_servers(args, stack)
-        baselines = [] if not servers else [name for name in methods if name in ("hf-generate", "plain")]
-        baselines += [server.partition("=")[0] for server in servers]
-        command = bench_command(args, work, [*methods, *servers], baselines)
-        status = subprocess.run(command, check=False, cwd=work.directory).returncode
-    if status != 0:
-        return status
-    add_facts(record, argv, servers)
-    if not args.no_profile:  # by itself, now that the servers' memory is free
-        command = [os.path.abspath(sys.executable), "-m", "fsd_infer.bench.profile", str(record.resolve())]
-        subprocess.run(command, check=False, cwd=work.directory)
-    print_goals([record])
+    target, prompts = work.link(args.target), work.link(args.prompts)
+    drafter, assistant = (path and work.link(path) for path in (args.drafter, args.assistant))
+    thresholds = [text for text in args.thresholds.split(",") if text]
+    methods = args.methods.split(",") if args.methods else own_methods(args.target, drafter, assistant, thresholds)
+    peers = peer_methods(args, work)
+    os.chdir(work.directory)
+    names = [spec.name for spec in parse_methods([*methods, *peers])]
+    found = run(
+        prompts, [*methods, *peers], json_path=record, progress=True,
+        resume=record.with_name(record.name + ".partial.jsonl").exists(),
+        command=shown_command("benchmarks.compare", argv), target=target, drafter=drafter, tree=parse_tree(args.tree),
+        limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens, repeat=args.repeat,
+        threads=args.threads, log_likelihood=True, isolate=args.blocks,
+        baselines=[name for name in ("hf-generate", "vllm", "plain") if name in names],
+    )  # fmt: skip
+    print(bench_table(found))
+    if not args.no_profile:
+        command = [os.path.abspath(sys.executable), "-m", "fsd_infer.bench.profile", str(record)]
+        subprocess.run(command, check=False)
     batched = [] if args.no_batches else batch_methods(methods)
     if not batched:
         return 0
     _say("measuring batches ...")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of the package benchmarks
-    command, environment = batch_command(args, work, batched), {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, check=False, cwd=work.directory, env=environment).returncode
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(batch_command(args, work, batched), check=False, env=environment).returncode
 
 
 def _say(text: str) -> None:

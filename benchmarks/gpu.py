@@ -38,7 +38,8 @@ from fsd_infer.bench.environment import environment
 from fsd_infer.bench.hf import GenerateMethod
 from fsd_infer.bench.profile import tensor_bytes
 from fsd_infer.bench.record import BenchPrompt, build_record
-from fsd_infer.bench.runner import Settings, take_turns
+from fsd_infer.bench.schedule import take_turns
+from fsd_infer.bench.settings import Settings
 from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.report import bench_table
 from fsd_infer.decoder import FuzzyDecoder

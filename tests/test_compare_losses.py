@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import compare_losses, join_losses
+from benchmarks import compare_losses
 from benchmarks.compare_losses import Judge, last_checkpoint, main
 from benchmarks.draw_losses import draw
 from benchmarks.equal_divergence import COUNTS, compare_at_equal, gather, markdown, summarise, tau_at
@@ -309,59 +309,3 @@ def test_only_seeds_that_all_arms_have_are_summarised(tmp_path: Path) -> None:
     draw(summary, "title", tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
     assert gather({key: value for key, value in results.items() if key[0] == "a"}, ["a", "b"]) is None
-
-
-def record_of(results: dict[Any, Any], arms: list[str], **settings: Any) -> dict[str, Any]:
-    """What of a record joining reads."""
-    known = {
-        "model": {"target": "toy"}, "data": {}, "trainer": {}, "seeds": [0, 1, 2], "baselines": ["base"],
-        "evaluation": {"seed": 3, "max_new_tokens": 12, "temperature": 0.0},
-        "arms": [{"name": name, "steps": 4} for name in arms],
-    }  # fmt: skip
-    runs = [
-        {"arm": arm, "seed": seed, "steps": 4, "seconds": 8.0, "validation": {"val_agreement_0": 0.5}}
-        for arm in arms
-        for seed in (0, 1, 2)
-    ]
-    rows = [
-        {"arm": arm, "seed": seed, "rule": rule, "counts": counts}
-        for (arm, seed, rule), counts in results.items()
-        if arm in arms
-    ]
-    facts = {"environment": {"commit": arms[0]}, "data_sha256": "1", "complete": True}
-    return {**facts, "settings": {**known, **settings}, "runs": runs, "results": rows}
-
-
-def test_records_of_different_arms_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = made_up({
-        "base": [(0.0, 2.0), (0.1, 2.5)], "good": [(0.0, 2.2), (0.1, 2.8)], "late": [(0.0, 2.1), (0.2, 2.9)]
-    })  # fmt: skip
-    first, more = record_of(results, ["base", "good"]), record_of(results, ["late"], baselines=[])
-    counts = gather(results, ["late", "base", "good"])
-    assert counts is not None
-    joined = join_losses.join([first, more], ["late"])
-    assert joined["summary"] == summarise(counts, ["base"], seed=3)
-    assert [arm["name"] for arm in joined["settings"]["arms"]] == ["late", "base", "good"]
-    assert [part["commit"] for part in joined["environment"]["joined"]] == ["base", "late"]
-
-    paths = [tmp_path / "first.json", tmp_path / "more.json"]
-    for path, record in zip(paths, (first, more)):
-        path.write_text(json.dumps(record))
-    argv = [*map(str, paths), "--json", str(tmp_path / "all.json")]
-    assert join_losses.main(argv) == 0
-    assert capsys.readouterr().out.startswith((tmp_path / "all.md").read_text())
-    assert "| late |" in (tmp_path / "all.md").read_text()
-    assert json.loads((tmp_path / "all.json").read_text())["summary"]["rules"] == list(joined["summary"]["rules"])
-
-    for wrong, words in (
-        (record_of(results, ["late"], model={"target": "other"}), "differ in model"),
-        ({**more, "data_sha256": "2"}, "differ in the answers or features"),
-        (record_of(results, ["good"]), "an arm occurs in two records"),
-    ):
-        with pytest.raises(FsdError, match=words):
-            join_losses.join([first, wrong])
-    with pytest.raises(FsdError, match="no record has the arm none; there are base, good"):
-        join_losses.join([first], ["none"])
-    paths[1].write_text("{}")
-    assert join_losses.main(argv) == 2
-    assert "is no record of compare_losses: it has no complete" in capsys.readouterr().err

