@@ -33,12 +33,25 @@ COMMANDS = {
     "cache-features": Command("fsd_train.cache_features:main", "store the target's features of the answers"),
     "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
     "quickstart": Command("fsd_train.quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
+    "finetune": Command("fsd_train.cli:finetune", "fine-tune a target: --config recipes/smollm2-135m-maths.yaml"),
     "export": Command("fsd_train.export:export_main", "write a checkpoint's head as config.json and safetensors"),
 }
 
 
-def lightning(argv: Sequence[str]) -> int:
-    """Runs LightningCLI with ``argv`` (the subcommand first); every option of Trainer, module and data is in --help."""
+def finetune(argv: Sequence[str]) -> int:
+    """`fsd-train finetune`: `fit` of a FinetuneModule."""
+    from fsd_train.finetune_module import FinetuneModule
+
+    return lightning(["fit", *argv], FinetuneModule)
+
+
+def lightning(argv: Sequence[str], model_class: Any = None) -> int:
+    """Runs LightningCLI with ``argv`` (the subcommand first); every option of Trainer, module and data is in --help.
+
+    Args:
+        argv: arguments.
+        model_class: of the model section; by default a drafter's module, by the section's ``class_path``.
+    """
     from lightning.pytorch import Trainer
     from lightning.pytorch.cli import LightningCLI
 
@@ -78,9 +91,11 @@ def lightning(argv: Sequence[str]) -> int:
         def before_fit(self) -> None:
             check_ranks(self.model, self.trainer)
 
-    TrainCLI(
+    if model_class is None:
         # a model section without class_path is a head's; `class_path: fsd_train.lm_module.LMModule` trains a small LM
-        DistillationModule if class_paths(argv) - {"fsd_train.eagle_module.EagleModule"} else EagleModule,
+        model_class = DistillationModule if class_paths(argv) - {"fsd_train.eagle_module.EagleModule"} else EagleModule
+    TrainCLI(
+        model_class,
         AnswersDataModule,
         subclass_mode_model=True,
         seed_everything_default=0,

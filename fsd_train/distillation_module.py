@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from fsd_infer.device.transfer import to_device
@@ -23,8 +21,8 @@ from fsd_train.losses import DraftBatch, LMHead, build_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
-from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
-from fsd_train.safety import CheckResume, StopOnNonFinite, check_state, check_target, target_record
+from fsd_train.safety import check_state, check_target, target_record
+from fsd_train.scheduled_module import ScheduledModule
 from fsd_train.slim import load_slim, move
 from fsd_train.unroll import supervised
 
@@ -74,7 +72,7 @@ class Supervised:
         }
 
 
-class DistillationModule(LightningModule, ABC):
+class DistillationModule(ScheduledModule, ABC):
     """Trains ``head``, whatever drafts, on a frozen target's features.
 
     Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
@@ -91,8 +89,6 @@ class DistillationModule(LightningModule, ABC):
         DataError: an option is out of its range.
     """
 
-    head: Any
-
     def __init__(
         self,
         *,
@@ -108,10 +104,9 @@ class DistillationModule(LightningModule, ABC):
         super().__init__()
         if not 1 <= unroll_steps <= MAX_UNROLL:
             raise DataError(f"unroll_steps must be between 1 and {MAX_UNROLL}, got {unroll_steps}.")
-        if lr <= 0 or not 0 < step_decay <= 1:
-            raise DataError(f"lr must be positive and step_decay in (0, 1], got lr={lr}, step_decay={step_decay}.")
-        if optimizer not in OPTIMIZERS:
-            raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
+        if not 0 < step_decay <= 1:
+            raise DataError(f"step_decay must be in (0, 1], got {step_decay}.")
+        self.check_optimizer(optimizer, lr)
         self.loss = build_loss(loss, loss_args)
         steps = max(unroll_steps, eval_steps)
         self.val_loss = StepMean(1)
@@ -119,8 +114,6 @@ class DistillationModule(LightningModule, ABC):
         self.val_chain = ExpectedTau()
         self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, steps)
         self._frozen = _Frozen()
-        self._seconds_before = 0.0  # training time of the runs that this one resumes
-        self._started: float | None = None
 
     # what drafters differ in ---------------------------------------------------------------------------------------
 
@@ -150,11 +143,6 @@ class DistillationModule(LightningModule, ABC):
     @abstractmethod
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training and ``extra`` in it."""
-
-    @property
-    def tables(self) -> list[Tensor]:
-        """Matrices of the drafter with a row per token, which Muon is not for."""
-        return []
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -201,11 +189,6 @@ class DistillationModule(LightningModule, ABC):
     on_fit_start = _move_target
     on_validation_start = _move_target
 
-    @property
-    def _half(self) -> bool:
-        trainer = self._trainer
-        return trainer is not None and "bf16" in str(trainer.precision)
-
     def setup(self, stage: str) -> None:
         """Make the model. Raises DataError if the data has token ids that the target lacks."""
         self.configure_model()
@@ -213,59 +196,21 @@ class DistillationModule(LightningModule, ABC):
             self._datamodule.check_ids(self.target.vocab_size)
 
     def configure_callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = [CheckResume(), StopOnNonFinite()]
+        callbacks = super().configure_callbacks()
         if self.hparams["ema_decay"] is not None:
             from lightning.pytorch.callbacks import EMAWeightAveraging
 
             callbacks.append(EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False))
         return callbacks
 
-    def configure_optimizers(self) -> Any:
-        parameters = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
-        optimizer = build_optimizer(
-            self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
-            tuple(self.hparams["betas"]), self.tables,
-        )  # fmt: skip
-        total = float(self.trainer.estimated_stepping_batches)
-
-        def factor(step: int) -> float:
-            share = max(self._time_share, step / total if total < math.inf else 0.0)
-            return cosine_factor(step, self.hparams["warmup_steps"], share, self.hparams["final_lr"])
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    @property
-    def _seconds(self) -> float:
-        """Training time so far, that of resumed runs included."""
-        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
-
-    @property
-    def _time_share(self) -> float:
-        limit = self.hparams["time_limit"]
-        return 0.0 if limit is None else min(self._seconds / (60 * limit), 1.0)
-
-    @property
-    def progress(self) -> float:
-        """How much of the run has passed, 0 to 1: the further of steps and time."""
-        total = float(self.trainer.estimated_stepping_batches)
-        return min(max(self._time_share, self.global_step / total if 0 < total < math.inf else 0.0), 1.0)
-
-    def on_train_start(self) -> None:
-        self._started = time.monotonic()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._time_share >= 1.0:
-            self.trainer.should_stop = True
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["training_seconds"] = self._seconds
+        super().on_save_checkpoint(checkpoint)
         checkpoint["target"] = target_record(self.target)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_target(self, self.target, checkpoint.get("target"))
         check_state(self, checkpoint)
-        self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
+        super().on_load_checkpoint(checkpoint)
 
     # steps ---------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ contexts it drafts in. With probability ``on_policy`` a batch keeps its prompts 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from fsd_infer.target import Target
 from fsd_train.data import keep_on_host, on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
-from fsd_train.small_lm import LogitsHead, SmallLM
-
-EXPORT_DTYPE = torch.bfloat16
+from fsd_train.small_lm import LogitsHead, SmallLM, trained_state
 
 
 class LMModule(DistillationModule):
@@ -224,11 +221,7 @@ class LMModule(DistillationModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """What is trained: all weights, or the adapter's alone."""
-        state = super().state_dict(*args, **kwargs)
-        if not hasattr(self, "head") or self.hparams["lora"] is None:
-            return state
-        trained = {f"head.{name}" for name, value in self.head.named_parameters() if value.requires_grad}
-        return {name: value for name, value in state.items() if name in trained}
+        return trained_state(self, super().state_dict(*args, **kwargs))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
@@ -240,26 +233,15 @@ class LMModule(DistillationModule):
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.
 
-        Full training: a transformers directory in bf16, with the tokenizer if there is one. LoRA: a peft adapter
-        directory, whose adapter_config.json records the base model as ``drafter`` named it.
+        See :meth:`fsd_train.small_lm.SmallLM.export`.
         """
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        if self.hparams["lora"] is None:
-            self.head.merged(EXPORT_DTYPE).save_pretrained(directory)
-            if self.head.tokenizer is not None:
-                self.head.tokenizer.save_pretrained(directory)
-        else:
-            # peft would look the base model up on the hub to see whether its vocabulary grew
-            self.head.model.save_pretrained(directory, save_embedding_layers=False)
         record = {
             "steps": int(self.global_step) if self._trainer is not None else None,
             "hyperparameters": {name: value for name, value in self.hparams.items() if not name.startswith("_")},
             "target": self.target.fingerprint(),
             **(extra or {}),
         }
-        (directory / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-        return directory
+        return self.head.export(Path(directory), record)
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:
         """The drafter as it is now, as a copy in the target's dtype, adapters merged."""

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from fsd_infer.errors import CheckpointError
 from fsd_infer.target import Target
-from fsd_infer.targets.loading import attention_for, resolve_target
+from fsd_infer.targets.adapters import adapter_digest
+from fsd_infer.targets.loading import adapter_of, attention_for, resolve_target
 
 
 def load_slim(name: str, dtype: torch.dtype) -> Target | None:
@@ -22,7 +23,7 @@ def load_slim(name: str, dtype: torch.dtype) -> Target | None:
     It is possible for directories of safetensors whose embedding layer has no computed buffers. Only the result's
     :meth:`Target.embed`, LM head and facts are usable: it cannot run.
     """
-    directory = Path(resolve_target(name))
+    directory, adapter = Path(resolve_target(name)), adapter_of(name)
     if not directory.is_dir():
         return None
     files = _weight_files(directory)
@@ -40,6 +41,8 @@ def load_slim(name: str, dtype: torch.dtype) -> Target | None:
                 return None
             loaded = nn.Parameter(_read(directory / files[key], key).to(dtype), requires_grad=False)
             _replace(model, parameter, loaded)
+    if adapter is not None:  # it changes linear layers inside the decoder only
+        model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     has_tokenizer = any((directory / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
 
+EXPORT_DTYPE = torch.bfloat16
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
@@ -44,7 +47,8 @@ class SmallLM(nn.Module):
 
     Args:
         source: directory, hub id or built-in name.
-        target: whose vocabulary it must share.
+        target: whose vocabulary it must share; None where it is itself a target in training.
+        dtype: of the weights that are loaded; fresh adapters are in fp32.
         lora: options of ``peft.LoraConfig`` on top of :data:`LORA_DEFAULTS`; None trains all weights.
 
     Raises:
@@ -55,13 +59,33 @@ class SmallLM(nn.Module):
 
     draft_ids: Tensor | None
 
-    def __init__(self, source: str, target: Target, lora: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        target: Target | None,
+        lora: Mapping[str, Any] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         model: Any
-        model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
+        model, self.tokenizer = load_target(source, dtype=dtype, device="cpu")
         self.name = source
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        common = self.vocab_size if target is None else self._common(target)
+        if lora is None:
+            self.model: Any = model.requires_grad_(True)
+        else:
+            self.model = _adapted(model, source, lora)
+        self.model.train()
+        # rows that padding added to one of the two vocabularies only are never drafted
+        ids = torch.arange(common) if target is not None and common < target.vocab_size else None
+        self.register_buffer("draft_ids", ids, persistent=False)
+        self.common = common
+        self._check_lm_head()
+
+    def _common(self, target: Target) -> int:
+        """How many tokens both models know. Raises VocabularyMismatchError."""
         check_same_vocabulary(self, target)
         common = min(self.vocab_size, target.vocab_size)
         if common == target.hidden_size:
@@ -69,16 +93,7 @@ class SmallLM(nn.Module):
                 f"{target.name} has as many tokens as hidden dimensions ({common}): logits and features cannot be told "
                 "apart. Pad one of the two."
             )
-        if lora is None:
-            self.model: Any = model.requires_grad_(True)
-        else:
-            self.model = _adapted(model, source, lora)
-        self.model.train()
-        # rows that padding added to one of the two vocabularies only are never drafted
-        ids = torch.arange(common) if common < target.vocab_size else None
-        self.register_buffer("draft_ids", ids, persistent=False)
-        self.common = common
-        self._check_lm_head()
+        return common
 
     @property
     def causal_lm(self) -> Any:
@@ -116,6 +131,29 @@ class SmallLM(nn.Module):
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         return model.to(dtype).eval().requires_grad_(False)
+
+    def trained(self) -> set[str]:
+        """Names of the parameters in training: all, or the adapter's."""
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def export(self, directory: Path, record: Mapping[str, Any]) -> Path:
+        """Write what :func:`fsd_infer.targets.loading.load_target` loads, and ``record`` as training.json.
+
+        All weights: a transformers directory in bf16, with the tokenizer if there is one. LoRA: an adapter directory
+        in bf16, whose adapter_config.json records the base model as ``source`` named it.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        if not hasattr(self.model, "peft_config"):
+            self.merged(EXPORT_DTYPE).save_pretrained(directory)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(directory)
+        else:
+            # peft would look the base model up on the hub to see whether its vocabulary grew
+            state = {name: value.to(EXPORT_DTYPE) for name, value in self.model.state_dict().items() if "lora_" in name}
+            self.model.save_pretrained(directory, save_embedding_layers=False, state_dict=state)
+            (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
+        (directory / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+        return directory
 
     @torch.no_grad()
     def sample(
@@ -162,6 +200,14 @@ class SmallLM(nn.Module):
                 f"{self.name} ({self.config.model_type}): its LM head does more than a linear map, a scale and a soft "
                 "cap, so it cannot be trained here. Use another small model."
             )
+
+
+def trained_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a module's state that its ``head``, a :class:`SmallLM`, trains: all, or the adapter's alone."""
+    if not hasattr(module, "head") or not hasattr(module.head.model, "peft_config"):
+        return state
+    trained = {f"head.{name}" for name in module.head.trained()}
+    return {name: value for name, value in state.items() if name in trained}
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence
 from fsd_infer.drafters import LMDrafter
-from fsd_infer.drafters.lm import is_adapter, load_adapter, load_lm
-from fsd_infer.errors import CheckpointError, DataError, ModelLoadError, UnknownNameError, VocabularyMismatchError
+from fsd_infer.drafters.lm import load_lm
+from fsd_infer.errors import CheckpointError, DataError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.target import Target
+from fsd_infer.targets.adapters import is_adapter
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import class_paths
 from fsd_train.cli import main as cli
@@ -311,42 +311,13 @@ def test_lora_training_exports_an_adapter_that_decodes(toys: Path, tmp_path: Pat
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     loaded = load_lm(adapter, target)
     trained = logits_of(module.head.model.eval())
-    torch.testing.assert_close(logits_of(loaded.model), trained, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(logits_of(loaded.model), trained, atol=0.02, rtol=1e-3)  # stored in bf16
     base = Target.from_pretrained(str(toys / "drafter"), dtype=torch.float32)
     assert float((logits_of(base.model) - trained).abs().max()) > 0.01
     assert not any("lora" in name for name, _ in loaded.model.named_parameters())  # merged
     assert_decodes_exactly(toys, adapter)
     assert export_main([str(tmp_path / "ckpt" / f"step={STEPS}.ckpt"), str(tmp_path / "again")]) == 0
     assert torch.equal(logits_of(load_lm(tmp_path / "again", target).model), logits_of(loaded.model))
-
-
-def test_damaged_adapters_are_named(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = ready(toys, lora=LORA).export(tmp_path / "good")
-    assert load_adapter(good, torch.float32, "cpu").vocab_size == VOCAB
-
-    def refused(error: type[Exception], words: str, **changes: Any) -> None:
-        bad = tmp_path / "bad"
-        shutil.rmtree(bad, ignore_errors=True)
-        shutil.copytree(good, bad)
-        config = json.loads((bad / "adapter_config.json").read_text())
-        (bad / "adapter_config.json").write_text(json.dumps({**config, **changes.get("config", {})}))
-        for name, change in changes.items():
-            if name == "weights":
-                change(bad / "adapter_model.safetensors")
-            if name == "text":
-                (bad / "adapter_config.json").write_text(change)
-        with pytest.raises(error, match=words) as caught:
-            load_adapter(bad, torch.float32, "cpu")
-        assert str(bad) in str(caught.value)
-
-    refused(CheckpointError, "no adapter_model.safetensors", weights=lambda path: path.unlink())
-    refused(CheckpointError, "truncated", weights=lambda path: path.write_bytes(path.read_bytes()[:-50]))
-    refused(CheckpointError, "malformed", text="{")
-    refused(CheckpointError, "does not say which model", config={"base_model_name_or_path": None})
-    refused(CheckpointError, "does not fit", config={"r": 2})
-    refused(ModelLoadError, "no-such-model.*cannot be loaded", config={"base_model_name_or_path": "no-such-model"})
-    monkeypatch.setitem(sys.modules, "peft", None)
-    refused(ModelLoadError, r"pip install fsd-toolkit\[train\]")
 
 
 def test_bad_options_are_named(toys: Path, tmp_path: Path) -> None:

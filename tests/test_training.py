@@ -271,7 +271,7 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    monkeypatch.setattr("fsd_train.distillation_module.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("fsd_train.scheduled_module.time.monotonic", lambda: float(next(clock)))
     _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsd_infer.device.cuda_graphs import Recorder
@@ -24,9 +22,8 @@ from fsd_infer.drafters.base import (
     of_device,
 )
 from fsd_infer.drafters.eagle import TreeShape
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
+from fsd_infer.errors import FsdError, VocabularyMismatchError
 from fsd_infer.target import Target
-from fsd_infer.targets.loading import check_safetensors, load_target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 # (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited
@@ -266,95 +263,15 @@ def check_same_vocabulary(drafter: HasVocabulary, target: HasVocabulary) -> None
     )
 
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-
-def is_adapter(directory: str | Path) -> bool:
-    """Is this a directory with a peft adapter (rather than a whole model)?"""
-    return (Path(directory) / ADAPTER_CONFIG).is_file()
-
-
 def load_lm(drafter: str | Path, target: Target) -> Target:
     """The small model that ``drafter`` names, in the target's dtype and on its device.
 
     Args:
-        drafter: a causal LM's directory, hub id or built-in name, or the directory of a peft adapter for one, which is
+        drafter: a causal LM's directory, hub id or built-in name, or the directory of a LoRA adapter for one, which is
             merged into it.
         target: what it is to draft for.
 
     Raises:
-        ModelLoadError, CheckpointError: each names the thing and the mend.
+        ModelLoadError, CheckpointError: each names the thing and how to fix it.
     """
-    if is_adapter(drafter):
-        return load_adapter(drafter, target.dtype, target.device)
     return Target.from_pretrained(str(drafter), dtype=target.dtype, device=target.device)
-
-
-def load_adapter(directory: str | Path, dtype: torch.dtype, device: torch.device | str) -> Target:
-    """A base model with a peft adapter merged into its weights, so that it runs as fast as the base alone.
-
-    The sum is formed in fp32, then cast. The base model is the one that adapter_config.json records; a relative path
-    is looked for beside the adapter too.
-
-    Args:
-        directory: with adapter_config.json and adapter_model.safetensors.
-        dtype: of the result.
-        device: of the result.
-
-    Raises:
-        ModelLoadError: peft is not installed, the base model cannot be loaded, or the adapter cannot be merged.
-        CheckpointError: a missing, truncated or malformed file, or tensors that do not belong to the base model.
-    """
-    directory = Path(directory)
-    base = _base_of(directory)
-    weights = directory / ADAPTER_WEIGHTS
-    if not weights.is_file():
-        raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter.")
-    check_safetensors(weights)
-    try:
-        from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-    except ImportError as error:
-        raise ModelLoadError(
-            f"{directory} is a peft adapter, and peft is not installed: pip install fsd-toolkit[train], or merge the "
-            "adapter into its base model elsewhere."
-        ) from error
-    beside = directory / base
-    try:
-        model, tokenizer = load_target(str(beside) if beside.is_dir() else base, dtype=torch.float32, device="cpu")
-    except FsdError as error:
-        raise ModelLoadError(
-            f"{directory}: its base model {base!r} cannot be loaded; correct base_model_name_or_path in "
-            f"{ADAPTER_CONFIG}. ({error})"
-        ) from error
-    config = PeftConfig.from_pretrained(str(directory))
-    config.base_model_name_or_path = None  # or peft warns that built-in names have become directories
-    adapted: Any = get_peft_model(model, config)
-    tensors = load_file(weights)
-    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    wrong = sorted(expected.keys() ^ tensors.keys())
-    wrong += [name for name in expected.keys() & tensors.keys() if expected[name].shape != tensors[name].shape]
-    if wrong:
-        raise CheckpointError(
-            f"{weights} does not fit its {ADAPTER_CONFIG} and the base model {base!r}: {len(wrong)} tensors differ in "
-            f"name or shape, first {wrong[0]!r}."
-        )
-    set_peft_model_state_dict(adapted, tensors)
-    if not hasattr(adapted.base_model, "merge_and_unload"):
-        raise ModelLoadError(
-            f"{directory}: adapters of type {adapted.peft_config['default'].peft_type} cannot be merged; use LoRA."
-        )
-    merged = adapted.merge_and_unload().to(dtype=dtype, device=device)
-    return Target(merged, tokenizer, name=str(directory))
-
-
-def _base_of(directory: Path) -> str:
-    """The base model that an adapter's config records."""
-    path = directory / ADAPTER_CONFIG
-    try:
-        base = json.loads(path.read_text()).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error}): copy or export the adapter again.") from error
-    if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{path} does not say which model the adapter belongs to: set base_model_name_or_path.")
-    return base

@@ -75,6 +75,11 @@ def shipped_drafter(name: str) -> Path | None:
     return directory if (directory / "config.json").is_file() else None
 
 
+def builtin_adapter(name: str) -> Path | None:
+    """Directory of the LoRA adapter that makes built-in target ``name`` of another one; None where it is no such."""
+    return None
+
+
 def builtin_dir(name: str, *, progress: bool = True) -> Path:
     """Directory of built-in target ``name`` in Hugging Face layout, fetched and expanded at the first call.
 

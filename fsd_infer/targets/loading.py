@@ -20,11 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fsd_infer.errors import CheckpointError, ModelLoadError, UnknownNameError
-from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_dir, is_builtin, shipped_drafter
+from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
+from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
+from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
 
 __all__ = [
     "BUILTIN_TARGETS",
+    "adapter_of",
     "attention_for",
     "builtin_dir",
     "check_safetensors",
@@ -75,8 +77,18 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
+    """The directory of the LoRA adapter that ``name_or_dir`` stands for; None for a target without one."""
+    name = os.fspath(name_or_dir)
+    if is_builtin(name):
+        return builtin_adapter(name)
+    return Path(name).expanduser() if name and is_adapter(name) else None
+
+
 def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True) -> str:
     """What transformers should load for ``name_or_dir``: a local directory, or a hub id.
+
+    For an adapter that is its base model, whose config and tokenizer are the adapted one's too.
 
     Raises:
         UnknownNameError: neither a built-in name, nor a directory, nor of the form owner/model.
@@ -87,6 +99,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
     if is_builtin(name):
         return str(builtin_dir(name, progress=progress))
     directory = Path(name).expanduser()
+    if name and is_adapter(directory):
+        return _resolve_base(directory, progress)
     if name and directory.is_dir():
         _check_directory(directory)
         return str(directory)
@@ -100,6 +114,19 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
             "in the form owner/model."
         ) from None
     raise AssertionError("unreachable: built-in names are resolved above")
+
+
+def _resolve_base(adapter: Path, progress: bool) -> str:
+    base = base_of(adapter)
+    if is_adapter(base):
+        raise ModelLoadError(f"{adapter}: its base model {base} is an adapter too. Merge that one into its base first.")
+    try:
+        return resolve_target(base, progress=progress)
+    except FsdError as error:
+        raise ModelLoadError(
+            f"{adapter}: its base model {base!r} cannot be loaded; correct base_model_name_or_path in "
+            f"{ADAPTER_CONFIG}. ({error})"
+        ) from error
 
 
 def _check_directory(directory: Path) -> None:
@@ -152,8 +179,11 @@ def load_target(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target by transformers, unchanged, in eval mode and without gradients.
 
+    A LoRA adapter is merged into the weights of its base model, so that the target runs as fast as the base.
+
     Args:
-        name_or_dir: a built-in name, a local directory or a hub id. Weights must be safetensors.
+        name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter) or a hub id. Weights must be
+            safetensors.
         dtype: of the weights; default bf16.
         device: default CUDA where available, else CPU.
         trust_remote_code: let a model bring its own Python code. Off: such models are refused.
@@ -168,7 +198,7 @@ def load_target(
         UnknownNameError, ModelLoadError, CheckpointError: see ``resolve_target``; also ModelLoadError for whatever
             transformers refuses, and for weights that do not fill the model.
     """
-    source = resolve_target(name_or_dir, progress=progress)
+    source, adapter = resolve_target(name_or_dir, progress=progress), adapter_of(name_or_dir)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     try:
         config = AutoConfig.from_pretrained(source, **common)
@@ -187,7 +217,7 @@ def load_target(
             f"the weights of {source} are truncated or malformed ({error}); fetch them again."
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        if isinstance(error, UnknownNameError):
+        if isinstance(error, FsdError):
             raise
         raise ModelLoadError(
             f"target {os.fspath(name_or_dir)!r} cannot be loaded: {error}\n"
@@ -201,6 +231,9 @@ def load_target(
             "they would be random. Check that config.json belongs to these weights."
         )
     model.requires_grad_(False)
+    if adapter is not None:
+        merge_adapter(model, adapter)
+        model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
     return model.eval().to(device or default_device()), tokenizer
 
 

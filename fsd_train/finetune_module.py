@@ -1,0 +1,113 @@
+"""Fine-tuning a target on answers: cross-entropy of the answer tokens, all weights or a LoRA adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import to_device
+from fsd_train.data import on_host
+from fsd_train.metrics import StepMean
+from fsd_train.safety import check_state
+from fsd_train.scheduled_module import ScheduledModule
+from fsd_train.small_lm import SmallLM, trained_state
+
+
+class FinetuneModule(ScheduledModule):
+    """Trains a causal LM to give the answers of the data, from its own weights on.
+
+    Batches are those of :class:`fsd_train.data.AnswersDataModule`. With ``lora`` the base model is frozen, in bf16
+    where the trainer's precision is a bf16 one, and the adapter in fp32.
+
+    Args:
+        target: built-in name, directory or hub id of the model to start from.
+        lora: options of ``peft.LoraConfig`` ({} for r 16, alpha 32, all linear layers); None trains all weights.
+        optimizer: "adamw", or, with ``lora``, "muon".
+        lr, weight_decay, betas, warmup_steps, final_lr, time_limit: as for EagleModule.
+        seed: of fresh adapters.
+    """
+
+    head: SmallLM
+
+    def __init__(
+        self,
+        target: str,
+        lora: dict[str, Any] | None = None,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 100,
+        final_lr: float = 0.0,
+        time_limit: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.check_optimizer(optimizer, lr)
+        self.val_loss = StepMean(1)
+        self.save_hyperparameters()
+
+    def configure_model(self) -> None:
+        """Load the model (idempotent)."""
+        if hasattr(self, "head"):
+            return
+        lora = self.hparams["lora"]
+        dtype = torch.bfloat16 if self._half and lora is not None else torch.float32
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.hparams["seed"])
+            self.head = SmallLM(self.hparams["target"], None, lora, dtype)
+
+    def setup(self, stage: str) -> None:
+        """Make the model. Raises DataError if the data has token ids that the target lacks."""
+        self.configure_model()
+        data: Any = getattr(self._trainer, "datamodule", None)
+        if hasattr(data, "check_ids"):
+            data.check_ids(self.head.vocab_size)
+
+    def losses(self, batch: dict[str, Any]) -> Tensor:
+        """Cross-entropy of each answer token of a batch, in nats: [N] for N tokens under the loss mask."""
+        ids = batch["input_ids"]
+        wanted = to_device(on_host(batch, "loss_mask")[:, 1:].flatten().nonzero()[:, 0], ids.device)
+        hidden = self.head.hidden(ids)[:, :-1].flatten(0, 1)[wanted]
+        tokens = ids[:, 1:].flatten()[wanted]
+        return torch.nn.functional.cross_entropy(self.head.logits(hidden).float(), tokens, reduction="none")
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self.losses(batch).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        losses = self.losses(batch)
+        self.val_loss.update(losses[None], torch.ones_like(losses)[None])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
+        self.val_loss.reset()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What is trained: all weights, or the adapter's alone."""
+        return trained_state(self, super().state_dict(*args, **kwargs))
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
+        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
+        if strict and wrong:
+            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_state(self, checkpoint)
+        super().on_load_checkpoint(checkpoint)
+
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write what ``fsd_infer`` loads as a target, with a record of the training in training.json."""
+        record = {
+            "steps": int(self.global_step) if self._trainer is not None else None,
+            "hyperparameters": {name: value for name, value in self.hparams.items() if not name.startswith("_")},
+            **(extra or {}),
+        }
+        return self.head.export(Path(directory), record)

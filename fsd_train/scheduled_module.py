@@ -1,0 +1,96 @@
+"""What every training module shares: optimiser, schedule by steps or by time, and the time a resumed run has had."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from fsd_infer.errors import DataError
+from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
+from fsd_train.safety import CheckResume, StopOnNonFinite
+
+
+class ScheduledModule(LightningModule):
+    """Trains the parameters of ``head`` that want gradients, by a warm-up and a half cosine over steps or minutes.
+
+    A subclass makes ``head`` in ``configure_model`` and saves its hyperparameters, of which these are read here:
+    ``optimizer``, ``lr``, ``weight_decay``, ``betas``, ``warmup_steps``, ``final_lr`` and ``time_limit`` (minutes; with
+    it the schedule goes by whichever of steps and time is further, and training stops when it is over).
+    """
+
+    head: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seconds_before = 0.0  # training time of the runs that this one resumes
+        self._started: float | None = None
+
+    @staticmethod
+    def check_optimizer(optimizer: str, lr: float) -> None:
+        """Raise DataError for options that are out of range."""
+        if lr <= 0:
+            raise DataError(f"lr must be positive, got {lr}.")
+        if optimizer not in OPTIMIZERS:
+            raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
+
+    @property
+    def _half(self) -> bool:
+        trainer = self._trainer
+        return trainer is not None and "bf16" in str(trainer.precision)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Matrices of ``head`` with a row per token, which optimisers for hidden layers leave alone."""
+        return []
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [CheckResume(), StopOnNonFinite()]
+
+    def configure_optimizers(self) -> Any:
+        parameters = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
+        optimizer = build_optimizer(
+            self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
+            tuple(self.hparams["betas"]), self.tables,
+        )  # fmt: skip
+        total = float(self.trainer.estimated_stepping_batches)
+
+        def factor(step: int) -> float:
+            share = max(self._time_share, step / total if total < math.inf else 0.0)
+            return cosine_factor(step, self.hparams["warmup_steps"], share, self.hparams["final_lr"])
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _seconds(self) -> float:
+        """Training time so far, that of resumed runs included."""
+        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    @property
+    def _time_share(self) -> float:
+        limit = self.hparams["time_limit"]
+        return 0.0 if limit is None else min(self._seconds / (60 * limit), 1.0)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run has passed, 0 to 1: the further of steps and time."""
+        total = float(self.trainer.estimated_stepping_batches)
+        return min(max(self._time_share, self.global_step / total if 0 < total < math.inf else 0.0), 1.0)
+
+    def on_train_start(self) -> None:
+        self._started = time.monotonic()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._time_share >= 1.0:
+            self.trainer.should_stop = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["training_seconds"] = self._seconds
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._seconds_before = float(checkpoint.get("training_seconds", 0.0))

@@ -1,0 +1,121 @@
+"""Fine-tuning of a target: loss on answers only, adapters that load as targets, resumption, task scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fsd_infer.errors import DataError
+from fsd_infer.target import Target
+from fsd_infer.targets.loading import load_target
+from fsd_train.cli import main as cli
+from fsd_train.data import AnswersDataModule, collate
+from fsd_train.finetune_module import FinetuneModule
+from fsd_train.task_score import greedy_answers, read_tasks
+from tests.text_toys import save_tiny_chat_target
+
+LORA = {"r": 8, "lora_alpha": 16}
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/, and tasks.jsonl, one question with one answer, asked 24 times."""
+    root = tmp_path_factory.mktemp("toys")
+    save_tiny_chat_target(root / "target")
+    rows = [
+        {"prompt": f"a {number % 3}", "response": f"{number % 3}", "answer": f"{number % 3}"} for number in range(24)
+    ]
+    (root / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def recipe(toys: Path, out: Path, lora: dict[str, Any] | None, steps: int = 40) -> Path:
+    """A small version of recipes/smollm2-135m-maths.yaml."""
+    config = yaml.safe_load((Path(__file__).parent.parent / "recipes" / "smollm2-135m-maths.yaml").read_text())
+    trainer, data = config["trainer"], config["data"]
+    trainer.update(accelerator="cpu", max_steps=steps, max_epochs=-1, default_root_dir=str(out), precision="32-true")
+    trainer.update(enable_progress_bar=False, val_check_interval=20, log_every_n_steps=1)
+    trainer["logger"]["init_args"].update(save_dir=str(out))
+    options = {
+        callback["class_path"].split(".")[-1]: callback["init_args"]
+        for callback in trainer["callbacks"]
+        if "init_args" in callback
+    }
+    options["ModelCheckpoint"].update(dirpath=str(out / "checkpoints"), every_n_train_steps=20, save_top_k=-1)
+    options["ExportHead"].update(directory=str(out / "model"), every_n_train_steps=None)
+    options["TaskScore"].update(tasks=str(toys / "tasks.jsonl"), count=6, max_new_tokens=4, every_n_train_steps=20)
+    options["LossCurve"].update(path=str(out / "curves.png"))
+    config["model"].update(target=str(toys / "target"), lora=lora, lr=0.02, warmup_steps=2, time_limit=None)
+    data.update(
+        train_files=[str(toys / "tasks.jsonl")],
+        tokenizer=str(toys / "target"),
+        validation_fraction=0.3,
+        batch_tokens=512,
+    )
+    data.pop("validation_batch_tokens")
+    path = out / "recipe.yaml"
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_the_command_trains_scores_and_exports_a_target(
+    toys: Path, tmp_path: Path, lora: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["finetune", "--config", str(recipe(toys, tmp_path, lora))]) == 0
+    assert "of 6 tasks right" in capsys.readouterr().out
+    target = Target.from_pretrained(str(tmp_path / "model"), dtype=torch.float32)
+    tasks = read_tasks(toys / "tasks.jsonl", target.tokenizer)
+    answers = dict(greedy_answers(target.model, [task.ids for task in tasks], 4, 5))
+    texts = [target.tokenizer.decode(answers[number], skip_special_tokens=True) for number in range(len(tasks))]
+    assert sum(task.reference.score(text) for task, text in zip(tasks, texts)) / len(tasks) > 0.6
+    record = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert record["steps"] == 40 and record["metrics"]["val_score"] > 0.6
+    if lora:
+        settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(toys / "target")
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(toys: Path, tmp_path: Path) -> None:
+    whole = recipe(toys, tmp_path / "whole", LORA)
+    assert cli(["finetune", "--config", str(whole)]) == 0
+    again = recipe(toys, tmp_path / "again", LORA)
+    middle = tmp_path / "whole" / "checkpoints" / "step-20.ckpt"
+    assert all("lora_" in name for name in torch.load(middle, weights_only=True)["state_dict"])
+    assert cli(["finetune", "--config", str(again), "--ckpt_path", str(middle)]) == 0
+    one, two = (load_target(tmp_path / name / "model", dtype="fp32", device="cpu")[0] for name in ("whole", "again"))
+    for name, value in one.named_parameters():
+        torch.testing.assert_close(value, two.get_parameter(name))
+
+
+def test_the_loss_is_the_cross_entropy_of_answer_tokens(toys: Path) -> None:
+    module = FinetuneModule(str(toys / "target"))
+    module.configure_model()
+    data = AnswersDataModule([str(toys / "tasks.jsonl")], tokenizer=str(toys / "target"), validation_fraction=0.0)
+    data.setup()
+    assert data.train_set is not None
+    items = [data.train_set[i] for i in range(3)]
+    losses = module.losses(dict(collate(items)))
+    expected = []
+    for item in items:
+        log_p = module.head.model(item["input_ids"][None]).logits[0].log_softmax(-1)
+        for place in item["loss_mask"].nonzero()[:, 0].tolist():
+            expected.append(-log_p[place - 1, item["input_ids"][place]])
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_bad_input_is_named(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="lr must be positive"):
+        FinetuneModule(str(toys / "target"), lr=0.0)
+    path = recipe(toys, tmp_path, LORA)
+    (tmp_path / "none.jsonl").write_text('{"prompt": "a"}\n')
+    config = path.read_text().replace(f"tasks: {toys / 'tasks.jsonl'}", f"tasks: {tmp_path / 'none.jsonl'}")
+    path.write_text(config)
+    assert cli(["finetune", "--config", str(path)]) == 2
+    assert "none.jsonl: no row has an `answer`" in capsys.readouterr().err
