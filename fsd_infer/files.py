@@ -34,11 +34,16 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def read_json(path: Path, mend: str, error: type[FsdError] = DataError) -> Any:
-    """The value a file holds. Raises ``error``, which names file and line and ends in ``mend``, if it is no JSON."""
+    """The value a file holds. Raises ``error``, which names the file and ends in ``mend``, if it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as problem:
         raise error(f"{path}:{problem.lineno}: not JSON ({problem.msg}). {mend}") from problem
+    except RecursionError as problem:
+        raise error(f"{path}: not JSON that is meant to be read (nested too deep). {mend}") from problem
+    except (OSError, ValueError) as problem:  # not UTF-8, a number of thousands of digits
+        reason = problem.strerror if isinstance(problem, OSError) else str(problem)
+        raise error(f"{path}: cannot be read ({reason}). {mend}") from problem
 
 
 def sha256_of(path: Path) -> str:

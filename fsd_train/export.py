@@ -1,18 +1,30 @@
-"""From a training checkpoint to what ``fsd_infer`` loads: `fsd-train export`."""
+"""From a training checkpoint or a head to what ``fsd_infer`` and other engines load: `fsd-train export`."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from fsd_infer.cli.run import Parser
-from fsd_infer.errors import DataError
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from fsd_infer.errors import DataError, ModelLoadError
+from fsd_infer.heads.checkpoint import is_head, load_head, read_any_config, save_head
+from fsd_infer.heads.export import FORMATS, TargetFacts, export_head
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.target import Target
+from fsd_infer.targets.loading import resolve_target
 from fsd_train.data import read_answers
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.lm_module import LMModule
 from fsd_train.safety import read_checkpoint
+from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
 
 
@@ -29,28 +41,97 @@ def load_module(checkpoint: str | Path) -> DistillationModule:
     return module
 
 
-def export_main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train export`."""
-    parser = Parser(prog="fsd-train export", description="Write a checkpoint's head for fsd-infer.")
-    parser.add_argument("checkpoint", help=".ckpt file of `fsd-train fit`")
+def target_facts(name: str) -> TargetFacts:
+    """What other programs' formats want to know of a target; its weights are read when they are asked for."""
+    directory = resolve_target(name)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{name}: no target that can be found ({error}). Give its directory or hub id.") from error
+    text = config.get_text_config(decoder=True)
+    architectures = list(getattr(config, "architectures", None) or [])
+    return TargetFacts(str(directory), architectures, int(text.num_hidden_layers), partial(_lm_head_rows, name))
+
+
+def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
+    target = load_slim(name, torch.bfloat16) or Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu")
+    return target.lm_head_rows(ids)[0]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of `fsd-train export`."""
+    parser = argparse.ArgumentParser(
+        prog="fsd-train export", description="Write a head for fsd-infer or, with --to, for another engine."
+    )
+    parser.add_argument(
+        "source", help=".ckpt file of `fsd-train fit`, or the directory of a head, ours or a public one"
+    )
     parser.add_argument("output", help="directory of the head")
+    parser.add_argument(
+        "--to",
+        choices=FORMATS,
+        help="write it as this program reads it: eagle is SafeAILab's code; default our own form",
+    )
+    parser.add_argument(
+        "--target", help="built-in name, directory or hub id, where the source does not name it or it moved"
+    )
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
         metavar="N",
-        help="draft over the N most frequent ids of --data instead of those it was trained with (the head estimates "
-        "features, so this costs no training: more ids cover more of the text and make drafting slower)",
+        help="draft over the N most frequent ids of --data instead of those it was trained with (where the LM head is "
+        "the target's this costs no training: more ids cover more of the text and make drafting slower)",
     )
     parser.add_argument("--data", nargs="+", metavar="FILE", help="answers to count ids in, with --draft-vocab-size")
+    return parser
+
+
+def export_main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train export`."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
         parser.error("--draft-vocab-size and --data go together")
-    module = load_module(args.checkpoint)
+    if Path(args.source).is_dir() and is_head(args.source):
+        return _export_head(args)
+    module = load_module(args.source)
     if args.data:
         if not isinstance(module, EagleModule):
             raise DataError("a small LM drafts over its whole vocabulary: leave --draft-vocab-size out.")
-        answers, _ = read_answers(args.data, module.target.tokenizer, vocab_size=module.target.vocab_size)
-        counts = answers.answer_counts(module.target.vocab_size)
-        module.head.set_draft_ids(choose_draft_ids(counts, args.draft_vocab_size, module.always_drafted()))
-    print(module.export(args.output, {"checkpoint": Path(args.checkpoint).name}), file=sys.stderr)
+        _choose_ids(module.head, module.target, args, module.always_drafted())
+    if args.to is None:
+        print(module.export(args.output, {"checkpoint": Path(args.source).name}), file=sys.stderr)
+        return 0
+    if not isinstance(module, EagleModule):
+        raise DataError("a small LM is exported in Hugging Face's format, which every engine reads: leave --to out.")
+    return _export_to(module.head, args.target or module.hparams["target"], args)
+
+
+def _export_head(args: argparse.Namespace) -> int:
+    config = read_any_config(Path(args.source))
+    record: dict[str, Any] = config.get("training") or {}
+    name = args.target or (record.get("hyperparameters") or {}).get("target") or config.get("target_model")
+    if name is None:
+        raise DataError(f"{args.source} does not name its target: give --target.")
+    if args.data is None and args.to is not None:
+        return _export_to(load_head(args.source), name, args)
+    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu")
+    head = load_head(args.source, target)
+    if args.data:
+        _choose_ids(head, target, args, target.eos_token_ids)
+    if args.to is not None:
+        return _export_to(head, name, args)
+    print(save_head(args.output, head, target.fingerprint(), extra=record), file=sys.stderr)
     return 0
+
+
+def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
+    for remark in export_head(head, args.output, args.to, target_facts(name)):
+        print(f"{args.to}: {remark}", file=sys.stderr)
+    print(args.output, file=sys.stderr)
+    return 0
+
+
+def _choose_ids(head: EagleHead, target: Target, args: argparse.Namespace, always: list[int]) -> None:
+    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size)
+    head.set_draft_ids(choose_draft_ids(answers.answer_counts(target.vocab_size), args.draft_vocab_size, always))

@@ -1,34 +1,34 @@
 """Drafter checkpoints: a directory with ``config.json`` and ``model.safetensors``.
 
-Besides our own, EAGLE-1/2 heads are read as their authors store them (SafeAILab/EAGLE): the config of a model with one
-Llama layer, the tensors of our default variant, and the target's input embeddings.
+Besides our own, EAGLE heads are read as other programs store them (:mod:`fsd_infer.heads.public`).
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.files import read_json
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.layers import layer_of
+from fsd_infer.heads.layers import build_rotary
+from fsd_infer.heads.public import PublicHead, check_draft_ids, kind_of, layer_count, read_public, shortened
+from fsd_infer.heads.weights import INDEX, SINGLE, Weights
 
 if TYPE_CHECKING:
     from fsd_infer.target import Target
 
 FORMAT = "fsd-eagle-head"
-VERSION = 1
-PUBLIC, EAGLE_3 = "EAGLE-1/2", "EAGLE-3"  # kinds of head that other programs store
-_EMBEDDINGS = "embed_tokens.weight"
+VERSION = 2  # 2: layouts
+CONFIG = "config.json"
+MOST_BYTES = 1 << 24  # of a config
+_AGAIN = "Copy or export the drafter again."
 
 
 def save_head(
@@ -38,7 +38,7 @@ def save_head(
     extra: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Write a head. The LM head and the embeddings are the target's and are not stored.
+    """Write a head. What is the target's, its embeddings and in general its LM head, is not stored.
 
     Args:
         directory: created if missing.
@@ -60,152 +60,151 @@ def save_head(
         "target": fingerprint,
         "training": extra or {},
     }
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, directory / SINGLE)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copymode(directory / CONFIG, directory / SINGLE)  # safetensors writes files for the user alone
     return directory
 
 
 def load_head(directory: str | Path, target: Target | None = None) -> EagleHead:
-    """Read a head, ours or a public EAGLE-1/2 one, and, given a target, check that it was trained for it.
+    """Read a head, ours or one of another program, and, given a target, check that it was trained for it.
 
-    A public head does not name its target: its sizes are checked. The embeddings in it are not read.
+    A public head does not name its target: its sizes are checked. Nothing is allocated before the sizes that the config
+    asks for were found in the headers of the weights.
 
     Raises:
-        CheckpointError: missing or truncated files, unknown format, wrong tensors, or a head of another target.
+        CheckpointError: missing, malformed or truncated files, unknown format, wrong tensors, or a head of another
+            target.
         VocabularyMismatchError: same family but another vocabulary.
     """
     directory = Path(directory)
-    config = read_config(directory)
-    weights = directory / "model.safetensors"
-    if not weights.is_file():
-        raise CheckpointError(f"{directory} has no model.safetensors: it is not a complete head checkpoint.")
+    config = _parse(directory)
+    kind = _kind(directory, config)
+    if kind is None:
+        raise _foreign(directory, config)
+    if kind == FORMAT:
+        found = _read_own(directory, config)
+    else:
+        found = read_public(directory, config, kind, target)
     if target is not None:
-        check_fingerprint(directory, config["target"], target)
-    head = EagleHead(EagleConfig.from_dict(config["head"]))
-    shapes = _shapes(weights)
-    with safe_open(weights, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in shapes if name != _EMBEDDINGS}
-    expected = head.state_dict()
-    missing, surplus = set(expected) - set(tensors), set(tensors) - set(expected)
-    wrong = [k for k in set(expected) & set(tensors) if expected[k].shape != tensors[k].shape]
+        check_fingerprint(directory, found.target, target)
+    return _assembled(directory, found)
+
+
+def _assembled(directory: Path, found: PublicHead) -> EagleHead:
+    """The head with its weights."""
+    weights = Weights(directory)
+    try:
+        with torch.device("meta"):
+            head = EagleHead(found.config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # made by transformers from another program's numbers: anything can be wrong
+        raise CheckpointError(
+            f"{directory / CONFIG} does not describe a decoder layer ({shortened(error)})."
+        ) from error
+    parameters = {name: tuple(value.shape) for name, value in head.named_parameters()}
+    if found.config.feature_scale:
+        parameters["feature_scale"] = (found.config.hidden_size,)
+    missing, surplus = set(parameters) - set(found.names), set(found.names) - set(parameters)
+    wrong = [name for name in set(parameters) - missing if weights.shapes[found.names[name]] != parameters[name]]
     if missing or surplus or wrong:
         raise CheckpointError(
-            f"{weights} does not fit its config.json: missing {sorted(missing)}, unexpected {sorted(surplus)}, "
-            f"wrong shape {sorted(wrong)}."
+            f"the weights in {directory} do not fit its config.json: missing {sorted(missing)}, unexpected "
+            f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
         )
-    head.load_state_dict({k: v.to(expected[k].dtype) for k, v in tensors.items()})
+    weights.check_floats(list(found.names.values()))
+    kept = torch.get_default_dtype()
+    state = {name: weights.floats(stored).to(kept) for name, stored in found.names.items()}
+    if found.order is not None:
+        state["lm_head.weight"] = state["lm_head.weight"][found.order]
+    if found.draft_ids is not None:
+        state["draft_ids"] = found.draft_ids
+    head.load_state_dict(state, assign=True)
+    head.rotary = build_rotary(found.config.layer)
     return head.eval().requires_grad_(False)
 
 
+def _read_own(directory: Path, config: dict[str, Any]) -> PublicHead:
+    """Our own format as the same kind of description that other programs' heads have."""
+    path = directory / CONFIG
+    version, trained_for = config.get("version", 0), config.get("target")
+    if type(version) is not int or version < 1 or not isinstance(trained_for, dict):
+        raise CheckpointError(f"{path} has no valid version and target. {_AGAIN}")
+    if version > VERSION:
+        raise CheckpointError(f"{path} is of version {version}, newer than this program reads: update it.")
+    try:
+        head = EagleConfig.from_dict(config.get("head"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    weights = Weights(directory)
+    layer_count(head.num_layers, weights.shapes)  # before that many are made
+    names = {name: name for name in weights.shapes if name != "draft_ids"}
+    if head.draft_vocab_size is None and "draft_ids" not in weights.shapes:
+        return PublicHead(head, trained_for, names)
+    if weights.shapes.get("draft_ids") != (head.draft_vocab_size,):
+        raise CheckpointError(
+            f"{directory}: draft_ids is of shape {list(weights.shapes.get('draft_ids', ()))}, wanted are "
+            f"{head.draft_vocab_size} ids (draft_vocab_size in config.json)."
+        )
+    ids = weights.integers("draft_ids")
+    check_draft_ids(directory, ids, head.vocab_size)
+    return PublicHead(head, trained_for, names, ids)
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json, in our form if the head is a public one.
+    """The config.json of a head in our own format.
 
     Raises CheckpointError if it is missing, malformed or of another format.
     """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no config.json: a drafter is a directory with config.json and weights.")
-    config = _parse(path)
-    kind = _kind(directory, config)
-    if kind is None:
-        raise CheckpointError(f"{path} is not an {FORMAT} checkpoint (format: {config.get('format')!r}).")
-    if kind != FORMAT:
-        return _read_public(directory, config, kind)
-    if config.get("version", 0) > VERSION:
-        raise CheckpointError(f"{path} is of version {config['version']}, newer than this program reads: update it.")
+    config = _parse(directory)
+    if config.get("format") != FORMAT:
+        raise _foreign(directory, config)
     return config
+
+
+def read_any_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a head in any format. Raises CheckpointError if it is missing or malformed."""
+    return _parse(directory)
 
 
 def is_head(directory: str | Path) -> bool:
     """Is this a head, ours or another program's (rather than, say, a causal LM)?"""
-    path = Path(directory) / "config.json"
-    return path.is_file() and _kind(path.parent, _parse(path)) is not None
+    directory = Path(directory)
+    return (directory / CONFIG).is_file() and _kind(directory, _parse(directory)) is not None
 
 
 def is_public(directory: str | Path) -> bool:
     """Is this head stored as another program does it?"""
-    return _parse(Path(directory) / "config.json").get("format") != FORMAT
+    return _parse(Path(directory)).get("format") != FORMAT
 
 
-def _parse(path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = read_json(path, "Copy or export the drafter again.", CheckpointError)
+def _parse(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no config.json: a drafter is a directory with config.json and weights.")
+    if path.stat().st_size > MOST_BYTES:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size / 1e6:.0f} MB: this is no config of a drafter. {_AGAIN}"
+        )
+    config = read_json(path, _AGAIN, CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds {type(config).__name__}, not an object with options. {_AGAIN}")
     return config
 
 
 def _kind(directory: Path, config: dict[str, Any]) -> str | None:
-    """FORMAT, PUBLIC, EAGLE_3, or None: no head. Configs seldom tell, so the names of the tensors do."""
+    """FORMAT, EAGLE, EAGLE_3, or None: no head."""
     if config.get("format") == FORMAT:
         return FORMAT
-    weights, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
-    names = set(_shapes(weights)) if weights.is_file() else _telling_names(pickled)
-    told = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
-    if "eagle3" in told or "d2t" in names or any(name.endswith("hidden_norm.weight") for name in names):
-        return EAGLE_3
-    return PUBLIC if "eagle" in told or "fc.weight" in names else None
+    stored = any((directory / name).exists() for name in (SINGLE, INDEX))
+    return kind_of(directory, config, set(Weights(directory).shapes) if stored else None)
 
 
-def _telling_names(pickled: Path) -> set[str]:
-    """Which of a head's names a file of torch.save holds. It is not unpickled: names stand as they are at its start."""
-    if not pickled.is_file():
-        return set()
-    with pickled.open("rb") as file:
-        start = file.read(1 << 20)
-    strings = {name: b"X" + len(name).to_bytes(4, "little") + name.encode() for name in ("fc.weight", "d2t")}
-    return {name for name, string in strings.items() if string in start}
-
-
-def _shapes(weights: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in a safetensors file, by name. Raises CheckpointError if it is damaged."""
-    try:
-        with safe_open(weights, framework="pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}
-    except SafetensorError as error:
-        raise CheckpointError(f"{weights} is truncated or damaged ({error}): copy or export it again.") from error
-
-
-def _read_public(directory: Path, config: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Our form of a public EAGLE-1/2 head's config. Raises CheckpointError for heads that mean nothing here."""
-    if kind == EAGLE_3:
-        raise CheckpointError(
-            f"{directory} is an EAGLE-3 head of another program. There a projection of inner layers stands in place of "
-            "the target's feature, here it is added to the feature, so its weights mean nothing here: train a head "
-            "with fsd-train and head.fused_layers."
-        )
-    if config.get("speculators_model_type"):
-        raise CheckpointError(
-            f"{directory} is an EAGLE head of another program, speculators, which gives tensors and options names of "
-            "its own: use the head it was converted from, as the authors of EAGLE store it."
-        )
-    weights, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
-    if not weights.is_file():
-        files = f"torch.load({str(pickled)!r}, map_location='cpu', weights_only=True), {str(weights)!r}"
-        raise CheckpointError(
-            f"{directory} is an EAGLE head of another program, without model.safetensors. Nothing is unpickled here, "
-            "since that can run code: convert a pytorch_model.bin once, in Python, by\n"
-            f"import torch; from safetensors.torch import save_file; save_file({files})"
-        )
-    shapes = _shapes(weights)
-    if len(shapes.get(_EMBEDDINGS, ())) != 2:
-        raise CheckpointError(
-            f"{weights} has no {_EMBEDDINGS}, as public EAGLE heads have: which target it is for cannot be checked."
-        )
-    # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. What a config leaves out is at Llama's defaults there too
-    # (a base of 10000 for positions, say, whatever the target's is).
-    layer = "qwen2" if "layers.0.self_attn.q_proj.bias" in shapes else "llama"
-    known = {name: value for name, value in config.items() if name != "model_type"}
-    try:
-        head = EagleConfig(
-            hidden_size=config["hidden_size"],
-            vocab_size=shapes[_EMBEDDINGS][0],
-            layer=layer_of(AutoConfig.for_model(layer, **known)),
-            embed_size=shapes[_EMBEDDINGS][1],
-            num_layers=config.get("num_hidden_layers", 1),
-            fc_bias="fc.bias" in shapes,
-        )
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise CheckpointError(f"{directory / 'config.json'} does not describe a Llama layer ({error!r}).") from error
-    sizes = {"hidden_size": head.hidden_size, "embed_size": head.embed_size, "vocab_size": head.vocab_size}
-    return {"head": head.to_dict(), "target": sizes}
+def _foreign(directory: Path, config: dict[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"{directory / CONFIG} is not an {FORMAT} checkpoint (format: {config.get('format')!r:.60})."
+    )
 
 
 def check_fingerprint(directory: Path, trained_for: dict[str, Any], target: Target) -> None:
@@ -215,7 +214,7 @@ def check_fingerprint(directory: Path, trained_for: dict[str, Any], target: Targ
     for key in ("model_type", "hidden_size", "embed_size"):
         if trained_for.get(key, actual[key]) != actual[key]:
             raise CheckpointError(
-                f"the head in {directory} was trained for a target with {key} {trained_for.get(key)!r}, but "
+                f"the head in {directory} was trained for a target with {key} {trained_for.get(key)!r:.60}, but "
                 f"{target.name} has {actual[key]!r}: use this target's own head, or train one with fsd-train."
             )
     for key in ("vocab_size", "vocabulary_sha256"):
@@ -223,5 +222,5 @@ def check_fingerprint(directory: Path, trained_for: dict[str, Any], target: Targ
         if ours is not None and theirs is not None and ours != theirs:
             raise VocabularyMismatchError(
                 f"the head in {directory} was trained with another vocabulary than {target.name}'s "
-                f"({key}: {theirs!r} against {ours!r}): token ids would mean different words. Train a head for it."
+                f"({key}: {theirs!r:.60} against {ours!r}): token ids would mean different words. Train a head for it."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise CheckpointError(f"unknown head layout {self.layout!r}; known: {', '.join(LAYOUTS)}.")
+            raise CheckpointError(f"unknown head layout {self.layout!r:.60}; known: {', '.join(LAYOUTS)}.")
         for name in ("hidden_size", "vocab_size", "num_layers"):
             _check_integer(name, getattr(self, name), 1)
         for name in ("embed_size", "target_hidden_size"):
@@ -95,11 +95,11 @@ class EagleConfig:
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         for name in (each.name for each in fields(self) if each.type == "bool"):
             if not isinstance(getattr(self, name), bool):
-                raise CheckpointError(f"head option {name} must be true or false, got {getattr(self, name)!r}.")
+                raise CheckpointError(f"head option {name} must be true or false, got {getattr(self, name)!r:.60}.")
         if self.draft_vocab_size is not None:
             _check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if not isinstance(self.fused_layers, list | tuple | None.__class__):
-            raise CheckpointError(f"fused_layers must be a list of layer numbers, got {self.fused_layers!r}.")
+            raise CheckpointError(f"fused_layers must be a list of layer numbers, got {self.fused_layers!r:.60}.")
         for number in self.fused_layers or []:
             _check_integer("a number in fused_layers", number, 0)
         self.fused_layers = sorted(set(self.fused_layers or []))
@@ -128,7 +128,7 @@ class EagleConfig:
         if self.layer.get("model_type") not in EAGLE3_LAYERS:
             raise CheckpointError(
                 f"a head of layout eagle3 has a layer of type {' or '.join(EAGLE3_LAYERS)}, not "
-                f"{self.layer.get('model_type')!r}."
+                f"{self.layer.get('model_type')!r:.60}."
             )
         if self.feature_width == self.hidden_size:  # the head distinguishes the two by their width
             raise CheckpointError(f"hidden_size {self.hidden_size} equals the width of the features it is fed with.")
@@ -179,7 +179,7 @@ class EagleConfig:
             options = {"own_lm_head": True, **options}
             options["fused_layers"] = options.get("fused_layers") or default_fused_layers(target)
         if layer not in ("auto", "llama"):
-            raise CheckpointError(f"head option layer is auto or llama, got {layer!r}.")
+            raise CheckpointError(f"head option layer is auto or llama, got {layer!r:.60}.")
         config = target.config
         llama = llama_layer(config, target.hidden_size)
         own = None if layer == "llama" else own_layer(config)
@@ -198,15 +198,23 @@ class EagleConfig:
         )
 
 
-def default_fused_layers(target: Target) -> list[int]:
-    """EAGLE-3's low, middle and high layer, as numbers from 0.
+def usual_layers(count: int) -> list[int]:
+    """EAGLE-3's low, middle and high one of a target's ``count`` layers, as numbers from 0.
 
     Other programs name them 2, n/2 and n−3, by what *enters* the layer of that number. A target of fewer than six
     layers has fewer than three of them.
     """
-    count = int(target.config.num_hidden_layers)
-    entering = (2, count // 2, count - 3)
-    return sorted({min(max(number - 1, 0), count - 1) for number in entering})
+    return sorted({min(max(number - 1, 0), count - 1) for number in (2, count // 2, count - 3)})
+
+
+def entering_ids(layers: Sequence[int]) -> list[int]:
+    """The same layers numbered by the states that enter them: 0 is the embedding, as in ``hidden_states``."""
+    return [number + 1 for number in layers]
+
+
+def default_fused_layers(target: Target) -> list[int]:
+    """:func:`usual_layers` of a target."""
+    return usual_layers(int(target.config.num_hidden_layers))
 
 
 def check_layer(layer: Any, hidden_size: int) -> None:

@@ -131,13 +131,14 @@ class EagleHead(nn.Module):
     def initialise_from(self, target: Target) -> None:
         """Start as the identity on what is read; norm and scale are the target's final norm's.
 
-        What is read is the final feature, or for "eagle3" the highest of the fused layers, which the target's final
-        norm and LM head read tolerably well.
+        What is read is the final feature, or for "eagle3" the highest of the fused layers. Its outputs are large and
+        speak of the token before the one that is wanted: scaled down, so that the layer soon outweighs them.
         """
         width, size = self.config.embed_size, self.config.hidden_size
         if self.eagle3:
-            self.fc.weight.normal_(std=0.02 / len(self.config.fused_layers))
-            self.fc.weight[:, -size:].add_(torch.eye(size))
+            scale = 1.0 if self.config.fc_norm else 0.05
+            self.fc.weight.normal_(std=0.01 * scale)
+            self.fc.weight[:, -size:].add_(scale * torch.eye(size))
         else:
             self.fc.weight[:, :width].normal_(std=0.02)
             self.fc.weight[:, width:].copy_(torch.eye(size))

@@ -79,6 +79,7 @@ def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
         "head_dim": int(getattr(config, "head_dim", None) or hidden_size // heads),
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
         "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(theta)},
     }
@@ -109,6 +110,21 @@ def layer_of(config: Any) -> dict[str, Any]:
 
 def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
     """(decoder layers, rotary embedding, final norm) of a transformers model of that kind with ``count`` layers."""
+    config = _model_config(layer, count)
+    model = AutoModel.from_config(config, attn_implementation=config._attn_implementation)
+    return model.layers, model.rotary_emb, model.norm
+
+
+def build_rotary(layer: dict[str, Any]) -> nn.Module:
+    """The rotary embedding alone, with its frequencies computed: it has no weights, so layers built without lack it."""
+    config = _model_config(layer, 1)
+    with torch.device("meta"):
+        kind = type(AutoModel.from_config(config, attn_implementation=config._attn_implementation).rotary_emb)
+    rotary: nn.Module = kind(config)
+    return rotary
+
+
+def _model_config(layer: dict[str, Any], count: int) -> Any:
     values = dict(layer)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.num_hidden_layers = count
@@ -116,8 +132,7 @@ def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.M
     config.layer_types = ["full_attention"] * count
     config.sliding_window = None
     config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
-    model = AutoModel.from_config(config, attn_implementation=config._attn_implementation)
-    return model.layers, model.rotary_emb, model.norm
+    return config
 
 
 def run_layers(

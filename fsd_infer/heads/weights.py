@@ -1,0 +1,110 @@
+"""Weights of a head on disk: one safetensors file, or several with an index. Headers first, values when asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fsd_infer.errors import CheckpointError
+from fsd_infer.files import read_json
+
+SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_AGAIN = "Copy or export the drafter again."
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_INTEGERS = {"I64", "I32", "I16", "I8", "U8"}
+
+
+class Weights:
+    """What a directory's safetensors files hold.
+
+    Args:
+        directory: of the head.
+
+    Attributes:
+        shapes: shape of each tensor, by its name.
+
+    Raises:
+        CheckpointError: there are no such files, or one is damaged or lies elsewhere.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._files: dict[str, Path] = {}
+        for file in self._paths():
+            for name, shape, dtype in _header(file):
+                self.shapes[name], self._dtypes[name], self._files[name] = shape, dtype, file
+
+    def _paths(self) -> list[Path]:
+        single, index = self.directory / SINGLE, self.directory / INDEX
+        if single.exists() or not index.exists():
+            return [single]
+        listed = read_json(index, _AGAIN, CheckpointError)
+        places = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise CheckpointError(f"{index} has no weight_map from names to files. {_AGAIN}")
+        for name in places.values():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise CheckpointError(f"{index} names {name!r:.120}, which is no safetensors file beside it. {_AGAIN}")
+        return [self.directory / name for name in sorted(set(places.values()))]
+
+    def floats(self, name: str) -> Tensor:
+        """A tensor of floating-point numbers. Raises CheckpointError for one of another kind (int8, say)."""
+        return self._tensor(name, _FLOATS, "floating-point numbers: quantised heads are not read")
+
+    def integers(self, name: str) -> Tensor:
+        """A tensor of whole numbers, as int64. Raises CheckpointError for one of another kind."""
+        return self._tensor(name, _INTEGERS, "whole numbers").long()
+
+    def booleans(self, name: str) -> Tensor:
+        """A tensor of booleans. Raises CheckpointError for one of another kind."""
+        return self._tensor(name, {"BOOL", "U8", "I8"}, "booleans").bool()
+
+    def check_floats(self, names: list[str]) -> None:
+        """What :meth:`floats` raises, without reading any."""
+        for name in names:
+            self._check(name, _FLOATS, "floating-point numbers: quantised heads are not read")
+
+    def _check(self, name: str, kinds: set[str], wanted: str) -> None:
+        if self._dtypes[name] not in kinds:
+            raise CheckpointError(
+                f"{self._files[name]}: {name} is of type {self._dtypes[name]}, not {wanted}. {_AGAIN}"
+            )
+
+    def _tensor(self, name: str, kinds: set[str], wanted: str) -> Tensor:
+        self._check(name, kinds, wanted)
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _damaged(self._files[name], error) from error
+
+
+def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, type) of the tensors in a file."""
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}
+            return [(name, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()]
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated or damaged ({error}): copy or export it again.")
+
+
+def names_in_pickle(pickled: Path, telling: tuple[str, ...]) -> set[str]:
+    """Which of these names a file of torch.save holds. It is not unpickled: names stand as they are at its start."""
+    if not pickled.is_file():
+        return set()
+    with pickled.open("rb") as file:
+        start = file.read(1 << 20)
+    return {name for name in telling if b"X" + len(name).to_bytes(4, "little") + name.encode() in start}

@@ -1,0 +1,227 @@
+"""No directory of a head, however malformed, ends in anything but one line that names it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from fsd_infer import Target
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.errors import CheckpointError, FsdError
+from fsd_infer.heads.checkpoint import is_head, load_head, save_head
+from fsd_infer.heads.export import export_head
+from tests.families import VOCAB, tiny_model
+from tests.test_head_formats import LAYERS, facts, make_head
+
+IDS = torch.arange(0, VOCAB, 3)
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ours": ("ours", {"layout": "fsd", "final_norm": True, "feature_scale": True, "fused_layers": [1, 4]}),
+    "ours, eagle3": ("ours", {"layout": "eagle3"}),
+    "eagle": ("vllm", {"layout": "eagle"}),
+    "eagle3": ("vllm", {"layout": "eagle3"}),
+    "speculators": ("speculators", {"layout": "eagle3", "fc_norm": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", num_hidden_layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of each kind of head."""
+    root = tmp_path_factory.mktemp("heads")
+    for name, (to, options) in SOURCES.items():
+        head = make_head(target, IDS, **options)
+        if to == "ours":
+            save_head(root / name, head, target.fingerprint())
+        else:
+            export_head(head, root / name, to, facts(target))
+    return root
+
+
+def check(directory: Path, target: Target) -> str | None:
+    """The error that loading ends in, on one line; None if it does not. Anything but an FsdError is a failure."""
+    message = None
+    for load in (lambda: is_head(directory), lambda: load_head(directory, target), lambda: load_head(directory)):
+        try:
+            load()
+        except FsdError as error:
+            message = str(error)
+            assert len(message.splitlines()) <= 2 and len(message) < 900, message  # two where a command follows
+            assert "Traceback" not in message
+    return message
+
+
+JUNK: list[Any] = [
+    None, True, -1, 0, 1.5, 10**9, 2**63, 10**40, float("nan"), float("inf"), "", "32", "x" * 300, "\ud800", [], [[]],
+    {}, {"a": 1}, [1, None], -(10**9), 1e308, ["LlamaForCausalLM"], [3, 1], [1, 1], [-2, 1, 2], [0.5], ["1"], [10**9],
+]  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything inside a JSON value."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found += places(item, (*path, key))
+    return found
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    made = copy.deepcopy(value)
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    if new is KeyError:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = new
+    return made
+
+
+FUZZ = settings(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+
+
+@settings(FUZZ, max_examples=250)
+@given(data=st.data())
+def test_any_option_of_a_config_may_be_anything(
+    data: st.DataObject, heads: Path, target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A value is replaced, removed or added, once or twice: what loads must still be a head that runs."""
+    source = heads / data.draw(st.sampled_from(sorted(SOURCES)))
+    config = json.loads((source / "config.json").read_text())
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(places(config)))
+        new = data.draw(
+            st.sampled_from([*JUNK, KeyError]) | st.recursive(st.none() | st.integers() | st.text(), st.lists)
+        )
+        config = changed(config, path, new)
+        if not config:
+            break
+    directory = tmp_path_factory.mktemp("case")
+    shutil.copy(source / "model.safetensors", directory)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8", errors="surrogatepass")
+    if check(directory, target) is None:
+        head = load_head(directory, target)
+        out = head(torch.randn(1, 3, 32), torch.randn(1, 3, head.config.feature_width), torch.arange(3)[None])
+        assert out.shape == (1, 3, 32)
+    shutil.rmtree(directory)
+
+
+@settings(FUZZ, max_examples=120)
+@given(data=st.data())
+def test_any_bytes_may_stand_in_a_file(
+    data: st.DataObject, heads: Path, target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Truncated, overwritten in the header or config, or replaced."""
+    source = heads / data.draw(st.sampled_from(sorted(SOURCES)))
+    directory = tmp_path_factory.mktemp("case")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, directory)
+    path = directory / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
+    content = bytearray(path.read_bytes())
+    kind = data.draw(st.sampled_from(["cut", "overwrite", "replace"]))
+    if kind == "cut":
+        content = content[: data.draw(st.integers(0, min(len(content), 2000)))]
+    elif kind == "overwrite":
+        start = data.draw(st.integers(0, min(len(content), 1500)))
+        junk = data.draw(st.binary(min_size=1, max_size=12))
+        content[start : start + len(junk)] = junk
+    else:
+        content = bytearray(data.draw(st.binary(max_size=200)))
+    path.write_bytes(content)
+    check(directory, target)
+    shutil.rmtree(directory)
+
+
+def reshaped(name: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        new = make(tensors.pop(name))
+        save_file({**tensors, **({} if new is None else {name: new})}, directory / "model.safetensors")
+
+    return apply
+
+
+def text(content: str | bytes) -> Callable[[Path], None]:
+    return lambda directory: (
+        (directory / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    )  # type: ignore[func-returns-value]
+
+
+DRAFTED = len(IDS)
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no object": (text("[1, 2]"), "holds list, not an object"),
+    "a number": (text("7"), "holds int, not an object"),
+    "not UTF-8": (text(b"\xff\xfe{}"), "cannot be read"),
+    "too deep": (text("[" * 100_000 + "]" * 100_000), "nested too deep"),
+    "a number of 5000 digits": (text('{"version": ' + "9" * 5000 + "}"), "cannot be read"),
+    "another format": (text('{"format": "other"}'), "is not an fsd-eagle-head checkpoint|without|has no"),
+    "fractional draft ids": (reshaped("draft_ids", lambda ids: ids.float()), "draft_ids is of type F32"),
+    "draft ids of NaN": (reshaped("draft_ids", lambda ids: ids.float() * torch.nan), "draft_ids is of type F32"),
+    "negative draft ids": (reshaped("draft_ids", lambda ids: ids - 5), "distinct ids from 0 to 96"),
+    "draft ids beyond V": (reshaped("draft_ids", lambda ids: ids + 50), "distinct ids from 0 to 96"),
+    "the same draft id twice": (reshaped("draft_ids", lambda ids: ids // 4), "distinct ids from 0 to 96"),
+    "too few draft ids": (reshaped("draft_ids", lambda ids: ids[:-1].clone()), rf"wanted are {DRAFTED} ids"),
+    "no draft ids": (reshaped("draft_ids", lambda ids: None), rf"wanted are {DRAFTED} ids"),
+    "int8 weights": (reshaped("fc.weight", lambda w: w.to(torch.int8)), "quantised heads are not read"),
+    "another width": (reshaped("fc.weight", lambda w: w[:, :-1].clone()), r"wrong shape \['fc.weight'\]"),
+    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "has no model.safetensors"),
+    "a directory for weights": (
+        lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()) and None,
+        "has no model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named(fault: str, heads: Path, target: Target, tmp_path: Path) -> None:
+    apply, message = FAULTS[fault]
+    directory = tmp_path / "head"
+    shutil.copytree(heads / "ours", directory)
+    apply(directory)
+    with pytest.raises(CheckpointError, match=message) as told:
+        load_head(directory, target)
+    assert str(directory) in str(told.value) and len(str(told.value).splitlines()) == 1
+    check(directory, target)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("head", "num_layers"), 10**9),
+        (("head", "hidden_size"), 2**31 - 1),
+        (("head", "vocab_size"), 10**12),
+        (("head", "layer", "intermediate_size"), 2**30),
+        (("head", "layer", "num_attention_heads"), 2**24),
+        (("head", "layer", "head_dim"), 2**30),
+        (("head", "fused_layers"), list(range(100_000))),
+        (("head", "draft_vocab_size"), 2**30),
+    ],
+    ids=str,
+)
+def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(
+    path: tuple[str, ...], value: Any, heads: Path, target: Target, tmp_path: Path
+) -> None:
+    directory = tmp_path / "head"
+    shutil.copytree(heads / "ours", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(changed(config, path, value)))
+    with torch.profiler.profile(profile_memory=True) as profile, pytest.raises(CheckpointError):
+        load_head(directory, target)
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
+    assert taken < 1e6
+    with pytest.raises(CheckpointError):
+        load_drafter(directory, target)
