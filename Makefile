@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 PYTEST_ARGS ?=
 WORKERS ?= 2
+VERSIONS ?= lowest:3.10 highest:3.13
 BENCH_ARGS ?=
 STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test lint test-slow test-gpu bench lock clean
+.PHONY: help quickstart install test lint test-slow test-gpu test-versions test-wheel bench lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,10 +43,17 @@ test-slow: $(STAMP)  ## the tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(STAMP)  ## speed beside transformers and vLLM (in .venv-vllm); options: BENCH_ARGS="--target DIR ..."
+test-versions: $(STAMP)  ## the fast tests with the lowest and the highest versions allowed; VERSIONS="lowest:3.10 highest:3.13"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet uv
+	$(BIN)/python scripts/check_versions.py $(VERSIONS) --workers $(WORKERS)
+
+test-wheel: $(STAMP)  ## a wheel in an empty environment outside the checkout decodes and trains
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
+
+bench: $(STAMP)  ## speed beside transformers, vLLM, llama.cpp and OpenVINO; options: BENCH_ARGS="--target DIR ..."
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
 
-lock: $(STAMP)  ## resolve requirements.lock anew, keeping torch where it is
+lock: $(STAMP)  ## resolve requirements.lock again, keeping torch where it is
 	$(BIN)/python -m pip install --quiet uv
 	@grep '^#' requirements.lock > .lock.header; grep '^torch==' requirements.lock > .lock.torch
 	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.10 --no-annotate --no-header --no-emit-index-url \
@@ -53,5 +61,5 @@ lock: $(STAMP)  ## resolve requirements.lock anew, keeping torch where it is
 	@cat .lock.header .lock.body > requirements.lock; rm -f .lock.header .lock.torch .lock.body
 
 clean:  ## remove the environment and everything tools left behind (not the model cache of the user)
-	rm -rf $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find fsd_infer fsd_train tests -name __pycache__ -type d -prune -exec rm -rf {} +

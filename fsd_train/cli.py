@@ -16,6 +16,7 @@ import yaml
 
 from fsd_infer.cli.run import BAD_INPUT, run
 from fsd_infer.errors import FsdError, UnknownNameError
+from fsd_train.repository import find
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def lightning(argv: Sequence[str], model_class: Any = None) -> int:
     from fsd_train.eagle_module import EagleModule
     from fsd_train.safety import check_checkpoint
     from fsd_train.strategies import check_ranks, named_strategy
+
+    argv = with_recipes(argv)
 
     class TrainCLI(LightningCLI):
         def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -106,6 +109,20 @@ def lightning(argv: Sequence[str], model_class: Any = None) -> int:
         args=list(argv),
     )
     return 0
+
+
+def with_recipes(argv: Sequence[str]) -> list[str]:
+    """``argv`` with the names of recipes after --config replaced by their paths, as far as they are not files here."""
+    words, after = [], False
+    for word in argv:
+        option, equals, value = word.partition("=")
+        if after:
+            word = str(find(word))
+        elif option == "--config" and equals:
+            word = f"{option}={find(value)}"
+        after = word in ("-c", "--config")
+        words.append(word)
+    return words
 
 
 def class_paths(argv: Sequence[str]) -> set[str]:

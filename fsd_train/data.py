@@ -22,6 +22,7 @@ from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
 from fsd_train.backends import stable_seed
 from fsd_train.features import MAX_LENGTH, FeatureStore, WithFeatures, sequence_key
+from fsd_train.repository import find
 from fsd_train.safety import check_order
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler, ValidationLoader
 
@@ -170,7 +171,8 @@ def read_answers(
     """Reads files of answers.
 
     Args:
-        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows`.
+        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows`; what ships is found from anywhere, see
+            :func:`fsd_train.repository.find`.
         tokenizer: for rows without ids.
         max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
         validation_fraction: share of the prompts that goes to the second dataset, all sequences of a row together.
@@ -185,7 +187,7 @@ def read_answers(
     parts: tuple[list[Any], list[Any]] = ([], [])
     highest = (-1, "")
     for path in paths:
-        for row in read_rows(path):
+        for row in read_rows(find(path)):
             sequences = encode_row(row.values, tokenizer, row.where)
             highest = max(highest, (max(max(ids) for ids, _ in sequences), row.where))
             if vocab_size is not None:

@@ -19,6 +19,7 @@ from fsd_infer.cli.options import MOST_COUNT, positive, whole_number
 from fsd_infer.cli.run import Parser
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import builtin_dir, shipped_drafter
+from fsd_train.repository import find
 
 TARGET = "smollm2-135m"
 METHODS = (
@@ -42,12 +43,14 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
         max_new_tokens: of each answer.
 
     Raises:
-        FsdError: not run from a checkout of the repository, no shipped head, training not installed or failed.
+        FsdError: no shipped head or prompts, training not installed or failed.
     """
-    root = repository()
+    for path in (RECIPE, PROMPTS):
+        if not find(path).is_file():
+            raise FsdError(f"{path} is missing: fetch the repository whole, or install the package again.")
     if shipped_drafter(TARGET) is None:
         raise FsdError(
-            f"this checkout has no trained head for {TARGET} (fsd_infer/shipped/{TARGET}): fetch it whole, "
+            f"there is no trained head for {TARGET} (fsd_infer/shipped/{TARGET}): fetch it whole, "
             f"or train one with: fsd-train fit --config {RECIPE}"
         )
     start = time.perf_counter()
@@ -55,17 +58,17 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     _say(f"     {builtin_dir(TARGET)}")
     if train_seconds > 0:
         _say(f"2/3  training a head for {train_seconds} s, to show that it runs (the shipped one had six hours)")
-        train(root, train_seconds)
+        train(train_seconds)
     else:
         _say("2/3  training left out")
     _say(f"3/3  decoding {prompts} prompts with the shipped head, methods taking turns on every prompt")
     from fsd_infer import bench
     from fsd_infer.cli import report
 
-    path = root / OUTPUT / "bench.json"
+    path = OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
     record = bench.run(
-        root / PROMPTS, METHODS, target=TARGET, tree="auto", limit=prompts, max_new_tokens=max_new_tokens,
+        find(PROMPTS), METHODS, target=TARGET, tree="auto", limit=prompts, max_new_tokens=max_new_tokens,
         json_path=path, progress=True,
     )  # fmt: skip
     print(report.bench_table(record))
@@ -93,28 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def repository() -> Path:
-    """The checkout's root: where this package lies, or else the working directory. Raises FsdError."""
-    for root in (Path(__file__).resolve().parent.parent, Path.cwd()):
-        if all((root / path).is_file() for path in (RECIPE, PROMPTS)):
-            return root
-    raise FsdError(
-        f"quickstart needs {RECIPE} and {PROMPTS}: run it from the root of a checkout of the repository. "
-        "Elsewhere use: fsd-infer generate, fsd-infer bench."
-    )
-
-
-def train(root: Path, seconds: int) -> None:
+def train(seconds: int) -> None:
     """A short run of the recipe on the sample of answers, and its loss at both ends. Raises FsdError if it fails."""
     if importlib.util.find_spec("lightning") is None:
-        raise FsdError("training is not installed: pip install -e '.[train]', or quickstart --train-seconds 0.")
-    if not (root / ANSWERS).is_file():
+        raise FsdError("training is not installed: pip install 'fsd-toolkit[train]', or quickstart --train-seconds 0.")
+    if not find(ANSWERS).is_file():
         raise FsdError(f"{ANSWERS} is missing: fetch the repository whole, or quickstart --train-seconds 0.")
-    shutil.rmtree(root / OUTPUT / "logs", ignore_errors=True)
-    done = subprocess.run(train_command(seconds), cwd=root, check=False)
+    shutil.rmtree(OUTPUT / "logs", ignore_errors=True)
+    done = subprocess.run(train_command(seconds), check=False)
     if done.returncode != 0:
         raise FsdError(f"the training run failed with exit status {done.returncode}; its output is above.")
-    losses = read_losses(root / OUTPUT / "logs")
+    losses = read_losses(OUTPUT / "logs")
     if len(losses) < 2:
         raise FsdError(f"the training run logged {len(losses)} losses: give it more time, --train-seconds 60.")
     few = max(1, len(losses) // 10)
@@ -142,7 +134,7 @@ def train_command(seconds: int) -> list[str]:
         "data.max_length": 256,
         "data.batch_tokens": 1024,
     }
-    command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(RECIPE)]
+    command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(find(RECIPE))]
     return command + [f"--{name}={value}" for name, value in overrides.items()]
 
 

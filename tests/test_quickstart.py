@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from fsd_infer.drafters import loading
-from fsd_train import quickstart
-from fsd_train.cli import main
+from fsd_train import quickstart, repository
+from fsd_train.cli import main, with_recipes
 from tests.bench_toys import Toy, save_toy
 
 
@@ -28,12 +27,10 @@ def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 
 def test_quickstart_compares_the_methods(
-    toy: Toy, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data").mkdir()
-    shutil.copy(repo_root / quickstart.PROMPTS, tmp_path / quickstart.PROMPTS)
+    monkeypatch.chdir(tmp_path)  # outside of a checkout
     monkeypatch.setattr(quickstart, "TARGET", str(toy.target))
-    monkeypatch.setattr(quickstart, "repository", lambda: tmp_path)
     monkeypatch.setattr(quickstart, "builtin_dir", lambda name: toy.target)
     for module in (quickstart, loading):
         monkeypatch.setattr(module, "shipped_drafter", lambda name: toy.drafter)
@@ -52,9 +49,9 @@ def test_quickstart_names_what_is_missing(
     status, _, err = call(capsys)
     assert status == 2 and "no trained head for smollm2-135m" in err
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quickstart, "__file__", str(tmp_path / "site-packages" / "fsd_train" / "quickstart.py"))
+    monkeypatch.setattr(repository, "SHIPPED", tmp_path / "site-packages" / "fsd_train" / "shipped")
     status, _, err = call(capsys)
-    assert status == 2 and "from the root of a checkout" in err
+    assert status == 2 and "recipes/smollm2-135m.yaml is missing" in err
 
 
 def test_quickstart_prompts_are_a_dozen_of_several_kinds(repo_root: Path) -> None:
@@ -84,3 +81,16 @@ def test_losses_are_read_from_the_log(tmp_path: Path) -> None:
     (folder / "metrics.csv").write_text("step,loss,tokens_per_s\n1,9.5,\n2,,120.0\n3,4.25,\n")
     assert quickstart.read_losses(tmp_path / "logs") == [9.5, 4.25]
     assert quickstart.read_losses(tmp_path / "nothing") == []
+
+
+def test_recipes_are_found_by_name(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = str(repo_root / "recipes" / "smollm2-135m.yaml")
+    for given in (["--config", "smollm2-135m"], ["-c", "recipes/smollm2-135m.yaml"], ["--config=smollm2-135m"]):
+        assert with_recipes(["fit", *given, "--model.lr", "smollm2-135m"])[1:] in (
+            ["--config", recipe, "--model.lr", "smollm2-135m"],
+            ["-c", recipe, "--model.lr", "smollm2-135m"],
+            [f"--config={recipe}", "--model.lr", "smollm2-135m"],
+        )
+    (tmp_path / "smollm2-135m").touch()
+    assert with_recipes(["--config", "smollm2-135m", "--config", "none"])[1::2] == ["smollm2-135m", "none"]

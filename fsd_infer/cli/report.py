@@ -103,7 +103,10 @@ def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
         row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
         rows.append(row + [_ratio(against.get(name)) for against in record["ratios"].values()])
     answers = next(iter(record["methods"].values()))["answers"]
-    note = f"{answers} prompts, medians over prompts; tok/s counts prefill, ratios compare tok/s prompt by prompt"
+    blocks = (record.get("settings") or {}).get("isolate")
+    unit = "prompt" if blocks is None else "block"
+    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in a process of its own")
+    note += f"; medians over {unit}s; tok/s counts prefill, ratios compare tok/s {unit} by {unit}"
     return "speed\n" + fitted_tables(headers, rows) + "\n" + note
 
 

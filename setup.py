@@ -1,0 +1,18 @@
+"""What pyproject.toml cannot say: recipes and sample data travel with the package, in the checkout's own layout."""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[
+        *find_packages(include=["fsd_infer*", "fsd_train*"]),
+        "fsd_train.shipped.recipes",
+        "fsd_train.shipped.data",
+    ],
+    package_dir={"fsd_train.shipped.recipes": "recipes", "fsd_train.shipped.data": "data"},
+    package_data={
+        "fsd_infer": ["cpu/kernels.cpp", "shipped/**/*", "py.typed"],
+        "fsd_train.shipped.recipes": ["*.yaml"],
+        "fsd_train.shipped.data": ["quickstart_prompts.jsonl", "smollm2-135m-answers.jsonl.gz"],
+    },
+    include_package_data=False,
+)
