@@ -12,7 +12,6 @@ Run: python -m benchmarks.compare_training_step --eagle DIR --json benchmarks/re
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import statistics
@@ -37,6 +36,7 @@ from fsd_infer.bench.environment import environment
 from fsd_infer.bench.profile import peak_bytes, resident_bytes, restart_peak
 from fsd_infer.bench.record import interval
 from fsd_infer.cli.report import number, table
+from fsd_infer.device.memory import trim
 from fsd_infer.errors import FsdError
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
@@ -204,9 +204,7 @@ def peak_memory(name: str, options: Options, workload: str) -> dict[str, int] | 
     batches, draft_ids = torch.load(workload, weights_only=False)
     largest = max(range(len(batches)), key=lambda index: batches[index]["input_ids"].numel())
     step = build(name, options, batches[largest : largest + 1], draft_ids)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    trim()
     if not restart_peak():
         return None
     before = resident_bytes()

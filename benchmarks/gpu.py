@@ -49,7 +49,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Exact
 from fsd_infer.target import Target
-from fsd_infer.targets.loading import attention_for, default_device, parse_dtype
+from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype
 from fsd_infer.tree import DraftTree, ancestors_of
 
 LLAMA_3_1_8B = {
@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The record: see the module's description. Raises FsdError."""
     if not all(0 <= chance <= 1 for chance in args.chance):
         raise FsdError(f"--chance takes probabilities, from 0 to 1; got {args.chance}.")
-    device = torch.device(args.device) if args.device else default_device()
+    device = parse_device(args.device)
     config = shape_of(args.config, args.set)
     torch.manual_seed(0)
     target = counting_target(config, parse_dtype(args.dtype), device)

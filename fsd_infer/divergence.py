@@ -31,11 +31,12 @@ from torch.autograd.function import once_differentiable
 
 from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError, VocabularyMismatchError
+from fsd_infer.numerals import read_int
 from fsd_infer.registry import Registry
 
 LN2 = math.log(2.0)
 ZERO = -1e30  # log-probabilities at or below this are those of probability 0; finite, so that no inf - inf arises
-DEFAULT_K = 50
+DEFAULT_K, MOST_K = 50, 2**20  # no vocabulary is larger
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, V], log q [n, V], both >= ZERO -> [n]
 
@@ -258,9 +259,10 @@ def divergence(name: str | Divergence) -> Divergence:
         return found
     if found.k is None:
         raise FsdError(f"divergence {name!r}: {stem!r} takes no parameter; only top_k_* forms do, as in top_k_js:20.")
-    if not (parameter.isascii() and parameter.isdigit()) or int(parameter) < 1:
-        raise FsdError(f"divergence {name!r}: k must be a positive integer, not {parameter!r}.")
-    return _top_k(DIVERGENCES.get(stem.removeprefix("top_k_")), int(parameter), name)
+    k = read_int(parameter)
+    if k is None or not 1 <= k <= MOST_K:
+        raise FsdError(f"divergence {name!r}: k must be a whole number from 1 to {MOST_K}, not {parameter!r}.")
+    return _top_k(DIVERGENCES.get(stem.removeprefix("top_k_")), k, name)
 
 
 def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:

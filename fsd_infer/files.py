@@ -5,10 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import DataError, FsdError
+
+MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
+
+
+def usable_name(name: str | os.PathLike[str], what: str) -> str:
+    """``name`` as text, if it can name a file or a model. Raises FsdError, which calls it ``what``, if it cannot."""
+    text = os.fspath(name)
+    encoded = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+    if not isinstance(text, str) or not text:
+        raise FsdError(f"{what} {text!r} is no name: give some text.")
+    if "\0" in text or len(encoded) > MOST_BYTES[1] or max(map(len, encoded.split(b"/"))) > MOST_BYTES[0]:
+        raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is too long, or holds a NUL.")
+    return text
 
 
 def cache_dir() -> Path:
@@ -21,11 +37,28 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsd"
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft beside ``path`` that takes its place, by one rename, if the block ends without an error.
+
+    No reader sees half a file, several processes may write at once, and an error leaves what was there. The file is as
+    readable for others as any new one (some writers make private ones).
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        draft.touch()
+        mode = draft.stat().st_mode
+        yield draft
+        draft.chmod(mode)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8, by one rename, so that no reader sees half of it."""
-    draft = path.with_name(path.name + ".partial")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    """Write a file in UTF-8 as :func:`replacing` does."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
@@ -33,17 +66,27 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
-def read_json(path: Path, mend: str, error: type[FsdError] = DataError) -> Any:
-    """The value a file holds. Raises ``error``, which names the file and ends in ``mend``, if it cannot be read."""
+def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> Any:
+    """The value that UTF-8 bytes hold. Raises ``error``, which names ``where`` and ends in ``advice``, for others."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(raw.decode("utf-8-sig"))  # some programs begin a file with a byte order mark
+    except UnicodeDecodeError as problem:
+        reason = f"not UTF-8 ({problem.reason} at byte {problem.start})"
     except json.JSONDecodeError as problem:
-        raise error(f"{path}:{problem.lineno}: not JSON ({problem.msg}). {mend}") from problem
-    except RecursionError as problem:
-        raise error(f"{path}: not JSON that is meant to be read (nested too deep). {mend}") from problem
-    except (OSError, ValueError) as problem:  # not UTF-8, a number of thousands of digits
-        reason = problem.strerror if isinstance(problem, OSError) else str(problem)
-        raise error(f"{path}: cannot be read ({reason}). {mend}") from problem
+        line = f"line {problem.lineno} " if problem.lineno > 1 else ""
+        reason = f"not JSON ({problem.msg} at {line}column {problem.colno})"
+    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, thousands of open brackets
+        reason = f"JSON that cannot be read ({problem})"
+    raise error(f"{where}: {reason}. {advice}")
+
+
+def read_json(path: Path, advice: str, error: type[FsdError] = DataError) -> Any:
+    """The value a file holds. Raises ``error``, which names the file and ends in ``advice``, if it cannot be read."""
+    try:
+        raw = path.read_bytes()
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in its name
+        raise error(f"{path}: cannot be read ({problem}). {advice}") from problem
+    return parse_json(raw, str(path), advice, error)
 
 
 def sha256_of(path: Path) -> str:

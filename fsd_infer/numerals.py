@@ -14,12 +14,12 @@ _REAL = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[
 _INFINITE = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf}
 
 
-def whole(text: str) -> int | None:
+def read_int(text: str) -> int | None:
     """The whole number that ``text`` is, in ASCII digits; None if it is none (or has more than 30 digits)."""
     return int(text) if _WHOLE.fullmatch(text) else None
 
 
-def real(text: str) -> float | None:
+def read_float(text: str) -> float | None:
     """The number that ``text`` is; None if it is none, or too large for a float. Infinity is written ``inf``."""
     if text.lower() in _INFINITE:
         return _INFINITE[text.lower()]

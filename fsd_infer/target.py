@@ -272,7 +272,10 @@ class Target:
         cache = SlotCache(self.config, 1, 1)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache.set_write_slots(zero, 0, 1)
-        self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), cache, keep=1)
+        try:
+            self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), cache, keep=1)
+        except Exception as error:  # the first forward: a config may hold what no model can use
+            raise ModelLoadError(f"{self.name} cannot read a token ({type(error).__name__}: {error}).") from error
         return cache.nbytes
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from fsd_infer.errors import DataError
-from fsd_infer.files import read_json, sha256_of, write_json
+from fsd_infer.files import read_json, replacing, sha256_of, write_json
 from fsd_infer.target import Target
 
 log = logging.getLogger(__name__)
@@ -232,16 +232,15 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
             features[offsets[row] : offsets[row + 1]] = out[line, : lengths[row]]
         bar.update(int(lengths[batch].sum()))
     path = directory / f"shard-{number:05d}.safetensors"
-    draft = path.with_suffix(".partial")
-    save_file({"features": features}, draft)
-    record = {
-        "file": path.name,
-        "bytes": draft.stat().st_size,
-        "sha256": sha256_of(draft),
-        "offsets": offsets,
-        "keys": [key for key, _ in rows],
-    }
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        save_file({"features": features}, draft)
+        record = {
+            "file": path.name,
+            "bytes": draft.stat().st_size,
+            "sha256": sha256_of(draft),
+            "offsets": offsets,
+            "keys": [key for key, _ in rows],
+        }
     write_json(path.with_suffix(".json"), record)
 
 

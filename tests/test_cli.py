@@ -166,7 +166,7 @@ def test_warmup_takes_drafters_without_a_tree(
     toy: Toy, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("fsd_infer.cpu.kernels.kernels", lambda: asked.append(True))
+    monkeypatch.setattr("fsd_infer.cpu.ops.kernel_kind", lambda: asked.append(True))
     names = drafter.replace("small-lm", str(toy.drafter))
     models = ["--target", str(toy.target), "--dtype", "fp32", "--device", "cpu"]
     status, out, err = call(capsys, "warmup", *models, "--drafter", names)
@@ -192,8 +192,21 @@ BAD = {
     "both forms": (["--rule", "fuzzy:js:0.3", "--threshold", "0.1"], "not both"),
     "dtype": (["--dtype", "bf8"], "unknown dtype 'bf8'"),
     "tree": (["--tree", "5,6"], "--tree takes depth,width,nodes"),
-    "empty tree": (["--tree", "0,6,16"], "depth >= 1"),
-    "temperature": (["--temperature", "-1"], "--temperature must not be negative"),
+    "empty tree": (["--tree", "0,6,16"], "depth from 1 to"),
+    "endless tree": (["--tree", "999999,2,4"], "depth from 1 to"),
+    "wide tree": (["--tree", "256,256,4"], "candidates"),
+    "underscores": (["--tree", "5,0_1,16"], "--tree takes depth,width,nodes"),
+    "infinite temperature": (["--temperature", "inf"], "must be 0 or above and finite"),
+    "two budgets": (["--rule", "fuzzy:js:0.3:budget=2", "--budget", "1"], "not both"),
+    "endless k": (["--rule", "fuzzy", "--divergence", "top_k_js:" + "9" * 21], "k must be a whole number"),
+    "one drafter twice": (["--drafter", "lookup+lookup"], "names lookup twice"),
+    "second CPU": (["--device", "cpu:7"], "there is one cpu only"),
+    "no values": (["--device", "meta"], "cannot be used here"),
+    "no such device": (["--device", "abacus"], "has no such name"),
+    "absent device": (["--device", "xpu"], "cannot be used here"),
+    "NUL": (["--target", "a\0b"], "holds a NUL"),
+    "long name": (["--drafter", "x" * 5000], "too long"),
+    "temperature": (["--temperature", "-1"], "--temperature must be 0 or above"),
     "top-p": (["--temperature", "1", "--top-p", "1.5"], "--top-p"),
     "top-p and greedy": (["--top-p", "0.5"], "no effect at temperature 0"),
     "unknown target": (["--target", "smolm2-135m"], "unknown target 'smolm2-135m'. Did you mean 'smollm2-135m'?"),

@@ -14,7 +14,7 @@ from fsd_infer.cli.main import build_parser
 from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, one_line, run
 from fsd_infer.errors import FsdError
-from fsd_infer.numerals import real, whole
+from fsd_infer.numerals import read_float, read_int
 
 
 def raiser(error: BaseException) -> object:
@@ -85,7 +85,7 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     ],
 )
 def test_numerals(text: str, number: int | None, value: float | None) -> None:
-    assert whole(text) == number and real(text) == value
+    assert read_int(text) == number and read_float(text) == value
 
 
 @pytest.mark.parametrize(

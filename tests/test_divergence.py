@@ -322,7 +322,7 @@ def test_bad_input() -> None:
     with pytest.raises(UnknownNameError, match="unknown divergence 'jss'.*Did you mean 'js'"):
         divergence("jss")
     for name in ("top_k_js:0", "top_k_js:x", "top_k_js:-3", "top_k_js:", "top_k_js:2.5"):
-        with pytest.raises(FsdError, match="k must be a positive integer"):
+        with pytest.raises(FsdError, match="k must be a whole number from 1"):
             divergence(name)
     with pytest.raises(FsdError, match="takes no parameter"):
         divergence("js:3")

@@ -48,9 +48,10 @@ def test_what_loading_has_freed_is_given_back(tmp_path: Path, monkeypatch: pytes
     library = SimpleNamespace(malloc_trim=asked.append)
     monkeypatch.setattr("fsd_infer.device.memory.ctypes", SimpleNamespace(CDLL=lambda name: library))
     decoder = FuzzyDecoder.from_pretrained(str(tmp_path), "none", dtype=torch.float32, device="cpu")
-    assert asked == [0]
+    assert set(asked) == {0}
+    asked.clear()
     decoder.load_drafter("lookup")
-    assert asked == [0, 0]
+    assert asked == [0]
     del library.malloc_trim  # another C library
     give_back()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from fsd_infer.errors import CheckpointError, ModelLoadError, UnknownNameError
+from fsd_infer import Target
+from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.targets import loading as models
 
 
@@ -43,7 +44,9 @@ def test_local_directory_without_tokenizer(local_model: Path) -> None:
     assert model.dtype == torch.float32 and model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["smollm2-135", "no such thing", "./missing", "/missing/too", "gpt2", ""])
+@pytest.mark.parametrize(
+    "name", ["smollm2-135", "no such thing", "./missing", "/missing/too", "gpt2", "", "~nobody/model"]
+)
 def test_unknown_target_lists_what_would_do(name: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         models.load_target(name)
@@ -82,6 +85,85 @@ def test_truncated_weights_are_named(local_model: Path, keep: int) -> None:
         models.load_target(local_model)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"\xff", b"[" * 100_000, b"[]", b"{}", b'{"weight_map": 7}', b'{"weight_map": {"a": 7}}',
+        b'{"weight_map": {"a": "../model.safetensors"}}', b'{"weight_map": {"a": "/etc/passwd"}}',
+        b'{"weight_map": {"a": "pytorch_model.bin"}}',
+    ],
+)  # fmt: skip
+def test_malformed_indexes_are_named(index: bytes, local_model: Path) -> None:
+    (local_model / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        models.load_target(local_model, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1e"),
+        ({"num_hidden_layers": 0}, "at least one"),
+        ({"num_attention_heads": 0}, "cannot be loaded: ZeroDivisionError"),
+        ({"hidden_size": "big"}, "cannot be loaded"),
+        ({"hidden_size": 10**9}, "cannot be loaded"),
+        ({"hidden_act": "nope"}, "cannot be loaded"),
+        ({"auto_map": 7}, "cannot be loaded"),
+        ({"pad_token_id": 10**6}, "cannot be loaded"),
+    ],
+)
+def test_configs_of_no_sense_are_reported(changes: dict[str, object], message: str, local_model: Path) -> None:
+    config = json.loads((local_model / "config.json").read_text())
+    (local_model / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(FsdError, match=message):
+        models.load_target(local_model, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config", [b"", b"[]", b"7", b"\xff", b"[" * 100_000, b'{"hidden_size": ' + b"9" * 5000 + b"}"]
+)
+def test_configs_that_are_no_objects(config: bytes, local_model: Path) -> None:
+    (local_model / "config.json").write_bytes(config)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        models.load_target(local_model, device="cpu")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        models.load_config(local_model)
+
+
+@pytest.mark.parametrize("tokenizer", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"model": {"type": "BPE"}}'])
+def test_malformed_tokenizers_are_reported(tokenizer: bytes, local_model: Path) -> None:
+    (local_model / "tokenizer.json").write_bytes(tokenizer)
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        models.load_target(local_model, device="cpu")
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        models.load_tokenizer(local_model)
+
+
+def test_weights_without_a_place_are_told(local_model: Path) -> None:
+    config = json.loads((local_model / "config.json").read_text())
+    (local_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.warns(UserWarning, match="9 tensors .* have no place in LlamaForCausalLM, first 'model.layers.1"):
+        models.load_target(local_model, device="cpu")
+
+
+def test_a_model_that_cannot_read_a_token_is_named(local_model: Path) -> None:
+    """What a config has wrong and building the model does not show."""
+    config = json.loads((local_model / "config.json").read_text())
+    (local_model / "config.json").write_text(json.dumps(config | {"sliding_window": "wide"}))
+    target = Target.from_pretrained(str(local_model), device="cpu")
+    with pytest.raises(ModelLoadError, match="cannot read a token"):
+        target.cache_bytes(1, 8)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu:7", "meta", "abacus", "cuda:99", "xpu", "", "cpu:", "cpu:-1", "\0", "cpu:" + "9" * 30]
+)
+def test_devices_that_are_not_there(device: str) -> None:
+    with pytest.raises(ModelLoadError, match="device"):
+        models.parse_device(device)
+
+
 def test_missing_and_damaged_shards_are_named(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
@@ -106,7 +188,7 @@ def test_weights_that_do_not_fill_the_model_are_refused(local_model: Path) -> No
 
 def test_malformed_config_is_reported(local_model: Path) -> None:
     (local_model / "config.json").write_text('{"model_type": ')
-    with pytest.raises(ModelLoadError, match=r"local' cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
         models.load_target(local_model)
 
 

@@ -15,6 +15,7 @@ from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.recycle import BUCKET_NATS, BUCKETS, PRIORS, Recycled
+from fsd_infer.errors import ModelLoadError
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
@@ -170,7 +171,9 @@ def test_names() -> None:
     both = load_drafter("lookup+recycle", target, TreeShape(4, 2, 9))
     assert isinstance(both, GraftedDrafter) and both.name == "lookup+recycle"
     assert isinstance(both.main, LookupDrafter) and isinstance(both.side, RecycleDrafter)
-    assert load_drafter("lookup+recycle+lookup", target).describe()["name"] == "lookup+recycle+lookup"
+    for name in ("lookup+lookup", "lookup+recycle+lookup", "recycle+recycle"):
+        with pytest.raises(ModelLoadError, match="twice"):
+            load_drafter(name, target)
     prompts = tiny_prompts()
     expected = reference(target.model, prompts, max_new_tokens=24)
     for _ in range(2):

@@ -33,13 +33,14 @@ from fsd_infer.bench.models import Models
 from fsd_infer.bench.process import ProcessMethod
 from fsd_infer.bench.server import Server, ServerMethod
 from fsd_infer.errors import FsdError, UnknownNameError
+from fsd_infer.numerals import read_int
 from fsd_infer.registry import Registry
 from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.targets.loading import load_target
 
 __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 
-LOOKUP_TOKENS = 8
+LOOKUP_TOKENS, MOST_LOOKUP = 8, 1024
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 
 
@@ -96,9 +97,10 @@ class _Generate(Kind):
 
 class _Lookup(Kind):
     def check(self, spec: Spec) -> None:
-        if spec.argument and (not spec.argument.isdigit() or int(spec.argument) < 1):
+        if spec.argument and not 1 <= (read_int(spec.argument) or 0) <= MOST_LOOKUP:
             raise FsdError(
-                f"method {spec.text!r}: {spec.argument!r} must be a number of tokens, e.g. hf-lookup:{LOOKUP_TOKENS}."
+                f"method {spec.text!r}: {spec.argument!r} must be a number of tokens, at most {MOST_LOOKUP}, e.g. "
+                f"hf-lookup:{LOOKUP_TOKENS}."
             )
 
     def make(self, spec: Spec, models: Models) -> Method:
@@ -139,11 +141,19 @@ class _Command(Kind):
     own_process = True
 
     def check(self, spec: Spec) -> None:
-        if not spec.argument.strip():
-            raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
+        self._words(spec)
 
     def make(self, spec: Spec, models: Models) -> Method:
-        return ProcessMethod(spec.name, shlex.split(spec.argument))
+        return ProcessMethod(spec.name, self._words(spec))
+
+    def _words(self, spec: Spec) -> list[str]:
+        try:
+            words = shlex.split(spec.argument)
+        except ValueError:  # a quotation without an end
+            words = []
+        if not words or "\0" in spec.argument:
+            raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
+        return words
 
 
 for _name, _kind in (

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.errors import FsdError
 from fsd_infer.target import Target
-from fsd_infer.targets.loading import load_target, parse_dtype, resolve_target
+from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_dtype
 
 
 @dataclass
@@ -82,10 +80,7 @@ class Models:
         elif self.reference_loaded:
             found = self.reference[1]
         else:
-            try:
-                found = AutoTokenizer.from_pretrained(resolve_target(self.target))
-            except (OSError, ValueError) as error:
-                raise ModelLoadError(f"target {self.target!r} has no tokenizer that can be loaded: {error}") from error
+            found = load_tokenizer(self.target)
         if found is None:
             raise FsdError(f"target {self.target} has no tokenizer: add its tokenizer files, prompts are text.")
         return found
@@ -95,8 +90,5 @@ class Models:
         """Tokens of the target's context, if its config tells."""
         if self.decoder_loaded:
             return self.decoder.target.max_positions
-        config = self.reference[0].config if self.reference_loaded else self._config()
+        config = self.reference[0].config if self.reference_loaded else load_config(self.target)
         return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-    def _config(self) -> Any:
-        return AutoConfig.from_pretrained(resolve_target(self.target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from fsd_infer.bench.base import Answer, TimedRun
 from fsd_infer.bench.record import Turn
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_json, write_text
+from fsd_infer.files import usable_name, write_json, write_text
 
 
 class PartialFile:
@@ -23,28 +24,42 @@ class PartialFile:
         resume: continue; otherwise an unfinished run is an error, so that it is not lost by accident.
 
     Raises:
-        FsdError: an unfinished run is there and ``resume`` is not set, or it was made with other settings.
+        FsdError: a file of another kind is in the way, the directory cannot be written, an unfinished run is there and
+            ``resume`` is not set, a finished one and it is, or an unfinished one was made with other settings.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], resume: bool) -> None:
-        self.final = Path(path)
+        self.final = Path(usable_name(path, "the record's name"))
+        if not self.final.name or os.path.isdir(self.final):
+            raise FsdError(f"{path} is a directory: name a file for the record.")
         self.path = self.final.with_name(self.final.name + ".partial.jsonl")
         self.turns: list[Turn] = []
         self.described: dict[str, dict[str, Any]] = {}
+        finished = self.final.exists() and self.final.stat().st_size > 0
+        if finished and not _is_record(self.final):
+            raise FsdError(f"{self.final} is no record of a benchmark and is not overwritten: give another name.")
+        if finished and resume and not self.path.exists():
+            raise FsdError(f"{self.final} is the record of a finished run: leave --resume out to measure again.")
+        try:
+            self._begin(settings, resume)
+        except OSError as error:
+            raise FsdError(f"{self.path} cannot be written ({error.strerror or error}): give another name.") from error
+
+    def _begin(self, settings: dict[str, Any], resume: bool) -> None:
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
+        lines = self.path.read_bytes().decode("utf-8", "replace").split("\n") if self.path.exists() else []
         header = _parse(lines[0]) if lines else None
         if not lines:
             self._restart(settings, [])
             return
-        if header is None:
+        if header is None or not isinstance(header.get("settings"), dict):
             raise FsdError(f"{self.path} does not begin with the settings of a run: delete it.")
         if not resume and len(lines) > 1 and lines[1]:
             raise FsdError(f"{self.path} holds an unfinished run: add --resume to continue it, or delete it.")
         if not resume:  # it ended before its first turn
             self._restart(settings, [])
             return
-        stored = header.get("settings", {})
+        stored = header["settings"]
         other = sorted(key for key in {*stored, *settings} if stored.get(key) != settings.get(key))
         if other:
             raise FsdError(
@@ -53,13 +68,14 @@ class PartialFile:
         kept = []
         for line in lines[1:]:
             row = _parse(line)
-            if row is None:  # a line cut short by the kill; every later turn is measured again
-                break
+            try:
+                if row is not None and "described" in row:
+                    self.described.update(row["described"])
+                else:
+                    self.turns.append(_turn(row))
+            except (TypeError, KeyError, AttributeError, ValueError):
+                break  # a line cut short by the kill; every later turn is measured again
             kept.append(line)
-            if "described" in row:
-                self.described.update(row["described"])
-            else:
-                self.turns.append(_turn(row))
         self._restart(settings, kept)
 
     def _restart(self, settings: dict[str, Any], lines: list[str]) -> None:
@@ -91,14 +107,21 @@ class PartialFile:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _turn(row: dict[str, Any]) -> Turn:
+def _is_record(file: Path) -> bool:
+    """Does the file hold what :meth:`PartialFile.finish` writes?"""
+    found = _parse(file.read_bytes().decode("utf-8", "replace"))
+    return found is not None and isinstance(found.get("methods"), dict)
+
+
+def _turn(row: Any) -> Turn:
+    """A line's turn. Raises TypeError, KeyError or AttributeError if it holds none."""
     runs = {
         name: TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
         for name, run in row["runs"].items()
     }
-    return Turn(row["group"], row["repeat"], row["prompts"], runs)
+    return Turn(operator.index(row["group"]), operator.index(row["repeat"]), list(row["prompts"]), runs)

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
+from fsd_infer.files import parse_json
 
 STOP_SECONDS = 20.0
 
@@ -65,7 +66,10 @@ class ProcessMethod(Method):
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         run = self._ask({"prompts": prompts, "options": options, "seed": seed})
-        return TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
+        try:
+            return TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
+        except (TypeError, KeyError) as error:
+            raise FsdError(f"method {self.name!r}: its process answered no timed run ({error}).") from error
 
     def describe(self) -> dict[str, Any]:
         return {**self._ask({"describe": True}), "load_seconds": self.load_seconds}
@@ -103,7 +107,11 @@ class ProcessMethod(Method):
             self._said.seek(0)
             said = [text.strip() for text in self._said if text.strip()]
             raise FsdError(f"method {self.name!r}: its process ended with status {status}: {said[-1] if said else ''}")
-        answer: dict[str, Any] = json.loads(line)
+        answer = parse_json(
+            line.encode(), f"method {self.name!r}", "Its process must answer in lines of JSON.", FsdError
+        )
+        if not isinstance(answer, dict):
+            raise FsdError(f"method {self.name!r}: its process must answer with JSON objects.")
         if "error" in answer:
             raise FsdError(f"method {self.name!r}: {answer['error']}")
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +16,7 @@ from fsd_infer.bench.record import choose_baselines
 from fsd_infer.bench.score import AUTO, check_score
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError
-from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.targets.loading import parse_device, parse_dtype
 
 
 @dataclass
@@ -73,13 +74,14 @@ class Settings:
         """Raises FsdError for what can be refused before anything is loaded."""
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         parse_dtype(self.dtype)
+        parse_device(self.device)
         check_score(self.score)
         for name in ("limit", "every", "max_new_tokens", "repeat", "batch_size", "threads", "isolate"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise FsdError(f"{name} must be at least 1, got {value}.")
-        if not self.temperature >= 0:
-            raise FsdError(f"temperature must not be negative, got {self.temperature}.")
+        if not 0 <= self.temperature < math.inf:
+            raise FsdError(f"temperature must be 0 or above and finite, got {self.temperature}.")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

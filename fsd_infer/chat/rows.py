@@ -9,7 +9,6 @@ import codecs
 import gzip
 import hashlib
 import importlib
-import json
 import os
 import re
 import zlib
@@ -18,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsd_infer.errors import DataError
+from fsd_infer.files import parse_json, read_json
 
 LONGEST_LINE = 2**28  # bytes
+_ADVICE = "Correct or remove the line; files are in UTF-8."
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
@@ -59,7 +60,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.suffix == ".json" and _is_array(path):
-        for number, item in enumerate(_value(path.read_bytes(), str(path)), start=1):
+        for number, item in enumerate(read_json(path, _ADVICE), start=1):
             yield Row(path, number, _object(item, f"{path}:{number}"))
     else:
         for line, values in read_jsonl(path):
@@ -84,7 +85,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         f"{path}:{line}: the line is longer than {LONGEST_LINE >> 20} MiB: one row is one line."
                     )
                 if raw.strip():
-                    yield line, _object(_value(raw, f"{path}:{line}"), f"{path}:{line}")
+                    yield line, _object(parse_json(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
     except DataError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as error:  # ValueError: a NUL in the name
@@ -103,19 +104,6 @@ def rows_digest(path: str | Path) -> str:
     for file in sorted(found for found in path.rglob("*") if found.is_file()):
         whole.update(f"{file.relative_to(path).as_posix()} {rows_digest(file)}\n".encode())
     return whole.hexdigest()
-
-
-def _value(raw: bytes, where: str) -> Any:
-    try:
-        return json.loads(raw.decode("utf-8-sig"))  # some programs begin a file with a byte order mark
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
-        ) from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}). Mend or remove the line.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of open brackets
-        raise DataError(f"{where}: JSON that cannot be read ({error}). Mend or remove the line.") from error
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import sys
 import textwrap
@@ -16,26 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import DataError, FsdError
+from fsd_infer.numerals import read_float, read_int
 
 
 def generate(args: argparse.Namespace) -> int:
     """`fsd-infer generate`."""
+    from fsd_infer.chat.conversations import check_text
     from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.rules import Source
-    from fsd_infer.targets.loading import parse_dtype
+    from fsd_infer.targets.loading import parse_device, parse_dtype
 
     rule = chosen_rule(args)
     options = request_options(args)
     tree = parse_tree(args.tree)
-    dtype = parse_dtype(args.dtype)
-    prompt = read_prompt(args)
+    dtype, device = parse_dtype(args.dtype), parse_device(args.device)
+    prompt = check_text(read_prompt(args), "the prompt")
     _set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(
         args.target,
         args.drafter,
         dtype=dtype,
-        device=args.device,
+        device=device,
         tree=tree,
         quantize=not args.no_quantize,
         cuda_graphs=args.cuda_graphs,
@@ -88,15 +91,15 @@ def chosen_rule(args: argparse.Namespace) -> Any:
         option = "--gate" if name == "gate_on" else f"--{name}"
         if name not in fields:
             raise FsdError(f"rule {rule.name!r} has no {name}: leave {option} out, or choose a fuzzy rule.")
-        if ":" in args.rule and name != "budget":
+        if ":" in args.rule and (name != "budget" or rule.budget is not None):
             raise FsdError(f"give the rule's parameters either within --rule {args.rule} or as {option}, not both.")
     return dataclasses.replace(rule, **given)
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``FuzzyDecoder.generate``."""
-    if not args.temperature >= 0:
-        raise FsdError(f"--temperature must not be negative, got {args.temperature}.")
+    if not 0 <= args.temperature < math.inf:
+        raise FsdError(f"--temperature must be 0 or above and finite, got {args.temperature}.")
     if args.temperature == 0:
         for option in ("top_p", "top_k"):
             if getattr(args, option) is not None:
@@ -120,13 +123,12 @@ def parse_tree(text: str | None) -> Any:
     if text is None or text == AUTO:
         return text
     *counts, stop = text.split(",") if text.count(",") == 3 else [*text.split(","), "0"]
-    try:
-        depth, width, nodes = map(int, counts)
-        stop_below = float(stop)
-    except ValueError:
+    sizes, stop_below = [size for count in counts if (size := read_int(count)) is not None], read_float(stop)
+    if len(counts) != 3 or len(sizes) != 3 or stop_below is None:
         raise FsdError(
             f"--tree takes depth,width,nodes and perhaps stop_below, e.g. 5,6,16 or 5,6,16,0.3, or auto; got {text!r}."
-        ) from None
+        )
+    depth, width, nodes = sizes
     return TreeShape(depth, width, nodes, stop_below)
 
 
@@ -134,12 +136,14 @@ def read_prompt(args: argparse.Namespace) -> str:
     """The prompt's text. Raises DataError for a file that cannot be read."""
     if args.prompt is not None:
         return args.prompt
-    if args.prompt_file == "-":
-        return sys.stdin.read()
+    named = args.prompt_file
     try:
-        return Path(args.prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{args.prompt_file}: cannot be read as UTF-8 text ({error}).") from error
+        if named == "-":
+            return sys.stdin.read()
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
+        where = "standard input" if named == "-" else named
+        raise DataError(f"{where}: cannot be read as UTF-8 text ({error}).") from error
 
 
 def bench(args: argparse.Namespace) -> int:

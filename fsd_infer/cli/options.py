@@ -6,7 +6,7 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
-from fsd_infer.numerals import real, whole
+from fsd_infer.numerals import read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # of tokens, prompts, repeats ...
 MOST_SEED = 2**62  # torch, numpy and servers take it, and so they do a few thousand more
@@ -17,7 +17,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     """A whole number from ``low`` to ``high``."""
 
     def number(text: str) -> int:
-        value = whole(text)
+        value = read_int(text)
         if value is None:
             raise ArgumentTypeError(f"{text!r} is not a whole number")
         if value < low:
@@ -39,7 +39,7 @@ def thread_count(text: str) -> int:
 
 def real_number(text: str) -> float:
     """A number, perhaps ``inf``."""
-    value = real(text)
+    value = read_float(text)
     if value is None:
         raise ArgumentTypeError(f"{text!r} is not a number")
     return value

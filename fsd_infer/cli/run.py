@@ -58,7 +58,9 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
         if debug:
             raise
         return _say(program, "out of memory: ask for less at once, or use a smaller model.", BAD_INPUT)
-    except Exception as error:
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # not all are Exceptions: panics of libraries in Rust are not
         if debug:
             raise
         told = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"

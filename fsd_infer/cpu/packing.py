@@ -6,8 +6,6 @@ An unpacked bf16 weight is reordered in every call; packed once, a linear layer 
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsd_infer.cpu.kernels import MOST_ROWS, Weight, kernels, panels_of
+from fsd_infer.device.memory import trim
 
 _Made = TypeVar("_Made")
 
@@ -276,9 +275,7 @@ def own_memory(module: nn.Module) -> None:
     for parameter in module.parameters():
         if not parameter.is_meta:
             parameter.data = parameter.data.clone()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
+    trim()
 
 
 def pack_linears(module: nn.Module, release: Collection[nn.Module] = ()) -> int:

@@ -47,11 +47,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def give_back() -> None:
-    """Return what has been freed to the system. C libraries keep it; glibc gives it back if it is told to."""
+    """Return to the system what has been freed, what only cycles still refer to included."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    trim()
+
+
+def trim() -> None:
+    """Let the C library return what has been freed, where it can (glibc)."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _gib(count: int) -> str:

@@ -28,6 +28,18 @@ def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
     return defaults.get(device.type, defaults["cuda"])
 
 
+MOST_DEPTH, MOST_NODES = 256, 1024  # of a tree: no text is guessed so far ahead, and no forward is worth more drafts
+
+
+def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
+    """Raises FsdError unless these are sizes of a draft tree, the root counted among its nodes."""
+    for option, value, least, most in (
+        ("depth", depth, 1, MOST_DEPTH), ("nodes", nodes, 2, MOST_NODES), ("width", width, 1, MOST_DEPTH)
+    ):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise FsdError(f"{name} needs {option} from {least} to {most}, got {value!r}.")
+
+
 def check_stop_below(chance: float) -> None:
     """Raises FsdError if it is no chance below which drafting may stop."""
     if not 0 <= chance < 1:

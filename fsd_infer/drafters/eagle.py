@@ -31,6 +31,7 @@ from fsd_infer.drafters.base import (
     DraftSession,
     NoDrafter,
     check_stop_below,
+    check_tree,
     not_believed,
     of_device,
 )
@@ -40,6 +41,8 @@ from fsd_infer.heads.checkpoint import is_public, load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
+
+MOST_CANDIDATES = 2**16  # of a round
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,12 @@ class TreeShape:
     stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.width < 1 or self.nodes < 2:
-            raise FsdError(f"a draft tree needs depth >= 1, width >= 1 and nodes >= 2; got {self}.")
+        check_tree("a draft tree", self.depth, self.nodes, self.width)
+        if self.candidates > MOST_CANDIDATES:
+            raise FsdError(
+                f"a draft tree of depth {self.depth} and width {self.width} has {self.candidates} candidates, over "
+                f"{MOST_CANDIDATES}: give a smaller width."
+            )
         check_stop_below(self.stop_below)
 
     @property

@@ -18,11 +18,12 @@ from fsd_infer.drafters.base import (
     DraftRequest,
     DraftSession,
     check_stop_below,
+    check_tree,
     not_believed,
     of_device,
 )
 from fsd_infer.drafters.eagle import TreeShape
-from fsd_infer.errors import FsdError, VocabularyMismatchError
+from fsd_infer.errors import VocabularyMismatchError
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
@@ -69,8 +70,7 @@ class LMDrafter(Drafter):
     name = "lm"
 
     def __init__(self, model: Target, target: Target, depth: int = 5, stop_below: float = 0.0) -> None:
-        if depth < 1:
-            raise FsdError(f"the chain needs depth >= 1, got {depth}.")
+        check_tree("the chain", depth, 2)
         check_stop_below(stop_below)
         check_same_vocabulary(model, target)
         self.model = model

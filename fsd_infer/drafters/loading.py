@@ -11,6 +11,7 @@ from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
 from fsd_infer.drafters.lookup import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.errors import ModelLoadError, UnknownNameError
+from fsd_infer.files import usable_name
 from fsd_infer.heads.checkpoint import is_head
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import shipped_drafter
@@ -49,7 +50,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     """
     if isinstance(drafter, Drafter):
         return drafter
-    name = None if drafter is None else str(drafter)
+    name = None if drafter is None else usable_name(drafter, "drafter")
     main, plus, side = (name or "").rpartition("+")
     if plus and side in FREE:
         return _load_grafted(main, side, target, tree)
@@ -85,6 +86,8 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
     """ "X+lookup" for X = main. Grafted onto nothing, lookup is the tree."""
     if not main:
         raise ModelLoadError(f'"+{side}" names no drafter to graft onto: write "shipped+{side}" or "{side}".')
+    if side in main.split("+"):
+        raise ModelLoadError(f'"{main}+{side}" names {side} twice: what it knows it proposes at once. Name it once.')
     onto = load_drafter(main, target, tree)
     if isinstance(onto, NoDrafter):
         return _load_free(side, target, tree)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow
 
@@ -196,8 +196,7 @@ class LookupDrafter(Drafter):
         min_ngram: int = 1,
         least: float = 0.02,
     ) -> None:
-        if depth < 1 or nodes < 2 or width < 1:
-            raise FsdError(f"lookup needs depth >= 1, nodes >= 2 and width >= 1; got {depth}, {nodes}, {width}.")
+        check_tree("lookup", depth, nodes, width)
         if not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
             raise FsdError(
                 f"lookup needs 1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}; got {min_ngram} and {max_ngram}."

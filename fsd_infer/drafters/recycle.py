@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow, at_nodes
 
@@ -165,11 +165,9 @@ class RecycleDrafter(Drafter):
         most: int = 100_000,
         keep: bool = True,
     ) -> None:
-        if depth < 1 or nodes < 2 or width < 1 or most < 1:
-            raise FsdError(
-                "recycle needs depth >= 1, nodes >= 2, width >= 1 and most >= 1; "
-                f"got {depth}, {nodes}, {width}, {most}."
-            )
+        check_tree("recycle", depth, nodes, width)
+        if most < 1:
+            raise FsdError(f"recycle needs most >= 1, got {most}.")
         if not 0.0 < least < 1.0:
             raise FsdError(f"recycle needs 0 < least < 1; got {least}.")
         self.vocab_size = vocab_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fsd_infer.errors import CheckpointError, ModelLoadError
+from fsd_infer.files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -32,7 +35,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 def is_adapter(directory: str | Path) -> bool:
     """Is this a directory with a LoRA adapter (rather than a whole model)?"""
-    return (Path(directory).expanduser() / ADAPTER_CONFIG).is_file()
+    return os.path.isfile(os.path.join(os.path.expanduser(directory), ADAPTER_CONFIG))
 
 
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
@@ -43,12 +46,10 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
         ModelLoadError: an adapter that cannot be merged as a plain LoRA.
     """
     path = Path(directory).expanduser() / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path")
-        rank, alpha = int(config.get("r") or 0), float(config.get("lora_alpha") or 0)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error}): copy or export the adapter again.") from error
+    config = read_json(path, "Copy or export the adapter again.", CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object: copy or export the adapter again.")
+    base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path} does not name the base model of the adapter: set base_model_name_or_path.")
     odd = [f"{name}={config[name]!r}" for name, plain in _PLAIN.items() if name in config and config[name] not in plain]
@@ -57,9 +58,13 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
             f"{path.parent} is not a plain LoRA adapter ({', '.join(odd)}) and cannot be merged here. Merge it with "
             "peft (merge_and_unload, save_pretrained) and give the merged model's directory."
         )
-    if rank < 1 or alpha <= 0:
-        raise CheckpointError(f"{path} has r={rank} and lora_alpha={alpha}; both must be positive.")
+    if not _positive(rank) or not isinstance(rank, int) or not _positive(alpha):
+        raise CheckpointError(f"{path} has r={rank!r} and lora_alpha={alpha!r}; both must be positive numbers.")
     return {**config, "base_model_name_or_path": base}
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def base_of(directory: str | Path) -> str:
@@ -69,7 +74,7 @@ def base_of(directory: str | Path) -> str:
     """
     base: str = read_adapter_config(directory)["base_model_name_or_path"]
     beside = Path(directory).expanduser() / base
-    return str(beside) if beside.is_dir() else base
+    return str(beside) if os.path.isdir(beside) else base
 
 
 def adapter_digest(directory: str | Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
+from fsd_infer.files import read_json, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
 
@@ -30,9 +33,11 @@ __all__ = [
     "attention_for",
     "builtin_dir",
     "check_safetensors",
-    "default_device",
     "is_builtin",
+    "load_config",
     "load_target",
+    "load_tokenizer",
+    "parse_device",
     "parse_dtype",
     "resolve_target",
     "shipped_drafter",
@@ -72,9 +77,29 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
         raise UnknownNameError(f"unknown dtype {dtype!r}. Known: {', '.join(sorted(_DTYPES))}.") from None
 
 
-def default_device() -> torch.device:
-    """The first CUDA device where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name; None: the first CUDA device where there is one, else the CPU.
+
+    Raises:
+        ModelLoadError: no device has this name, or it is not there.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    usable = f"use cpu{', cuda' if torch.cuda.is_available() else ''} or leave it out"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"device {device!r} has no such name: {usable}.") from error
+    if found.type in ("cpu", "meta") and found.index:
+        raise ModelLoadError(f"device {str(found)!r}: there is one {found.type} only: {usable}.")
+    try:
+        torch.empty(0, device=found)
+        if found.type == "meta":
+            raise RuntimeError("tensors there have no values")
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelLoadError(f"device {str(found)!r} cannot be used here ({reason}): {usable}.") from error
+    return found
 
 
 def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
@@ -96,12 +121,14 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         CheckpointError: a truncated or malformed safetensors file in the directory.
     """
     name = os.fspath(name_or_dir)
+    if name:
+        usable_name(name, "target")
     if is_builtin(name):
         return str(builtin_dir(name, progress=progress))
-    directory = Path(name).expanduser()
+    directory = Path(os.path.expanduser(name))  # pathlib's raises an error for users that are not there
     if name and is_adapter(directory):
         return _resolve_base(directory, progress)
-    if name and directory.is_dir():
+    if name and os.path.isdir(directory):
         _check_directory(directory)
         return str(directory)
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
@@ -135,10 +162,7 @@ def _check_directory(directory: Path) -> None:
         raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            shards = sorted({directory / file for file in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is malformed ({error}); copy it again.") from error
+        shards = [directory / name for name in _shard_names(index)]
     else:
         shards = sorted(directory.glob("*.safetensors"))
     if not shards:
@@ -149,22 +173,84 @@ def _check_directory(directory: Path) -> None:
     for shard in shards:
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
-        check_safetensors(shard)
+    _check_layers(directory / "config.json", sum(map(check_safetensors, shards)))
 
 
-def check_safetensors(path: Path) -> None:
-    """Read the header of a safetensors file and compare it with the file's size.
+def _shard_names(index: Path) -> list[str]:
+    """The files that an index names, all in its own directory. Raises CheckpointError."""
+    found = read_json(index, "Copy it again.", CheckpointError)
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(f"{index} is malformed (no weight_map of tensors to files); copy it again.")
+    for name in files.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file beside it; copy it again.")
+    return sorted(set(files.values()))
+
+
+def _check_layers(path: Path, tensors: int) -> None:
+    """Raise CheckpointError if a config is no object, or has more layers than there are tensors.
+
+    transformers builds the layers before it looks at the weights, and a billion of them take all memory.
+    """
+    config = read_json(path, "Copy the model again.", CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for name, value in (pair for part in parts for pair in part.items()):
+        if "layer" in name and isinstance(value, (int, float)) and value > tensors:
+            raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
+        if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
+            raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
+
+
+def check_safetensors(path: Path) -> int:
+    """Read the header of a safetensors file and compare it with the file's size; returns its number of tensors.
 
     Raises:
         CheckpointError: truncated or malformed.
     """
     try:
-        with safe_open(path, framework="pt"):
-            pass
-    except SafetensorError as error:
+        with safe_open(path, framework="pt") as file:
+            return len(file.keys())
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is truncated or not a safetensors file ({error}); copy or fetch it again."
         ) from None
+
+
+def load_config(name_or_dir: str | os.PathLike[str]) -> PretrainedConfig:
+    """A target's config alone; names and errors as of :func:`load_target`."""
+    source = resolve_target(name_or_dir)
+    with _explained(name_or_dir):
+        return AutoConfig.from_pretrained(source)
+
+
+def load_tokenizer(name_or_dir: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """A target's tokenizer alone, None for a local directory without one; otherwise as :func:`load_config`."""
+    source = resolve_target(name_or_dir)
+    with _explained(name_or_dir):
+        return AutoTokenizer.from_pretrained(source) if _has_tokenizer(source) else None
+
+
+@contextmanager
+def _explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever transformers makes of a model's files, as one of our errors."""
+    name = os.fspath(name_or_dir)
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"the weights of {name} are truncated or malformed ({error}); fetch them again."
+        ) from error
+    except (FsdError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # a config can make any part of transformers fail, and its Rust parts panic
+        kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
+        raise ModelLoadError(
+            f"target {name!r} cannot be loaded: {kind}{error}\n"
+            f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
+        ) from error
 
 
 def load_target(
@@ -198,9 +284,10 @@ def load_target(
         UnknownNameError, ModelLoadError, CheckpointError: see ``resolve_target``; also ModelLoadError for whatever
             transformers refuses, and for weights that do not fill the model.
     """
+    place = parse_device(device)
     source, adapter = resolve_target(name_or_dir, progress=progress), adapter_of(name_or_dir)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-    try:
+    with _explained(name_or_dir):
         config = AutoConfig.from_pretrained(source, **common)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -212,17 +299,6 @@ def load_target(
             **common,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **common) if _has_tokenizer(source) else None
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"the weights of {source} are truncated or malformed ({error}); fetch them again."
-        ) from error
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        if isinstance(error, FsdError):
-            raise
-        raise ModelLoadError(
-            f"target {os.fspath(name_or_dir)!r} cannot be loaded: {error}\n"
-            f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
-        ) from error
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
@@ -230,11 +306,18 @@ def load_target(
             f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "
             "they would be random. Check that config.json belongs to these weights."
         )
+    unused = sorted(loaded[1]["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{len(unused)} tensors of {source} have no place in {type(model).__name__}, first {unused[0]!r}: check "
+            "that config.json belongs to these weights.",
+            stacklevel=2,
+        )
     model.requires_grad_(False)
     if adapter is not None:
         merge_adapter(model, adapter)
         model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
-    return model.eval().to(device or default_device()), tokenizer
+    return model.eval().to(place), tokenizer
 
 
 def _has_tokenizer(source: str) -> bool:

@@ -28,7 +28,6 @@ import logging
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +46,7 @@ from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.files import cache_dir
+from fsd_infer.files import cache_dir, read_json, write_json
 from fsd_infer.rules import Exact, Verification
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
@@ -464,19 +463,17 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
 def _read(file: Path) -> dict[int, TreeShape | None] | None:
     """The shapes in a file by batch, or None where there is none or the file is damaged."""
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))["shapes"]
+        known = read_json(file, "")["shapes"]
         shapes = {int(batch): None if shape is None else TreeShape(**shape) for batch, shape in known.items()}
         return shapes if shapes[1] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
-    """By one rename, so that no reader sees half a file. A cache that cannot be written costs time, nothing else."""
+    """A cache that cannot be written costs time, nothing else."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-            json.dump(record, part, indent=1)
-        os.replace(part.name, file)
+        write_json(file, record, indent=1)
     except OSError:
         return
