@@ -121,7 +121,7 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path, adapter: Path)
 
     refused(CheckpointError, "no adapter_model.safetensors", weights=lambda path: path.unlink())
     refused(CheckpointError, "truncated", weights=lambda path: path.write_bytes(path.read_bytes()[:-50]))
-    refused(CheckpointError, "malformed", text="{")
+    refused(CheckpointError, "not JSON", text="{")
     refused(CheckpointError, "does not name the base model", config={"base_model_name_or_path": None})
     refused(CheckpointError, "does not fit", config={"r": 2})
     refused(ModelLoadError, "no-such-model.*cannot be loaded", config={"base_model_name_or_path": "no-such-model"})
