@@ -14,7 +14,7 @@ from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cpu.packing import can_pack, pack_linears
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
-from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.checkpoint import VERSION, save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
 from tests.families import VOCAB, tiny_model, tiny_prompts
@@ -188,7 +188,7 @@ def test_foreign_and_damaged_configs_are_named(target: Target, tmp_path: Path) -
     config.write_text(text[: len(text) // 2])
     with pytest.raises(CheckpointError, match="config.json"):
         load_drafter(tmp_path / "head", target)
-    config.write_text(text.replace('"version": 1', '"version": 99'))
+    config.write_text(text.replace(f'"version": {VERSION}', '"version": 99'))
     with pytest.raises(CheckpointError, match="99"):
         load_drafter(tmp_path / "head", target)
     config.write_text(text.replace('"draft_vocab_size": 32', '"draft_vocab_size": 31'))
