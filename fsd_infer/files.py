@@ -75,7 +75,9 @@ def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = Data
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno} " if problem.lineno > 1 else ""
         reason = f"not JSON ({problem.msg} at {line}column {problem.colno})"
-    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, thousands of open brackets
+    except RecursionError:
+        reason = "JSON nested too deep"
+    except ValueError as problem:  # a number of thousands of digits
         reason = f"JSON that cannot be read ({problem})"
     raise error(f"{where}: {reason}. {advice}")
 

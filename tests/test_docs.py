@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsd_infer.engine import decode
 
-LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?:while )?.*batch\..*\n)+", re.MULTILINE)
+LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?!return)\S.*batch\..*\n)+", re.MULTILINE)
 
 
 def test_the_page_of_a_round_shows_the_engines_loop(repo_root: Path) -> None:

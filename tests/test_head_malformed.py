@@ -165,7 +165,7 @@ DRAFTED = len(IDS)
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no object": (text("[1, 2]"), "holds list, not an object"),
     "a number": (text("7"), "holds int, not an object"),
-    "not UTF-8": (text(b"\xff\xfe{}"), "cannot be read"),
+    "not UTF-8": (text(b"\xff\xfe{}"), "not UTF-8"),
     "too deep": (text("[" * 100_000 + "]" * 100_000), "nested too deep"),
     "a number of 5000 digits": (text('{"version": ' + "9" * 5000 + "}"), "cannot be read"),
     "another format": (text('{"format": "other"}'), "is not an fsd-eagle-head checkpoint|without|has no"),

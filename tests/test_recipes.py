@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import DataError, ModelLoadError
@@ -217,7 +218,7 @@ def test_facts_are_the_models_own(targets: Callable[[str], Path]) -> None:
 
 
 def test_unsupported_targets_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    save_file({name: torch.zeros(1) for name in "ab"}, tmp_path / "model.safetensors")  # one for each layer
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}')
     with pytest.raises(ModelLoadError, match="mamba has layers"):
