@@ -1,4 +1,4 @@
-"""Records that name models and files by the last part of their path, so that no path of the machine is recorded."""
+"""Records that name models and files by the last part of their path, and so tell nothing of the machine."""
 
 from __future__ import annotations
 

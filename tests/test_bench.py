@@ -13,9 +13,10 @@ import pytest
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.bench import Answer, Method, Settings, TimedRun, build_record, run
+from fsd_infer.bench.base import Turn
 from fsd_infer.bench.intervals import interval
 from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import BenchPrompt, Turn, jsonable
+from fsd_infer.bench.record import BenchPrompt, jsonable
 from fsd_infer.bench.schedule import group_prompts, take_turns
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.main import main

@@ -15,8 +15,9 @@ import pytest
 
 from fsd_infer import FsdError
 from fsd_infer.bench import Answer, TimedRun, build_record, run
+from fsd_infer.bench.base import Turn
 from fsd_infer.bench.process import ProcessMethod
-from fsd_infer.bench.record import BenchPrompt, Turn
+from fsd_infer.bench.record import BenchPrompt
 from fsd_infer.cli.main import main
 from tests.bench_toys import Toy, save_toy
 

@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.markdown_table import markdown
 from fsd_infer.bench import Answer, TimedRun, build_record
-from fsd_infer.bench.record import BenchPrompt, Turn, mean_interval
-from fsd_infer.bench.score import first_option, last_number, read_references
+from fsd_infer.bench.base import Turn
+from fsd_infer.bench.intervals import mean_interval, ratio_interval
+from fsd_infer.bench.measures import final_answer, repeated_ngrams
+from fsd_infer.bench.record import BenchPrompt
+from fsd_infer.bench.score import first_option, last_number, read_references, rouge_l
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
@@ -119,6 +122,60 @@ def test_means_and_paired_differences() -> None:
     assert [run["score"] for run in record["prompts"][1]["methods"]["lossy"]] == [0.0]
 
 
+def answered(final: str | None, tokens: int, forwards: int, finish: str) -> TimedRun:
+    return TimedRun(1.0, 0.1, [Answer([1] * tokens, forwards, tokens - 1, finish_reason=finish, final=final)])
+
+
+def test_what_needs_no_reference_is_paired_too() -> None:
+    prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(3)]
+    turns = [
+        Turn(0, 0, [0], {"exact": answered("18", 4, 3, "stop"), "lossy": answered("18", 8, 2, "stop")}),
+        Turn(1, 0, [1], {"exact": answered("5", 6, 5, "stop"), "lossy": answered("7", 12, 3, "length")}),
+        Turn(2, 0, [2], {"exact": answered(None, 2, 1, "stop"), "lossy": answered("1", 4, 1, "stop")}),
+    ]
+    record = build_record(prompts, {"exact": {}, "lossy": {}}, turns)
+    ratios, less = record["ratios"]["exact"]["lossy"], record["differences"]["exact"]["lossy"]
+    assert ratios["answer_tokens"]["ratio"] == ratios["answer_tokens"]["low"] == 2.0
+    assert ratios["target_forwards"]["ratio"] == pytest.approx(6 / 9) and ratios["target_forwards"]["high"] <= 1
+    assert less["finished_fraction"]["mean"] == pytest.approx(-1 / 3)
+    same = record["agreement"]["exact"]["lossy"]
+    assert same["mean"] == 0.5 and same["prompts"] == 2, "an answer without an end agrees with nothing"
+
+
+def test_ratio_of_sums_and_its_interval() -> None:
+    generator = np.random.default_rng(1)
+    other = generator.uniform(5, 50, 300)
+    found = ratio_interval([2 * x for x in other], other)
+    assert found["ratio"] == pytest.approx(2) and found["low"] == pytest.approx(2) and found["high"] == pytest.approx(2)
+    noisy = ratio_interval(generator.uniform(5, 50, 300), other)
+    spread = np.sqrt(2 * (45**2 / 12) / 300) / 27.5
+    assert (noisy["high"] - noisy["low"]) / (2 * 1.96) == pytest.approx(spread, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"), [([1, 2, 3], None), ([1, 2, 3, 4], 0.0), ([7] * 8, 4 / 5), ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5)]
+)
+def test_repeated_4grams(tokens: list[int], share: float | None) -> None:
+    assert repeated_ngrams(tokens) == (None if share is None else pytest.approx(share))
+
+
+def test_final_answers() -> None:
+    ends = ["so 18.0", "It is $1,800.", "-0.50", "nothing", "10", "0.0"]
+    assert [final_answer(text) for text in ends] == ["18", "1800", "-0.5", None, "10", "0"]
+    assert final_answer("3 times: Yes", ("yes", "no")) == "yes" and final_answer("3", ("yes", "no")) is None
+
+
+def test_rouge_l() -> None:
+    assert rouge_l("The cat sat.", "the CAT sat") == 1.0 and rouge_l("", "a") == rouge_l("a", "b") == 0.0
+    # longest common subsequence police the gunman: 3 of 4 words here, of 4 words there
+    assert rouge_l("police ended the gunman", "police kill the gunman") == pytest.approx(3 / 4)
+    assert rouge_l("a b c d e f", "f a c") == pytest.approx(2 * 2 / 9)
+    rows = [PromptRow("i", [{"role": "user", "content": "x"}], "s", "f", 1, {"reference": ["b b", "a c"]}), row("a b")]
+    found = read_references(rows, "rouge")
+    assert found[0] is not None and found[0].score("a c") == 1.0 and found[1] is not None
+    assert not any(read_references(rows, "auto")), "texts are compared only where that is asked for"
+
+
 def test_interval_is_that_of_the_normal_law_and_pairs_narrow_it() -> None:
     generator = np.random.default_rng(0)
     easy = generator.random(400) < 0.5
@@ -162,12 +219,12 @@ def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixtu
     assert record["differences"]["hf-generate"]["plain"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 2}
     assert record["methods"]["theirs"]["log_likelihood_per_token"] < -1, "of the text's own tokens"
     shown = capsys.readouterr().out
-    assert "50.0 [0.0, 100.0]" in shown and "score: right answers, of 2 prompts with a reference" in shown
+    assert "50.0 [0.0, 100.0]" in shown and "score: of 2 prompts with a reference" in shown
     assert max(map(len, shown.splitlines())) <= 100 and "| 50.0 % (0.0–100.0) |" in markdown(record, "r")
 
     assert main([*argv, "plain", "--score", "none"]) == 0
     record = json.loads(file.read_text())
-    assert record["methods"]["plain"]["score"] is None and record["methods"]["plain"]["intervals"] == {}
+    assert record["methods"]["plain"]["score"] is None and "score" not in record["methods"]["plain"]["intervals"]
     assert "score" not in capsys.readouterr().out and "task score" not in markdown(record, "r")
     assert main([*argv, "plain", "--score", "choice"]) == 2
     assert "no row has a reference for --score choice" in capsys.readouterr().err

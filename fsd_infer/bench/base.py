@@ -21,7 +21,9 @@ class Answer:
         log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
         counted: number of new tokens where ``tokens`` is None.
         text: of the answer where ``tokens`` is None.
-        score: 1 where the answer is right, 0 where it is not; None where its prompt has no reference.
+        score: 1 where the answer is right, 0 where it is not, or ROUGE-L; None where its prompt has no reference.
+        repeated_4grams: share of its 4-grams that occurred earlier in it; None if it is shorter or unknown.
+        final: what it says in the end, see :func:`fsd_infer.bench.measures.final_answer`.
     """
 
     tokens: list[int] | None
@@ -35,6 +37,8 @@ class Answer:
     counted: int = 0
     text: str | None = None
     score: float | None = None
+    repeated_4grams: float | None = None
+    final: str | None = None
 
     @property
     def length(self) -> int:
@@ -50,6 +54,16 @@ class TimedRun:
     prefill_seconds: float
     answers: list[Answer]
     phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What every method did with one group of prompts once; ``prompts`` are indices."""
+
+    group: int
+    repeat: int
+    prompts: list[int]
+    runs: dict[str, TimedRun]
 
 
 class Method(ABC):

@@ -1,4 +1,4 @@
-"""95 % percentile bootstrap intervals of medians and of weighted means."""
+"""95 % percentile bootstrap intervals of medians, weighted means and ratios of sums."""
 
 from __future__ import annotations
 
@@ -54,3 +54,13 @@ def mean_interval(
     low, high = _bootstrap(columns, statistic, seed)
     centre = float(statistic(*map(np.asarray, columns), axis=-1))
     return {"mean": centre, "low": low, "high": high, "prompts": len(own)}
+
+
+def ratio_interval(own: Sequence[float], other: Sequence[float], seed: int = 0) -> dict[str, Any]:
+    """Σ own / Σ other of the same prompts: {"ratio", "low", "high", "prompts"}. The other's sum must not be 0."""
+
+    def statistic(own: Any, other: Any, axis: int) -> Any:
+        return own.sum(axis) / other.sum(axis)
+
+    low, high = _bootstrap([own, other], statistic, seed)
+    return {"ratio": sum(own) / sum(other), "low": low, "high": high, "prompts": len(own)}

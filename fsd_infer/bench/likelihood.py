@@ -13,11 +13,19 @@ BATCH_TOKENS = 4096  # padding included
 LOGIT_BYTES = 64 * 2**20  # of one fp32 piece [positions, V]; reducing it makes at most two more of its size
 
 
-@torch.inference_mode()
 def mean_log_likelihoods(
     target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int = BATCH_TOKENS
 ) -> list[float]:
-    """Mean raw log-probability, in nats, of each answer's tokens given its prompt; one forward per batch of pairs.
+    """:func:`log_likelihoods` per token of the answer."""
+    sums = log_likelihoods(target, pairs, batch_tokens)
+    return [total / len(answer) for (total, _), (_, answer) in zip(sums, pairs, strict=True)]
+
+
+@torch.inference_mode()
+def log_likelihoods(
+    target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int = BATCH_TOKENS
+) -> list[tuple[float, bool]]:
+    """Raw log-probability, in nats, of each answer given its prompt; one forward per batch of pairs.
 
     Args:
         target: gives the features and the LM head.
@@ -25,17 +33,16 @@ def mean_log_likelihoods(
         batch_tokens: largest batch, in tokens with padding; a longer pair goes alone.
 
     Returns:
-        One number per pair, in the order given.
+        Per pair, in the order given: the sum over the answer's tokens, and whether each of them is the likeliest one.
 
     Raises:
         ModelLoadError: the target's LM head is more than a linear map, a scale and a soft cap.
     """
     target.check_lm_head()
-    found = [0.0] * len(pairs)
+    found = [(0.0, True)] * len(pairs)
     for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
-        means = _batch_means(target, [pairs[index] for index in batch])
-        for index, mean in zip(batch, means.tolist(), strict=True):
-            found[index] = mean
+        for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
+            found[index] = scored
     return found
 
 
@@ -50,8 +57,8 @@ def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     return batches
 
 
-def _batch_means(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """[B] fp32."""
+def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+    """:func:`log_likelihoods` of pairs that are read together."""
     longest = max(len(prompt) + len(answer) - 1 for prompt, answer in pairs)
     shape = (len(pairs), longest)
     ids = torch.zeros(shape, dtype=torch.long)
@@ -65,17 +72,19 @@ def _batch_means(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[i
     # a mask of ones alone would only cost time
     features = target.features(ids.to(target.device), None if bool(real.all()) else real.to(target.device))
     final = features[scored.to(target.device)][:, : target.hidden_size]  # behind them: layers that a drafter watches
-    scores = _token_scores(target, final, labels)
+    scores, likeliest = _token_scores(target, final, labels)
     lengths = [len(answer) for _, answer in pairs]
-    return torch.stack([part.mean() for part in scores.split(lengths)])
+    parts = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
+    return [(float(part.sum()), bool(greedy.all())) for part, greedy in parts]
 
 
-def _token_scores(target: Target, features: Tensor, labels: Tensor) -> Tensor:
-    """log p(labels [K]) at features [K, H], fp32, in pieces so that no [K, V] tensor is alive."""
+def _token_scores(target: Target, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(labels [K]) at features [K, H], fp32, and are they the likeliest; in pieces: no [K, V] tensor is alive."""
     rows = max(1, LOGIT_BYTES // (4 * target.vocab_size))
-    pieces = []
+    pieces, likeliest = [], []
     for start in range(0, len(labels), rows):
         logits = target.lm_logits(features[start : start + rows]).float()
         chosen = logits.gather(1, labels[start : start + rows, None])[:, 0]
         pieces.append(chosen - logits.logsumexp(-1))
-    return torch.cat(pieces)
+        likeliest.append(chosen == logits.amax(-1))
+    return torch.cat(pieces), torch.cat(likeliest)

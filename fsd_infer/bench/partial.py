@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.base import Answer, TimedRun
-from fsd_infer.bench.record import Turn
+from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.errors import FsdError
 from fsd_infer.files import usable_name, write_json, write_text
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_infer.bench.base import Answer, TimedRun
-from fsd_infer.bench.intervals import interval, mean_interval
+from fsd_infer.bench.base import Answer, TimedRun, Turn
+from fsd_infer.bench.intervals import interval
+from fsd_infer.bench.paired import against, intervals
 from fsd_infer.errors import FsdError
 
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
@@ -24,16 +25,6 @@ class BenchPrompt:
     category: str
     where: str
     ids: list[int]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What every method did with one group of prompts once; ``prompts`` are indices."""
-
-    group: int
-    repeat: int
-    prompts: list[int]
-    runs: dict[str, TimedRun]
 
 
 @dataclass
@@ -55,7 +46,7 @@ def build_record(
     baselines: Sequence[str] = (),
     blocks: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
-    """The parts ``methods``, ``baseline``, ``ratios``, ``differences`` and ``prompts`` of a benchmark's record.
+    """The parts ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement`` and ``prompts`` of a record.
 
     Speeds are medians over units of medians over repeats, in new tokens per second of wall time: a unit is a group of
     prompts that are decoded together, or a block of such groups (their tokens / their seconds).
@@ -71,8 +62,11 @@ def build_record(
 
     ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_infer.bench.score`), None
     where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
-    ``score`` and ``log_likelihood_per_token``, and ``differences[BASELINE][METHOD]`` that of the method's less the
-    baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; what was not measured is not there.
+    the quantities of :mod:`fsd_infer.bench.paired`; ``differences[BASELINE][METHOD]`` that of the method's less the
+    baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; ``ratios[BASELINE][METHOD]`` also
+    those of answer lengths and of target forwards, ``{"ratio", "low", "high", "prompts"}``; and
+    ``agreement[BASELINE][METHOD]`` the share of prompts with the baseline's final answer. What was not measured is not
+    there.
 
     Args:
         prompts: all that the turns' indices mean.
@@ -99,16 +93,24 @@ def build_record(
         whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
         whole.update(_phases(name, turns))
         whole.update(description)
-        whole["intervals"] = _intervals(name, turns, seed)
+        whole["intervals"] = intervals(name, turns, seed)
         whole["categories"] = parts
         made[name] = whole
+    speeds = {baseline: _ratios(cells, baseline, seed) for baseline in compared}
+    paired = {baseline: against(list(methods), baseline, turns, seed) for baseline in compared}
     return {
         "methods": made,
         "baseline": baseline,
-        "ratios": {against: _ratios(cells, against, seed) for against in compared},
+        "ratios": {
+            other: {name: {**speeds[other][name], **facts["ratios"]} for name, facts in names.items()}
+            for other, names in paired.items()
+        },
         "differences": {
-            against: {name: _intervals(name, turns, seed, against) for name in methods if name != against}
-            for against in compared
+            other: {name: facts["differences"] for name, facts in names.items()} for other, names in paired.items()
+        },
+        "agreement": {
+            other: {name: facts["same_final_answer"] for name, facts in names.items()}
+            for other, names in paired.items()
         },
         "prompts": _prompt_rows(prompts, methods, turns),
     }
@@ -196,6 +198,7 @@ def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None
         "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
         "divergence_spent": mean([answer.divergence_spent for answer in answers]),
         "score": mean([answer.score for answer in answers]),
+        "repeated_4grams": mean([answer.repeated_4grams for answer in answers]),
         "log_likelihood_per_token": (
             sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
             if likelihoods
@@ -217,42 +220,6 @@ def _ratios(cells: Mapping[str, Mapping[int, _Cell]], baseline: str, seed: int) 
                 values = [1 / value for value in values]
             made[name][quantity] = interval(values, seed)
     return made
-
-
-# what is averaged over answers by quantity: (value, weight), None where an answer has none
-AVERAGES: dict[str, Callable[[Answer], tuple[float, float] | None]] = {
-    "score": lambda answer: None if answer.score is None else (answer.score, 1.0),
-    "log_likelihood_per_token": lambda answer: (
-        None if answer.log_likelihood is None else (answer.log_likelihood, float(answer.length))
-    ),
-}
-
-
-def _intervals(name: str, turns: Sequence[Turn], seed: int, baseline: str | None = None) -> dict[str, Any]:
-    """Of each measured one of :data:`AVERAGES`: :func:`mean_interval` of the method, or of it less the baseline."""
-    found = {}
-    for quantity, value in AVERAGES.items():
-        own = _sums(name, turns, value)
-        other = own if baseline is None else _sums(baseline, turns, value)
-        shared = [index for index in own if index in other]
-        if shared:
-            against = None if baseline is None else [other[index] for index in shared]
-            found[quantity] = mean_interval([own[index] for index in shared], against, seed)
-    return found
-
-
-def _sums(
-    name: str, turns: Sequence[Turn], value: Callable[[Answer], tuple[float, float] | None]
-) -> dict[int, tuple[float, float]]:
-    """By prompt: Σ value · weight and Σ weight over its answers that have one."""
-    sums: dict[int, tuple[float, float]] = {}
-    for turn in turns:
-        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True):
-            found = value(answer)
-            if found is not None:
-                total, weights = sums.get(index, (0.0, 0.0))
-                sums[index] = total + found[0] * found[1], weights + found[1]
-    return sums
 
 
 def merge_turns(turns: Iterable[Turn]) -> list[Turn]:
@@ -292,6 +259,8 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "divergence_spent": answer.divergence_spent,
         "log_likelihood_per_token": answer.log_likelihood,
         "score": answer.score,
+        "repeated_4grams": answer.repeated_4grams,
+        "final_answer": answer.final,
         "finish_reason": answer.finish_reason,
         "tokens_sha256": (
             None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16]

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.base import Answer
+from fsd_infer.bench.base import Answer, Turn
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.likelihood import mean_log_likelihoods
+from fsd_infer.bench.measures import final_answer, repeated_ngrams
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import BenchPrompt, Turn, build_record, jsonable
+from fsd_infer.bench.record import BenchPrompt, build_record, jsonable
 from fsd_infer.bench.schedule import group_prompts, take_blocks, take_turns
-from fsd_infer.bench.score import Reference, read_references
+from fsd_infer.bench.score import Reference, asked_options, read_references
 from fsd_infer.bench.settings import Settings, models_of, set_threads
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
@@ -45,8 +46,8 @@ def run(
         options: other fields of :class:`Settings`.
 
     Returns:
-        The record: ``methods``, ``baseline``, ``ratios``, ``prompts`` (see ``build_record``), ``settings`` and
-        ``environment``.
+        The record: ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement``, ``prompts`` (see
+        ``build_record``), ``settings`` and ``environment``.
 
     Raises:
         FsdError: unknown method, malformed row, unfinished run in the way, and whatever loading or decoding raises.
@@ -105,7 +106,7 @@ def _measure(
                 method.close()
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), models.tokenizer, asked, turns)
-    _add_scores(models.tokenizer, references, turns)
+    _add_measures(models.tokenizer, rows, references, turns)
     record = build_record(asked, described, turns, settings.seed, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
     record["environment"] = {
@@ -162,14 +163,35 @@ def _add_log_likelihoods(target: Target, tokenizer: Any, prompts: Sequence[Bench
             answer.log_likelihood = score
 
 
-def _add_scores(tokenizer: Any, references: Sequence[Reference | None], turns: Sequence[Turn]) -> None:
-    """Every answer to a prompt with a reference is held against it, but those of unknown text."""
+def _add_measures(
+    tokenizer: Any, rows: Sequence[PromptRow], references: Sequence[Reference | None], turns: Sequence[Turn]
+) -> None:
+    """:func:`measure` every answer."""
     for turn in turns:
         for run_ in turn.runs.values():
             for index, answer in zip(turn.prompts, run_.answers, strict=True):
-                reference, text = references[index], answer.text
-                if reference is None:
-                    continue
-                if answer.tokens is not None:
-                    text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-                answer.score = None if text is None else reference.score(text)
+                measure(answer, tokenizer, references[index], final_options(rows[index], references[index]))
+
+
+def final_options(row: PromptRow, reference: Reference | None) -> tuple[str, ...]:
+    """The options that a prompt's answer is to name, if any."""
+    return reference.options if reference is not None and reference.options else asked_options(row)
+
+
+def measure(answer: Answer, tokenizer: Any, reference: Reference | None, options: Sequence[str]) -> str | None:
+    """Hold an answer against its reference, if there is one, and note repetition and what it says in the end.
+
+    Returns its text. Nothing is noted of an answer that is unknown (of some servers).
+    """
+    text, tokens = answer.text, answer.tokens
+    if tokens is not None:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+    elif text is not None:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    if text is None or tokens is None:
+        return None
+    answer.repeated_4grams = repeated_ngrams(tokens)
+    answer.final = final_answer(text, options)
+    if reference is not None:
+        answer.score = reference.score(text)
+    return text

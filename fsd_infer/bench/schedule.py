@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from fsd_infer.bench.base import Method, TimedRun
+from fsd_infer.bench.base import Method, TimedRun, Turn
 from fsd_infer.bench.methods import METHODS, Spec
 from fsd_infer.bench.partial import PartialFile
 from fsd_infer.bench.process import ProcessMethod
-from fsd_infer.bench.record import BenchPrompt, Turn, merge_turns
+from fsd_infer.bench.record import BenchPrompt, merge_turns
 from fsd_infer.bench.settings import Settings, models_of
 
 WARMUP_TOKENS = 16

@@ -1,4 +1,4 @@
-"""Task scores: an answer is right (1) or wrong (0) by a small matcher, the same for every method.
+"""Task scores: an answer is right (1) or wrong (0) by a small matcher, or like a reference, the same for every method.
 
 ========  ==================================================  =====================================================
 kind      a row has such a reference where its ``answer``     an answer is right where
@@ -8,6 +8,10 @@ choice    is one of the options that its prompt ends in       the option that it
           (``Answer format: true/false``), or of yes/no or    is the reference; "answer 2" names answer2, and letter
           true/false                                          case counts for options of a single letter alone
 ========  ==================================================  =====================================================
+
+``rouge`` is used only where it is asked for (``--score rouge``): the reference is the row's ``answer`` or ``reference``,
+a text or a list of them, and the score is ROUGE-L, the F measure of the longest common subsequence of words (Lin 2004;
+lower case, letters and digits alone, no stemming), the best over references.
 
 Numbers may have a sign, decimals and commas between thousands; 18, 18.0 and $18. are equal. Nothing else of an answer
 is looked at: one that was cut off before its result is wrong, so give it enough new tokens. A reference that says
@@ -26,11 +30,12 @@ from fsd_infer.errors import DataError, FsdError
 
 AUTO = "auto"
 NONE = "none"
-KINDS = ("number", "choice")
+KINDS = ("number", "choice", "rouge")
 SCORES = (AUTO, *KINDS, NONE)
 
 # a minus behind a digit, a letter or a bracket subtracts
 _NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?\d+(?:(?:,\d{3})+(?!\d))?(?:\.\d+)?")
+_WORD = re.compile(r"[a-z0-9]+")
 _FORMAT = re.compile(r"Answer format:[ \t]*(\S[^\n/]*(?:/[^\n/]+)+)\s*$")
 _WITHOUT_FORMAT = (("true", "false"), ("yes", "no"))
 
@@ -41,18 +46,33 @@ class Reference:
 
     Attributes:
         kind: one of :data:`KINDS`.
-        value: the number, or the option.
+        value: the number, the option, or the texts.
         options: of a choice, all of them.
     """
 
     kind: str
-    value: Decimal | str
+    value: Decimal | str | tuple[str, ...]
     options: tuple[str, ...] = ()
 
     def score(self, answer: str) -> float:
-        """1.0 where the answer is right, else 0.0."""
+        """1.0 where the answer is right, else 0.0; ROUGE-L, from 0 to 1, where the reference is a text."""
+        if self.kind == "rouge":
+            return max(rouge_l(answer, text) for text in self.value)  # type: ignore[union-attr]
         found = first_option(answer, self.options) if self.kind == "choice" else last_number(answer)
         return float(found == self.value)
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """F measure of the longest common subsequence of words, 0 to 1."""
+    own, other = (_WORD.findall(text.lower()) for text in (answer, reference))
+    lengths = [0] * (len(other) + 1)  # of the longest common subsequence of what was read so far and other[:i]
+    for word in own:
+        before = 0
+        for place, wanted in enumerate(other, start=1):
+            above = lengths[place]
+            lengths[place] = before + 1 if word == wanted else max(above, lengths[place - 1])
+            before = above
+    return 2 * lengths[-1] / (len(own) + len(other)) if lengths[-1] else 0.0
 
 
 def last_number(text: str) -> Decimal | None:
@@ -92,14 +112,23 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO) -> list[Referen
     return found
 
 
+def asked_options(row: PromptRow) -> tuple[str, ...]:
+    """The options that a prompt ends in (``Answer format: true/false``); none where it names none."""
+    asked = _FORMAT.search(row.messages[-1]["content"])
+    return tuple(option.strip() for option in asked[1].split("/")) if asked else ()
+
+
 def _reference(row: PromptRow, kind: str) -> Reference | None:
     answer = row.row.get("answer")
+    if kind == "rouge":
+        given = row.row.get("reference") if answer is None else answer
+        texts = tuple(text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str))
+        return Reference("rouge", texts) if any(_WORD.search(text.lower()) for text in texts) else None
     if kind == NONE or not isinstance(answer, (str, int, float)):
         return None
     text = str(answer).strip()
     if kind in (AUTO, "choice"):
-        asked = _FORMAT.search(row.messages[-1]["content"])
-        given = tuple(option.strip() for option in asked[1].split("/")) if asked else ()
+        given = asked_options(row)
         for options in (given,) if given else _WITHOUT_FORMAT:
             chosen = next((option for option in options if option.lower() == text.lower()), None)
             if chosen is not None:

@@ -144,10 +144,10 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--score",
-        choices=("auto", "number", "choice", "none"),
+        choices=("auto", "number", "choice", "rouge", "none"),
         default="auto",
-        help="hold answers against the rows' references: their last number, the first option they name "
-        "(default: whatever references there are)",
+        help="hold answers against the rows' references: their last number, the first option they name, ROUGE-L "
+        "(default: numbers and options where rows have them)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the full record; keeps FILE.partial.jsonl until done")
     parser.add_argument("--resume", action="store_true", help="continue the unfinished run of --json FILE")

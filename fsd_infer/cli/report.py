@@ -80,8 +80,7 @@ def bench_table(record: dict[str, Any]) -> str:
     methods = record["methods"]
     shown = short_names(list(methods))
     parts = [_speed_table(record, shown), _answers_table(record, shown)]
-    if any(facts["intervals"] for facts in methods.values()):
-        parts.append(_quality_table(record, shown))
+    parts += [part for part in (_quality_table(record, shown), _paired_table(record, shown)) if part]
     categories = list(next(iter(methods.values()))["categories"])
     told = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
     if len(categories) > 1 and told:
@@ -149,20 +148,52 @@ def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
 
 def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     """Task score and log-likelihood, what was measured of them, each with its difference to the first baseline."""
-    methods, baseline = record["methods"], record["baseline"]
+    methods = record["methods"]
     columns = [("score", "score %", 100.0, 1), ("log_likelihood_per_token", "log-lik", 1.0, 3)]
     measured = [column for column in columns if any(column[0] in facts["intervals"] for facts in methods.values())]
+    if not measured:
+        return ""
+    counts = [facts["intervals"].get("score", {}).get("prompts", 0) for facts in methods.values()]
+    note = f"score: of {max(counts)} prompts with a reference" if max(counts) else ""
+    if any(quantity == "log_likelihood_per_token" for quantity, *_ in measured):
+        note += ("\n" if note else "") + "log-lik: of the tokens under the target, nats per token"
+    return "quality\n" + _means_table(record, shown, measured) + "\n" + note
+
+
+def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequence[tuple[str, str, float, int]]) -> str:
+    """Columns (quantity, title, scale, digits), each with its difference to the first baseline."""
+    methods, baseline = record["methods"], record["baseline"]
     headers, rows = ["method"], [[shown[name]] for name in methods]
-    for quantity, title, scale, digits in measured:
+    for quantity, title, scale, digits in columns:
         headers += [f"{title} [95 %]", f"less {shown[baseline]} [95 %]"]
         for row, (name, facts) in zip(rows, methods.items(), strict=True):
             less = record["differences"][baseline].get(name, {}).get(quantity)
             row += [_mean(facts["intervals"].get(quantity), scale, digits), _mean(less, scale, digits)]
-    counts = [facts["intervals"].get("score", {}).get("prompts", 0) for facts in methods.values()]
-    note = f"score: right answers, of {max(counts)} prompts with a reference" if max(counts) else ""
-    if any(quantity == "log_likelihood_per_token" for quantity, *_ in measured):
-        note += ("\n" if note else "") + "log-lik: of the tokens under the target, nats per token"
-    return "quality\n" + fitted_tables(headers, rows) + "\n" + note
+    return fitted_tables(headers, rows)
+
+
+def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+    """What needs no reference, beside the first baseline; nothing if only that was measured."""
+    methods, baseline = record["methods"], record["baseline"]
+    against, agreement = record["ratios"].get(baseline, {}), record.get("agreement", {}).get(baseline, {})
+    if not any("answer_tokens" in found for found in against.values()):
+        return ""
+    headers, rows = ["method", "tokens x [95 %]", "forwards x [95 %]", "same end % [95 %]"], []
+    for name in methods:
+        sums = [_sum_ratio(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
+        rows.append([shown[name], *sums, _mean(agreement.get(name), 100.0, 1)])
+    ends = [("repeated_4grams", "repeated 4-grams %", 100.0, 1), ("finished_fraction", "ended %", 100.0, 1)]
+    note = f"x: sums over answers, of {shown[baseline]}'s; same end: the last number, or the option named, is its own"
+    return (
+        f"beside {shown[baseline]}\n"
+        + fitted_tables(headers, rows)
+        + "\n\n"
+        + (_means_table(record, shown, ends) + "\n" + note)
+    )
+
+
+def _sum_ratio(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 def _mean(found: dict[str, Any] | None, scale: float, digits: int) -> str:
