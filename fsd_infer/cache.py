@@ -37,8 +37,8 @@ class _SlotLayer(CacheLayerMixin):
         return pool
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self.pool._storage("keys", self.index, key_states)
-        self.values = self.pool._storage("values", self.index, value_states)
+        self.keys = self.pool._pool("keys", key_states)[self.index]
+        self.values = self.pool._pool("values", value_states)[self.index]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -54,13 +54,6 @@ class _SlotLayer(CacheLayerMixin):
             self.keys.scatter_(2, pool.slots[:, None, :, None].expand_as(key_states), key_states)
             self.values.scatter_(2, pool.slots[:, None, :, None].expand_as(value_states), value_states)
         return self.keys[:, :, : pool.used], self.values[:, :, : pool.used]
-
-    def room(self, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All slots' keys and values [B, heads, slots, width], to be written to directly (on a CPU)."""
-        if not self.is_initialized:
-            like = torch.empty(self.pool.batch, heads, 0, width, dtype=dtype)
-            self.lazy_initialization(like, like)
-        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.pool.used, 0
@@ -101,19 +94,24 @@ class SlotCache(Cache):
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 
-    def _storage(self, kind: str, layer: int, states: Tensor) -> Tensor:
-        """This layer's [B, heads, slots, head_dim] slice of the pool its shape belongs to."""
+    def pools(self, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of all layers with so many heads [layers, B, heads, slots, width], to be written to."""
+        like = torch.empty(self.batch, heads, 0, width, dtype=dtype)
+        return self._pool("keys", like), self._pool("values", like)
+
+    def _pool(self, kind: str, like: Tensor) -> Tensor:
+        """The pool [layers, B, heads, slots, head_dim] of states [B, heads, M, head_dim] like these."""
         if self.parent is not None:
             whole, row = self.parent
-            return whole._storage(kind, layer, states)[row : row + 1]
-        _, heads, _, width = states.shape
-        key = (kind, heads, width, states.dtype)
+            return whole._pool(kind, like)[:, row : row + 1]
+        _, heads, _, width = like.shape
+        key = (kind, heads, width, like.dtype)
         if key not in self._pools:
             if key not in self._memory:
                 shape = (self.num_layers, self._rows, heads, self.capacity, width)
-                self._memory[key] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+                self._memory[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
             self._pools[key] = self._memory[key][:, : self.batch]
-        return self._pools[key][layer]
+        return self._pools[key]
 
     def row(self, index: int) -> SlotCache:
         """One row of the batch as a cache of its own, in the same memory."""

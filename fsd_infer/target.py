@@ -6,14 +6,14 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsd_infer.cache import SlotCache
-from fsd_infer.cpu.ops import weight_rows
+from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.errors import ModelLoadError
@@ -27,8 +27,11 @@ class Target:
     """A frozen causal LM with its tokenizer.
 
     ``features`` are what drafters read, [B, M, F]. The first H columns are the final features, what enters the LM head
-    (the last hidden state after the final norm); behind them come the outputs of the layers given to :meth:`watch`, H
-    columns each, in ascending order of layers. Nobody watching, F = H.
+    (the last hidden state after the final norm); then come the outputs of the layers given to :meth:`watch`, H columns
+    each, in ascending order of layers: transformers' ``hidden_states``, where the last layer's is after the final norm.
+    Nobody watching, F = H.
+
+    Forwards leave nothing on the target, so several threads may run them at once, each with a cache of its own.
 
     Args:
         model: any decoder-only ``PreTrainedModel`` with a language-model head.
@@ -45,15 +48,11 @@ class Target:
         if self._head is None:
             raise ModelLoadError(f"{type(model).__name__} has no language-model head: a causal LM is needed as target.")
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._features: Tensor | None = None
-        self._layer_outputs: dict[int, Tensor] = {}
         self.watched: tuple[int, ...] = ()
         self.decoder: nn.Module = model.get_decoder()
         if self.decoder is model or self.decoder is None:
             raise ModelLoadError(f"{type(model).__name__} does not say which module is its decoder (`get_decoder`).")
-        self.decoder.register_forward_hook(self._remember_features)
         self._eager = self.config._attn_implementation == "eager"
-        self._lm_head_checked = False
         self.graphs: Graphs | None = None
 
     @classmethod
@@ -158,7 +157,7 @@ class Target:
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
         tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        parts = [weight_rows(table, rows) for table in tables]
+        parts = [ops.weight_rows(table, rows) for table in tables]
         norm = getattr(getattr(self.decoder, "norm", None), "weight", None)
         digest = hashlib.sha256()
         for part in parts if norm is None else [*parts, norm]:
@@ -194,13 +193,15 @@ class Target:
         """(weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd], or the whole head."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return weight_rows(head, ids), bias if bias is None or ids is None else bias[ids].contiguous()
+        return ops.weight_rows(head, ids), bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Features [B, M, F] of right-padded sequences ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
-        self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
-        return self._take_features()
+        out = self.decoder(
+            input_ids=ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(self.watched)
+        )
+        return self._joined(out.last_hidden_state, self._watched_of(out.hidden_states))
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """The rows ids [Vd] of the LM head as a frozen linear layer."""
@@ -214,25 +215,26 @@ class Target:
     @torch.no_grad()
     def check_lm_head(self) -> None:
         """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits (drafters rely on it)."""
-        if self._lm_head_checked:
-            return
-        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
-        logits = self.model(input_ids=probe, use_cache=False).logits.float()
-        ours = self.lm_logits(self.features_of(self._take_features())).float()
-        if not torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2):
+        if not self._lm_head_is_plain:
             raise ModelLoadError(
                 f"{self.config.model_type}: the LM head does more than a linear map, a scale and a soft cap, so a "
                 "draft head cannot share it. Use an independent small model as drafter."
             )
-        self._lm_head_checked = True
+
+    @cached_property
+    def _lm_head_is_plain(self) -> bool:
+        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            logits = self.model(input_ids=probe, use_cache=False).logits.float()
+            features = self.decoder(input_ids=probe, use_cache=False).last_hidden_state
+            ours = self.lm_logits(features).float()
+        return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
     def watch(self, layers: Sequence[int]) -> None:
         """Add the outputs of these decoder layers (numbers from 0) to the features. Raises ModelLoadError."""
-        new = sorted(set(layers) - set(self.watched))
-        for number, layer in zip(new, self.layers(new), strict=True):
-            layer.register_forward_hook(partial(self._remember_layer, number))
-        self.watched = tuple(sorted({*self.watched, *layers}))
-        if new and self.graphs is not None:
+        self.layers(layers)
+        before, self.watched = self.watched, tuple(sorted({*self.watched, *layers}))
+        if self.watched != before and self.graphs is not None:
             self.graphs.forget()
 
     def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
@@ -311,24 +313,36 @@ class Target:
     def _forward(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
-        masks = {
-            kind: self._additive(mask) if self._eager else mask
-            for kind, mask in self._windowed(visible, positions, cache.slots).items()
-        }
+        masks = self._windowed(visible, positions, cache.slots)
+        stack = ops.stack_of(self.decoder)
+        if stack is not None and stack.takes(visible) and self._lm_head_is_plain:
+            kinds = getattr(self.config, "layer_types", None) or ["all"] * self.config.num_hidden_layers
+            of_layers = [masks[kind] for kind in kinds]
+            final, others = stack(self.embed(tokens), positions, of_layers, cache, self.decoder.norm, self.watched)
+            return self.lm_logits(final[:, -keep:]), self._joined(final, others)  # [-0:] is all
+        given = {kind: self._for_attention(mask) for kind, mask in masks.items()}
         extra: dict[str, Any] = {"logits_to_keep": keep} if keep and self._takes_logits_to_keep else {}
         out = self.model(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+            attention_mask=next(iter(given.values())) if len(given) == 1 else given,
             past_key_values=cache,
             use_cache=True,
+            output_hidden_states=True,
             **extra,
         )
-        logits = out.logits[:, -keep:] if keep else out.logits
-        return logits, self._take_features()
+        return out.logits[:, -keep:], self._joined(out.hidden_states[-1], self._watched_of(out.hidden_states))
+
+    def _watched_of(self, states: Sequence[Tensor] | None) -> list[Tensor]:
+        """The outputs of watched layers among what enters the first layer and each layer's output."""
+        return [] if states is None else [states[number + 1] for number in self.watched]
+
+    def _joined(self, final: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Final features [B, M, H] and the outputs of watched layers -> [B, M, F]."""
+        return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
     def _windowed(self, visible: Tensor, positions: Tensor, slots: Tensor) -> dict[str, Tensor]:
-        """[B, 1, M, S] masks by layer type; windows count positions, not slots (tree siblings share a position)."""
+        """[B, M, S] masks by layer type; windows count positions, not slots (tree siblings share a position)."""
         masks = {}
         for kind, window in self.layer_windows.items():
             mask = visible
@@ -336,24 +350,14 @@ class Target:
                 counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
                 at = counted.scatter(1, slots, positions)  # the text's tokens lie in the slots of their positions
                 mask = mask & (positions[:, :, None] - at[:, None, :] < window)
-            masks[kind] = mask[:, None]
+            masks[kind] = mask
         return masks
 
-    def _additive(self, mask: Tensor) -> Tensor:
+    def _for_attention(self, mask: Tensor) -> Tensor:
+        """[B, M, S] bool -> [B, 1, M, S] as the model's own attention takes it: additive where it is eager."""
+        mask = mask[:, None]
+        if not self._eager:
+            return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
             ~mask, torch.finfo(self.dtype).min
         )
-
-    def _remember_features(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._features = output[0]
-
-    def _remember_layer(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._layer_outputs[number] = output[0] if isinstance(output, tuple) else output
-
-    def _take_features(self) -> Tensor:
-        features, self._features = self._features, None
-        assert features is not None, "the base model was not run"
-        if not self.watched:
-            return features
-        layers, self._layer_outputs = self._layer_outputs, {}
-        return torch.cat([features, *(layers[number].to(features.dtype) for number in self.watched)], dim=-1)

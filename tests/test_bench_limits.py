@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import forward_limits
 from fsd_infer import FsdError, Target
-from fsd_infer.cpu.fused_ops import speed_up
+from fsd_infer.cpu.ops import speed_up
 from fsd_infer.cpu.packing import can_pack
 from tests.families import tiny_model
 
@@ -28,7 +28,7 @@ def test_every_linear_weight_counts_once(
     argv = ["--target", str(tmp_path / "target"), "--nodes", "1", "4", "--context", "8", "--repeats", "3"]
     assert forward_limits.main([*argv, "--json", str(file)]) == 0
     record = json.loads(file.read_text())
-    assert record["linear_bytes"] == 2 * linear and record["linear_layers"] == 4 * model.config.num_hidden_layers + 1
+    assert record["linear_bytes"] == 2 * linear and record["linear_layers"] == 7 * model.config.num_hidden_layers + 1
     one, four = record["rows"]
     assert (one["nodes"], four["nodes"]) == (1, 4) and min(one["forward_ms"], one["linear_ms"]) > 0
     assert four["computing_ms"] == pytest.approx(4 * one["computing_ms"]) and four["reading_ms"] == one["reading_ms"]

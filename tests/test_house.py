@@ -12,7 +12,7 @@ import pytest
 
 SEAM = "fsd_infer.cpu.ops"
 PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
-HEAVY = ["transformers", "safetensors", "fsd_infer.cpu.build", "fsd_infer.cpu.packing", "fsd_infer.targets"]
+HEAVY = ["transformers", "safetensors", "fsd_infer.cpu.build", "fsd_infer.targets"]
 
 
 def imports_of(file: Path) -> Iterator[str]:

@@ -15,13 +15,16 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <type_traits>
 
-// A packed weight.
-struct fsd_weight {
-  const void* panels;
-  const float* scales;  // [N], by which the fp8 numbers of a column are multiplied; null: bf16
+// A linear layer, [columns, depth].
+struct fsd_linear {
+  const void* panels;    // of the packed weight
+  const float* scales;   // [columns], by which the fp8 numbers of a column are multiplied; null: bf16
+  const uint16_t* bias;  // [columns] or null
+  int64_t columns, depth;
 };
 
 namespace {
@@ -240,16 +243,19 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t
   }
 }
 
-// Panel `p` of a weight.
+// Panel `p` of a linear layer, bias included; calls done(row, column within the panel, 16 sums).
 template <class Done>
-inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const fsd_weight& weight,
-                          int64_t p, Done done) {
-  const int64_t start = p * PANEL * depth;
-  if (!weight.scales) return panel_product(multiply, x, rows, depth, (const bf16*)weight.panels + start, done);
-  const float* const scales = weight.scales + p * PANEL;
-  panel_product(multiply, x, rows, depth, (const fp8*)weight.panels + start, [&](int row, int at, __m512 sum) {
-    done(row, at, _mm512_mul_ps(sum, _mm512_loadu_ps(scales + at)));
-  });
+inline void panel_product(Multiplier& multiply, const bf16* x, int rows, const fsd_linear& layer, int64_t p, Done done) {
+  const int64_t start = p * PANEL * layer.depth;
+  const bf16* const bias = layer.bias ? layer.bias + p * PANEL : nullptr;
+  const float* const scales = layer.scales ? layer.scales + p * PANEL : nullptr;
+  const auto finished = [&](int row, int at, __m512 sum) {
+    if (scales) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(scales + at));
+    if (bias) sum = _mm512_add_ps(sum, load(bias + at));
+    done(row, at, sum);
+  };
+  if (scales) panel_product(multiply, x, rows, layer.depth, (const fp8*)layer.panels + start, finished);
+  else panel_product(multiply, x, rows, layer.depth, (const bf16*)layer.panels + start, finished);
 }
 
 struct Share {  // of a thread: units [begin, end)
@@ -260,17 +266,21 @@ struct Share {  // of a thread: units [begin, end)
   }
 };
 
-// This thread's columns of x [rows, depth] Wt + bias; calls done(row, column, 16 sums).
+// This thread's columns of the outputs of x [rows, depth], of one linear layer or of several side by side; calls
+// done(row, column, 16 sums).
 template <class Done>
-inline void product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const fsd_weight& weight,
-                    const bf16* bias, int64_t columns, Done done) {
-  const Share share(columns / PANEL);
-  for (int64_t p = share.begin; p < share.end; ++p)
-    panel_product(multiply, x, rows, depth, weight, p, [&](int row, int at, __m512 sum) {
-      const int64_t column = p * PANEL + at;
-      if (bias) sum = _mm512_add_ps(sum, load(bias + column));
-      done(row, column, sum);
-    });
+inline void product(Multiplier& multiply, const bf16* x, int rows, std::initializer_list<const fsd_linear*> layers,
+                    Done done) {
+  int64_t panels = 0, before = 0;
+  for (const fsd_linear* layer : layers) panels += layer->columns / PANEL;
+  const Share share(panels);
+  for (const fsd_linear* layer : layers) {
+    const int64_t own = layer->columns / PANEL;
+    for (int64_t p = std::max(share.begin, before); p < std::min(share.end, before + own); ++p)
+      panel_product(multiply, x, rows, *layer, p - before,
+                    [&](int row, int at, __m512 sum) { done(row, p * PANEL + at, sum); });
+    before += own;
+  }
 }
 
 // y = x / sqrt(mean(x²) + epsilon) · weight over `size` numbers, a multiple of 16.
@@ -751,14 +761,13 @@ int64_t fsd_rows(const bf16* weight, int64_t rows, int64_t depth, const int64_t*
 // PANEL: the layout of weights that the products read.
 int fsd_panel() { return (int)PANEL; }
 
-// y [rows, columns] = x [rows, depth] Wt + bias; bias may be null.
-void fsd_linear(const bf16* x, const fsd_weight* weight, const bf16* bias, bf16* y, int64_t rows, int64_t columns,
-                int64_t depth, int threads) {
+// y [rows, columns] of x [rows, depth].
+void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     Multiplier multiply;
-    product(multiply, x, (int)rows, depth, *weight, bias, columns,
-            [&](int row, int64_t column, __m512 sum) { store(y + row * columns + column, sum); });
+    product(multiply, x, (int)rows, {layer},
+            [&](int row, int64_t column, __m512 sum) { store(y + row * layer->columns + column, sum); });
   }
 }
 
@@ -818,74 +827,92 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
   }
 }
 
-// A decoder layer of the Llama kind. Norms and biases are vectors; those marked * may be null.
+// A decoder layer of the Llama kind. Norms are vectors; those marked * may be null.
 struct fsd_layer {
-  fsd_weight qkv, output, gate_up, down;
-  const bf16 *input_norm /* * */, *qkv_bias /* * */, *query_norm /* * */, *key_norm /* * */, *output_bias /* * */,
-      *mlp_norm, *gate_up_bias /* * */, *down_bias /* * */;
-  int64_t hidden, inner, query_heads, key_heads, width;
+  fsd_linear query, key, value, output, gate, up, down;
+  const bf16 *input_norm /* * */, *query_norm /* * */, *key_norm /* * */, *mlp_norm;
+};
+
+// Layers of equal sizes, one after the other.
+struct fsd_stack {
+  const fsd_layer* layers;
+  int64_t number, hidden, inner, query_heads, key_heads, width;
   float epsilon, scale;
 };
 
-// What the layers of one forward share. Keys and values of a layer: [batch, key heads, slots, width] by strides.
+// One forward. Keys and values are [layers, batch, key heads, slots, width] by strides.
 struct fsd_forward {
   int64_t batch, count;           // rows of x: batch · count
-  const bf16 *cosine, *sine;      // [batch, count, width]
-  const uint8_t* visible;         // [batch, count, used]
-  const int64_t* slots;           // [batch, count], where new keys and values go
+  const bf16* x;                  // [rows, hidden]
+  const bf16* attended;           // [rows, depth of the first layer's queries]: what its attention reads; null: norm(x)
+  const int64_t* positions;       // [rows]
+  const int64_t* slots;           // [rows], where new keys and values go
+  const bf16 *cosine, *sine;      // [angles, width] by position
+  int64_t angles;
+  const uint8_t* const* visible;  // of each layer: [batch, count, used]
   int64_t used;                   // slots attended to
-  int64_t batch_stride, head_stride, slot_stride;
+  bf16 *keys, *values;
+  int64_t capacity, layer_stride, batch_stride, head_stride, slot_stride;
+  bf16* const* outputs;           // of each layer: [rows, hidden], where its output is wanted, or null
+  const bf16* final_norm;         // null: none
+  bf16* out;                      // [rows, hidden], of the last layer, normed
   bf16* scratch;                  // fsd_scratch(...) bytes
   int64_t threads;
 };
 
 namespace {
 
-// Where a layer keeps what lies between its steps. Sizes in bf16 numbers.
+// Where a forward keeps what lies between its steps. Sizes in bf16 numbers.
 struct Scratch {
-  int64_t normed, projected, attended, middle, gated, own;
+  int64_t states, projected, attended, gated, own;
 
-  Scratch(const fsd_layer* layer, const fsd_forward* f) {
+  Scratch(const fsd_stack* stack, const fsd_forward* f) {
     const int64_t rows = f->batch * f->count;
-    normed = middle = rows * layer->hidden;
-    projected = rows * (layer->query_heads + 2 * layer->key_heads) * layer->width;
-    attended = rows * layer->query_heads * layer->width;
-    gated = rows * layer->inner;
-    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * layer->width, gates = 2 * rows * PANEL;
-    own = std::max(scores + block + 2 * LANES * layer->width, gates);  // of each thread
+    states = rows * stack->hidden;
+    projected = rows * (stack->query_heads + 2 * stack->key_heads) * stack->width;
+    attended = rows * stack->query_heads * stack->width;
+    gated = rows * stack->inner;
+    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * stack->width, gates = 2 * rows * PANEL;
+    own = std::max(scores + block + 2 * LANES * stack->width, gates);  // of each thread
   }
 
-  int64_t total(int64_t threads) const { return normed + projected + attended + middle + gated + threads * own; }
+  int64_t total(int64_t threads) const { return 4 * states + projected + attended + gated + threads * own; }
 };
 
-// out = x + attention(norm(x)), then out + mlp(norm(out)); x, out [batch · count, hidden], not the same memory. Called
-// by all threads of a team; what follows needs a barrier first.
-void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forward* f, const bf16* x, bf16* out,
-                   bf16* keys, bf16* values) {
+// out = x + attention(norm(x)), then out + mlp(norm(out)); x, out [rows, hidden], not the same memory. Called by all
+// threads of a team; what follows needs a barrier first.
+void layer_forward(Multiplier& multiply, const fsd_stack* stack, const fsd_forward* f, int64_t index, const bf16* x,
+                   bf16* out) {
+  const fsd_layer& layer = stack->layers[index];
   const int rows = (int)(f->batch * f->count);
-  const int64_t hidden = layer->hidden, inner = layer->inner, width = layer->width;
-  const int64_t query_heads = layer->query_heads, key_heads = layer->key_heads, group = query_heads / key_heads;
+  const int64_t hidden = stack->hidden, inner = stack->inner, width = stack->width;
+  const int64_t query_heads = stack->query_heads, key_heads = stack->key_heads, group = query_heads / key_heads;
   const int64_t across = query_heads * width, heads = query_heads + 2 * key_heads;
-  const Scratch scratch(layer, f);
+  const Scratch scratch(stack, f);
   bf16* const normed = f->scratch;
-  bf16* const projected = normed + scratch.normed;      // [rows, heads · width]: queries, keys, values
+  bf16* const middle = normed + scratch.states;         // x + attention
+  bf16* const projected = normed + 4 * scratch.states;  // [rows, heads · width]: queries, keys, values
   bf16* const attended = projected + scratch.projected;
-  bf16* const middle = attended + scratch.attended;     // x + attention
-  bf16* const gated = middle + scratch.middle;          // act(gate) · up
+  bf16* const gated = attended + scratch.attended;      // act(gate) · up
   bf16* const private_memory = gated + scratch.gated;
+  bf16* const keys = f->keys + index * f->layer_stride;
+  bf16* const values = f->values + index * f->layer_stride;
+  const uint8_t* const visible = f->visible[index];
 
   const Share own_rows(rows);
   float* const scores = (float*)(private_memory + omp_get_thread_num() * scratch.own);
   int32_t* const block = (int32_t*)(scores + QUERIES * (f->used + 2 * LANES));
-  bf16* const some_keys = (bf16*)(block + LANES * layer->width / 2);
+  bf16* const some_keys = (bf16*)(block + LANES * width / 2);
   float* const gates = scores;
 
-  if (layer->input_norm) {
+  const bf16* read = index == 0 && f->attended ? f->attended : x;
+  if (read == x && layer.input_norm) {
     for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
-      rms_norm(x + row * hidden, layer->input_norm, layer->epsilon, hidden, normed + row * hidden);
+      rms_norm(x + row * hidden, layer.input_norm, stack->epsilon, hidden, normed + row * hidden);
+    read = normed;
 #pragma omp barrier
   }
-  product(multiply, layer->input_norm ? normed : x, rows, hidden, layer->qkv, layer->qkv_bias, heads * width,
+  product(multiply, read, rows, {&layer.query, &layer.key, &layer.value},
           [&](int row, int64_t column, __m512 sum) { store(projected + row * heads * width + column, sum); });
 #pragma omp barrier
   const Share own_heads(rows * heads);  // queries are turned in place; keys and values go to their slots
@@ -899,9 +926,10 @@ void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forwa
       std::memcpy(slot(values, side - key_heads), from, width * sizeof(bf16));
       continue;
     }
-    const bf16* const norm = side < 0 ? layer->query_norm : layer->key_norm;
-    if (norm) rms_norm(from, norm, layer->epsilon, width, from);
-    rotate(from, f->cosine + row * width, f->sine + row * width, width, side < 0 ? from : slot(keys, side));
+    const bf16* const norm = side < 0 ? layer.query_norm : layer.key_norm;
+    if (norm) rms_norm(from, norm, stack->epsilon, width, from);
+    const int64_t angle = f->positions[row] * width;
+    rotate(from, f->cosine + angle, f->sine + angle, width, side < 0 ? from : slot(keys, side));
   }
 #pragma omp barrier
   // the queries of a group of heads, in parts of at most QUERIES, share keys and values
@@ -918,66 +946,76 @@ void layer_forward(Multiplier& multiply, const fsd_layer* layer, const fsd_forwa
       const int64_t row = b * f->count + q / group, column = (head * group + q % group) * width;
       from[q - first] = projected + row * heads * width + column;
       to[q - first] = attended + row * across + column;
-      seen[q - first] = f->visible + row * f->used;
+      seen[q - first] = visible + row * f->used;
       const void* const latest = memrchr(seen[q - first], 1, f->used);
       if (latest) slots = std::max(slots, 1 + ((const uint8_t*)latest - seen[q - first]));
     }
     const bf16* const k = keys + b * f->batch_stride + head * f->head_stride;
     const bf16* const v = values + b * f->batch_stride + head * f->head_stride;
-    attend(multiply, (int)(last - first), from, k, v, f->slot_stride, slots, width, layer->scale, seen, scores, block,
+    attend(multiply, (int)(last - first), from, k, v, f->slot_stride, slots, width, stack->scale, seen, scores, block,
            some_keys, to);
   }
 #pragma omp barrier
-  product(multiply, attended, rows, across, layer->output, layer->output_bias, hidden,
-          [&](int row, int64_t column, __m512 sum) {
-            const int64_t at = row * hidden + column;
-            store(middle + at, _mm512_add_ps(load(x + at), sum));
-          });
+  product(multiply, attended, rows, {&layer.output}, [&](int row, int64_t column, __m512 sum) {
+    const int64_t at = row * hidden + column;
+    store(middle + at, _mm512_add_ps(load(x + at), sum));
+  });
 #pragma omp barrier
   for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
-    rms_norm(middle + row * hidden, layer->mlp_norm, layer->epsilon, hidden, normed + row * hidden);
+    rms_norm(middle + row * hidden, layer.mlp_norm, stack->epsilon, hidden, normed + row * hidden);
 #pragma omp barrier
   const Share own_panels(inner / PANEL);  // each of gates with the one of ups that it multiplies
   for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
-    const int64_t start = p * PANEL;
-    const bf16* const bias = layer->gate_up_bias;
-    panel_product(multiply, normed, rows, hidden, layer->gate_up, p, [&](int row, int at, __m512 sum) {
-      if (bias) sum = _mm512_add_ps(sum, load(bias + start + at));
+    panel_product(multiply, normed, rows, layer.gate, p, [&](int row, int at, __m512 sum) {
       const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
       _mm512_storeu_ps(gates + row * PANEL + at, _mm512_div_ps(sum, below));
     });
-    panel_product(multiply, normed, rows, hidden, layer->gate_up, inner / PANEL + p, [&](int row, int at, __m512 sum) {
-      if (bias) sum = _mm512_add_ps(sum, load(bias + inner + start + at));
-      store(gated + row * inner + start + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
+    panel_product(multiply, normed, rows, layer.up, p, [&](int row, int at, __m512 sum) {
+      store(gated + row * inner + p * PANEL + at, _mm512_mul_ps(_mm512_loadu_ps(gates + row * PANEL + at), sum));
     });
   }
 #pragma omp barrier
-  product(multiply, gated, rows, inner, layer->down, layer->down_bias, hidden,
-          [&](int row, int64_t column, __m512 sum) {
-            const int64_t at = row * hidden + column;
-            store(out + at, _mm512_add_ps(load(middle + at), sum));
-          });
+  product(multiply, gated, rows, {&layer.down}, [&](int row, int64_t column, __m512 sum) {
+    const int64_t at = row * hidden + column;
+    store(out + at, _mm512_add_ps(load(middle + at), sum));
+  });
+}
+
+// How many of `count` numbers are none from 0 to `end`, exclusively.
+int64_t outside(const int64_t* numbers, int64_t count, int64_t end) {
+  return std::count_if(numbers, numbers + count, [&](int64_t number) { return number < 0 || number >= end; });
 }
 
 }  // namespace
 
-// Bytes that fsd_layers_forward needs as scratch.
-int64_t fsd_scratch(const fsd_layer* layer, const fsd_forward* f) {
-  return (int64_t)sizeof(bf16) * Scratch(layer, f).total(f->threads);
+// Bytes that fsd_stack_forward needs as scratch.
+int64_t fsd_scratch(const fsd_stack* stack, const fsd_forward* f) {
+  return (int64_t)sizeof(bf16) * Scratch(stack, f).total(f->threads);
 }
 
-// `number` layers of equal sizes, one after the other: out [number, batch · count, hidden] is what each puts out.
-void fsd_layers_forward(const fsd_layer* layers, int64_t number, const fsd_forward* f, const bf16* x, bf16* out,
-                        bf16* const* keys, bf16* const* values) {
-  const int64_t size = f->batch * f->count * layers->hidden;
+// Runs the layers. Returns how many slots and positions there are not; then nothing was done.
+int64_t fsd_stack_forward(const fsd_stack* stack, const fsd_forward* f) {
+  const int64_t rows = f->batch * f->count, hidden = stack->hidden, size = rows * hidden;
+  const int64_t wrong = outside(f->slots, rows, f->capacity) + outside(f->positions, rows, f->angles);
+  if (wrong) return wrong;
 #pragma omp parallel num_threads((int)f->threads)
   {
     Multiplier multiply;
-    for (int64_t l = 0; l < number; ++l) {
-      layer_forward(multiply, layers + l, f, l ? out + (l - 1) * size : x, out + l * size, keys[l], values[l]);
+    const bf16* x = f->x;
+    for (int64_t l = 0; l < stack->number; ++l) {
+      bf16* to = f->outputs[l] ? f->outputs[l] : f->scratch + (2 + l % 2) * size;
+      if (l + 1 == stack->number && !f->final_norm) to = f->out;
+      layer_forward(multiply, stack, f, l, x, to);
 #pragma omp barrier
+      x = to;
+    }
+    if (f->final_norm) {
+      const Share own(rows);
+      for (int64_t row = own.begin; row < own.end; ++row)
+        rms_norm(x + row * hidden, f->final_norm, stack->epsilon, hidden, f->out + row * hidden);
     }
   }
+  return 0;
 }
 
 }  // extern "C"

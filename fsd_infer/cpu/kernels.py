@@ -15,8 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -31,20 +30,30 @@ MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
 
 
-class Weight(Structure):
-    """``fsd_weight`` of kernels.cpp."""
+class Linear(Structure):
+    """``fsd_linear`` of kernels.cpp."""
 
-    _fields_ = [("panels", c_void_p), ("scales", c_void_p)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "scales", "bias")),
+        *((name, c_int64) for name in ("columns", "depth")),
+    ]
 
 
 class Layer(Structure):
     """``fsd_layer`` of kernels.cpp."""
 
     _fields_ = [
-        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "qkv_bias", "query_norm", "key_norm", "output_bias")),
-        *((name, c_void_p) for name in ("mlp_norm", "gate_up_bias", "down_bias")),
-        *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "width")),
+        *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
+    ]
+
+
+class Stack(Structure):
+    """``fsd_stack`` of kernels.cpp."""
+
+    _fields_ = [
+        ("layers", POINTER(Layer)),
+        *((name, c_int64) for name in ("number", "hidden", "inner", "query_heads", "key_heads", "width")),
         *((name, c_float) for name in ("epsilon", "scale")),
     ]
 
@@ -54,9 +63,14 @@ class Forward(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("batch", "count")),
-        *((name, c_void_p) for name in ("cosine", "sine", "visible", "slots")),
-        *((name, c_int64) for name in ("used", "batch_stride", "head_stride", "slot_stride")),
-        ("scratch", c_void_p),
+        *((name, c_void_p) for name in ("x", "attended", "positions", "slots", "cosine", "sine")),
+        ("angles", c_int64),
+        ("visible", POINTER(c_void_p)),
+        ("used", c_int64),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("capacity", "layer_stride", "batch_stride", "head_stride", "slot_stride")),
+        ("outputs", POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("final_norm", "out", "scratch")),
         ("threads", c_int64),
     ]
 
@@ -77,7 +91,11 @@ class Kernels:
             raise OSError("the system does not grant the use of AMX")
         self.panel: int = library.fsd_panel()
         self._memory = threading.local()
-        self._linear, self._layers, self._scratch = library.fsd_linear, library.fsd_layers_forward, library.fsd_scratch
+        self._linear = library.fsd_linear_forward
+        self._linear.argtypes, self._linear.restype = (c_void_p, POINTER(Linear), c_void_p, c_int64, c_int), None
+        self._stack, self._scratch = library.fsd_stack_forward, library.fsd_scratch
+        self._stack.argtypes = self._scratch.argtypes = (POINTER(Stack), POINTER(Forward))
+        self._stack.restype = self._scratch.restype = c_int64
         self._statistics = library.fsd_row_statistics
         self._statistics.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int)
         self._statistics.restype = None
@@ -90,27 +108,20 @@ class Kernels:
         self._likeliest = library.fsd_likeliest
         self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
         self._likeliest.restype = None
-        self._linear.argtypes = (c_void_p, POINTER(Weight), *[c_void_p] * 2, *[c_int64] * 3, c_int)
-        self._layers.argtypes = (POINTER(Layer), c_int64, POINTER(Forward), *[c_void_p] * 2, *[POINTER(c_void_p)] * 2)
-        self._linear.restype = self._layers.restype = None
-        self._scratch.argtypes, self._scratch.restype = [POINTER(Layer), POINTER(Forward)], c_int64
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, columns: int) -> Tensor:
-        """x [..., in] -> [..., columns]."""
-        y = x.new_empty((*x.shape[:-1], columns))
-        depth = x.shape[-1]
-        rows, added = x.numel() // depth, None if bias is None else bias.data_ptr()
-        self._linear(x.data_ptr(), weight, added, y.data_ptr(), rows, columns, depth, torch.get_num_threads())
+    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """x [..., depth] -> [..., columns]."""
+        y = x.new_empty((*x.shape[:-1], layer.columns))
+        self._linear(x.data_ptr(), layer, y.data_ptr(), x.numel() // x.shape[-1], torch.get_num_threads())
         return y
 
-    def rows(self, weight: int, rows: int, depth: int, ids: Tensor) -> Tensor:
-        """Rows ids [...] of the weight [rows, depth] whose panels are at address ``weight``: [..., depth].
-
-        Raises IndexError for an id that is no row.
-        """
-        found = torch.empty(*ids.shape, depth, dtype=torch.bfloat16)
-        if self._rows(weight, rows, depth, ids.data_ptr(), ids.numel(), found.data_ptr()):
-            raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {rows}.")
+    def rows(self, layer: Linear, ids: Tensor) -> Tensor:
+        """Rows ids [...] of the layer's weight, in bf16: [..., depth]. Raises IndexError for an id that is no row."""
+        found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
+        if self._rows(layer.panels, layer.columns, layer.depth, ids.data_ptr(), ids.numel(), found.data_ptr()):
+            raise IndexError(
+                f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}."
+            )
         return found
 
     def row_statistics(
@@ -186,26 +197,19 @@ class Kernels:
         self._divergence(kind, out.numel(), *of_p, *of_q, tokens, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def scratch(self, layer: Layer, forward: Forward) -> Tensor:
-        """Memory that ``layer`` needs in ``forward``: this thread's, whose forwards come one after the other."""
-        size = self._scratch(layer, forward)
+    def stack(self, stack: Stack, forward: Forward) -> None:
+        """Run decoder layers. ``forward.scratch`` is filled in: this thread's memory, whose forwards take turns.
+
+        Raises:
+            IndexError: a slot or a position that is not there; then nothing was written.
+        """
+        size = self._scratch(stack, forward)
         held: Tensor | None = getattr(self._memory, "scratch", None)
         if held is None or held.numel() < size:
             held = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
-        return held
-
-    def layers(
-        self, layers: Array[Layer], forward: Forward, x: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> Tensor:
-        """One layer after the other, all of the same sizes: x [B, M, H] -> [L, B, M, H], what each puts out.
-
-        Writes each layer's new keys and values to their slots.
-        """
-        count = len(layers)
-        out = x.new_empty(count, *x.shape)
-        addresses = ((c_void_p * count)(*(stored.data_ptr() for stored in part)) for part in (keys, values))
-        self._layers(layers, count, forward, x.data_ptr(), out.data_ptr(), *addresses)
-        return out
+        forward.scratch = held.data_ptr()
+        if self._stack(stack, forward):
+            raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
 
 
 @cache

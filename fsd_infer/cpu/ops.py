@@ -6,17 +6,15 @@ other devices, for other data types, under autograd, on processors without AVX51
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
-
-if TYPE_CHECKING:
-    from fsd_infer.cpu.packing import Packed
+from fsd_infer.cpu.packing import Packed, own_memory, pack_linears, packed_in, rows_of
+from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
+    "DecoderStack",
     "kernel_kind",
     "likeliest",
     "packed_products",
@@ -25,8 +23,11 @@ __all__ = [
     "row_maxima",
     "row_statistics",
     "speed_up",
+    "stack_of",
     "weight_rows",
 ]
+
+_STACK = "_decoder_stack"  # of a module that owns decoder layers, among its own attributes
 
 
 def kernel_kind() -> str | None:
@@ -113,32 +114,60 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 
 
 # models -----------------------------------------------------------------------------------------------------------
-# Imported when called: rules and divergences need none of it.
 
 
 def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -> None:
-    """Prepare a model or head for a CPU (see :func:`fsd_infer.cpu.fused_ops.speed_up`); nothing on other devices."""
-    from fsd_infer.cpu.fused_ops import speed_up
+    """Prepare a model or a draft head on a CPU; nothing on other devices.
 
-    speed_up(module, release, quantize)
+    Linear layers in bf16 get packed weights. Whatever in ``module`` owns decoder layers that our kernels know gets a
+    :class:`DecoderStack`, which targets and heads run in place of the layers (:func:`stack_of`). The model's own
+    forward, and so ``generate``, works as before.
+
+    Args:
+        module: the model or head.
+        release: free the plain weights of packed layers where nobody else reads them, so that memory holds each once.
+            ``state_dict`` lacks their values until :func:`restore`.
+        quantize: hold packed weights as fp8 numbers (:meth:`Packed.quantize`).
+    """
+    devices = {parameter.device.type for parameter in module.parameters()}
+    if "cpu" not in devices or devices - {"cpu", "meta"}:  # "meta": what was released before
+        return
+    pack_linears(module, release)
+    if quantize:
+        for packed in packed_in(module):
+            packed.quantize()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        own_memory(module)
+    for part in module.modules():
+        stack = DecoderStack.of(part)
+        if stack is not None:
+            vars(part)[_STACK] = stack
 
 
 def restore(module: nn.Module) -> int:
-    """Undo :func:`speed_up`: give each module its own forward and weights back; returns how many had another."""
-    from fsd_infer.cpu.packing import restore
+    """Undo :func:`speed_up`: every module computes by itself and has its weight; returns how many were packed."""
+    packed = packed_in(module)
+    for product in packed:
+        product.unpack()
+    for part in module.modules():
+        vars(part).pop(_STACK, None)
+    return len(packed)
 
-    return restore(module)
+
+def stack_of(owner: nn.Module) -> DecoderStack | None:
+    """The decoder layers of ``owner`` as one call, if :func:`speed_up` found that our kernels know them.
+
+    None too where a hook waits for a call of one of the layers' modules: the owner then calls them one by one.
+    """
+    stack: DecoderStack | None = vars(owner).get(_STACK)
+    return None if stack is None or stack.is_hooked else stack
 
 
 def packed_products(module: nn.Module) -> list[Packed]:
-    """The packed products that a module computes by."""
-    from fsd_infer.cpu.packing import packed_in
-
+    """The packed linear layers in ``module``."""
     return packed_in(module)
 
 
 def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
     """Rows ids [K] of a linear layer's or embedding's weight (None: all), packed or not: [K, in]."""
-    from fsd_infer.cpu.packing import rows_of
-
     return rows_of(layer, ids)

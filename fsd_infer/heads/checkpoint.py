@@ -121,7 +121,7 @@ def _assembled(directory: Path, found: PublicHead) -> EagleHead:
     if found.draft_ids is not None:
         state["draft_ids"] = found.draft_ids
     head.load_state_dict(state, assign=True)
-    head.rotary = build_rotary(found.config.layer)
+    head.rotary_emb = build_rotary(found.config.layer)
     return head.eval().requires_grad_(False)
 
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from fsd_infer.cache import SlotCache
+from fsd_infer.cpu import ops
 from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.layers import Eagle3Layer, build_layers, is_eager, mask_for, run_layers
@@ -78,7 +80,7 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         width, count = config.hidden_size, len(config.fused_layers)
-        layers, self.rotary, norm = build_layers(config.layer, config.num_layers)
+        layers, self.rotary_emb, norm = build_layers(config.layer, config.num_layers)
         self.norm: nn.Module | None = None
         self.fusion: LayerFusion | None = None
         self.fc_norm: nn.ModuleList | None = None
@@ -226,17 +228,25 @@ class EagleHead(nn.Module):
             attention_mask = torch.ones(count, count, dtype=torch.bool, device=embeds.device).tril()[None, None]
         embeds = embeds.to(features.dtype)
         x = self._fused(features) if self.eagle3 else self._joined(embeds, features)
-        angles = self.rotary(x, position_ids)
+        norm = None if self.eagle3 and not self.config.norm_output else self.norm
+        stack = ops.stack_of(self)
+        if stack is not None and attention_mask is not None and isinstance(cache, SlotCache):
+            visible, attended = attention_mask[:, 0], None
+            if stack.takes(visible):
+                if self.eagle3:
+                    first: Any = self.layers[0]
+                    x, attended = first.attended(embeds, x)
+                return stack(x, position_ids, [visible] * len(self.layers), cache, norm, attended=attended)[0]
+        angles = self.rotary_emb(x, position_ids)
         mask = mask_for(self.layers, attention_mask, x.dtype)
         layers = list(self.layers)
         if self.eagle3:
-            first = layers.pop(0)
-            x = first(
+            x = layers.pop(0)(
                 embeds, x, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
                 position_embeddings=angles,
             )  # fmt: skip
         x = run_layers(layers, x, angles, position_ids, mask, cache)
-        return x if self.norm is None or (self.eagle3 and not self.config.norm_output) else self.norm(x)
+        return x if norm is None else norm(x)
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head stay as they are."""

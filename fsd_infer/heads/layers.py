@@ -58,10 +58,15 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embeds: Tensor, x: Tensor, **others: Any) -> Tensor:
         """embeds and x [B, M, H] -> [B, M, H]; ``others`` go to the attention."""
-        normed = self.hidden_norm(x)
-        attended, _ = self.self_attn(torch.cat([self.input_layernorm(embeds), normed], -1), **others)
-        x = (normed if self.norm_before_residual else x) + attended
+        x, attended = self.attended(embeds, x)
+        x = x + self.self_attn(attended, **others)[0]
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def attended(self, embeds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """embeds and x [B, M, H] -> the residual [B, M, H] and what the attention reads [B, M, 2H]."""
+        normed = self.hidden_norm(x)
+        attended = torch.cat([self.input_layernorm(embeds), normed], -1)
+        return normed if self.norm_before_residual else x, attended
 
 
 def _norm_arguments(norm: Any) -> tuple[int, float]:

@@ -1,0 +1,197 @@
+"""The decoder layers of a model of the Llama kind in one call of our kernels, over a cache's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.cpu.kernels import MOST_ROWS, Forward, Kernels, Layer, Stack, kernels
+from fsd_infer.cpu.packing import packed_of
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # that depend on nothing but the position
+# Slots attended to by many tokens, as of a prompt, by the kernels' panels (32: with AMX): above, torch is faster.
+MOST_SLOTS = {64: 512, 32: 2048}
+FEW_TOKENS = 64  # of a text, as in a tree: always by the kernels, so that all forwards of a round agree bit by bit
+_CAPTURE = "transformers.utils.output_capturing"  # its hooks only look, and only while they are asked to
+
+
+class DecoderStack:
+    """Decoder layers whose computation is known, all of the same sizes, with packed weights.
+
+    A row's result does not depend on what is computed with it (see :mod:`fsd_infer.cpu.kernels`). Forwards may run at
+    the same time.
+
+    Args:
+        owner: a model or head with ``layers`` and ``rotary_emb``.
+        compiled: the kernels.
+        layers: what they need to know of the layers.
+        held: tensors whose addresses ``layers`` holds.
+    """
+
+    def __init__(self, owner: Any, compiled: Kernels, layers: Sequence[Layer], held: list[Any]) -> None:
+        attention = owner.layers[0].self_attn
+        self.number, self.width, self.rotary = len(layers), int(attention.head_dim), owner.rotary_emb
+        self.key_heads = layers[0].key.columns // self.width
+        self.epsilon: float = owner.layers[0].post_attention_layernorm.variance_epsilon
+        self.kernels, self._held = compiled, held
+        self._stack = Stack(
+            layers=(Layer * self.number)(*layers),
+            number=self.number,
+            hidden=layers[0].down.columns,
+            inner=layers[0].down.depth,
+            query_heads=layers[0].query.columns // self.width,
+            key_heads=self.key_heads,
+            width=self.width,
+            epsilon=self.epsilon,
+            scale=attention.scaling,
+        )
+        self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position, [P, D] each
+        parts = [part for layer in owner.layers for part in layer.modules()]
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+
+    @classmethod
+    def of(cls, owner: Any) -> DecoderStack | None:
+        """The layers of a model or head, its first one perhaps EAGLE-3's; None where the kernels do not know them."""
+        layers, compiled = getattr(owner, "layers", None), kernels()
+        rotary: Any = getattr(owner, "rotary_emb", None)
+        if compiled is None or not isinstance(layers, nn.ModuleList) or not len(layers):
+            return None
+        if not _is_known(rotary, "RotaryEmbedding") or rotary.rope_type not in _FIXED_ANGLES:
+            return None
+        held: list[Any] = []
+        made = [_native(layer, held, first=index == 0) for index, layer in enumerate(layers)]
+        known = [layer for layer in made if layer is not None]
+        sizes = {(layer.down.columns, layer.down.depth, layer.query.columns, layer.key.columns) for layer in known}
+        if len(known) < len(layers) or len(sizes) > 1:
+            return None
+        return cls(owner, compiled, known, held)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Does a hook wait for a call of one of the layers' modules: here they are not called one by one."""
+        return any(self._hooks) and any(
+            getattr(hook, "__module__", "") != _CAPTURE for hooks in self._hooks for hook in hooks.values()
+        )
+
+    def takes(self, visible: Tensor) -> bool:
+        """Is a forward with this mask [B, M, S] one for the kernels; over more tokens or slots torch is faster."""
+        batch, count, used = visible.shape
+        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.panel])
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        visible: Sequence[Tensor],
+        cache: Any,
+        norm: Any = None,
+        wanted: Sequence[int] = (),
+        attended: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One forward over M new tokens of each row.
+
+        Args:
+            x: [B, M, H] what enters the first layer, in bf16.
+            positions: [B, M].
+            visible: of each layer, [B, M, S] bool: may token i attend to slot s.
+            cache: a :class:`fsd_infer.cache.SlotCache` that was given the slots of the new tokens, with as many layers.
+            norm: the RMS norm that follows the last layer, if one does.
+            wanted: numbers of layers whose outputs are returned.
+            attended: [B, M, A] what the first layer's attention reads in place of norm(x); needed by EAGLE-3's.
+
+        Returns:
+            [B, M, H] after the last layer and the norm, and the outputs [B, M, H] of the wanted layers; the last
+            layer's is what comes after the norm, as in transformers' ``hidden_states``.
+
+        Raises:
+            IndexError: a slot that is not there.
+        """
+        batch, count, _ = x.shape
+        keys, values = cache.pools(self.key_heads, self.width, x.dtype)
+        cosine, sine = self._tables(int(positions.max()) + 1)
+        masks = [mask.contiguous() for mask in visible]
+        x, positions, slots = x.contiguous(), positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in wanted}
+        addresses = (c_void_p * self.number)()
+        for index, output in outputs.items():
+            addresses[index] = output.data_ptr()
+        outputs[self.number - 1] = out
+        within = norm is not None and norm.variance_epsilon == self.epsilon and norm.weight.dtype == x.dtype
+        forward = Forward(
+            batch=batch,
+            count=count,
+            x=x.data_ptr(),
+            attended=None if attended is None else attended.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            angles=len(cosine),
+            visible=(c_void_p * self.number)(*(mask.data_ptr() for mask in masks)),
+            used=masks[0].shape[-1],
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            capacity=keys.shape[3],
+            layer_stride=keys.stride(0),
+            batch_stride=keys.stride(1),
+            head_stride=keys.stride(2),
+            slot_stride=keys.stride(3),
+            outputs=addresses,
+            final_norm=norm.weight.data_ptr() if within else None,
+            out=out.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        self.kernels.stack(self._stack, forward)
+        if norm is not None and not within:
+            out = outputs[self.number - 1] = norm(out)
+        return out, [outputs[index] for index in wanted]
+
+    def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [P, D] of at least so many positions, as the rotary module itself makes them."""
+        angles = self._angles
+        if angles is None or len(angles[0]) < positions:
+            every = torch.arange(max(512, 2 * positions))
+            cosine, sine = self.rotary(torch.empty(1, dtype=torch.bfloat16), every[None])
+            angles = self._angles = cosine[0].contiguous(), sine[0].contiguous()
+        return angles
+
+
+def _is_known(module: Any, kind: str) -> bool:
+    made_by_transformers = type(module).__module__.startswith("transformers.models.")
+    return made_by_transformers and type(module).__name__ in {family + kind for family in _FAMILIES}
+
+
+def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
+    """A layer as the kernels take it, or None if they do not know it; ``held`` gets the tensors it points to."""
+    eagle3 = first and hasattr(layer, "hidden_norm")  # its attention reads what the caller norms
+    attention = getattr(layer, "self_attn", None)
+    if not (eagle3 or _is_known(layer, "DecoderLayer")) or not _is_known(attention, "Attention"):
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
+    norms = [
+        None if eagle3 or isinstance(norms[0], nn.Identity) else norms[0],
+        *norms[1:],
+        layer.post_attention_layernorm,
+    ]
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    packed = [packed_of(linear) for linear in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    products = [product.native for product in packed if product is not None and product.native is not None]
+    # copies: what a module holds may be moved
+    weights = [None if norm is None else norm.weight.detach().clone() for norm in norms]
+    if (
+        len(products) < len(packed)
+        or attention.config._attn_implementation != "sdpa"
+        or attention.head_dim % 32
+        or type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation")
+        or any(weight is not None and weight.dtype != torch.bfloat16 for weight in weights)
+        or len({norm.variance_epsilon for norm in norms if norm is not None}) > 1
+    ):
+        return None
+    held += [packed, weights]
+    return Layer(*products, *(None if weight is None else weight.data_ptr() for weight in weights))
