@@ -51,3 +51,17 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_divergences_reach_no_model_files(repo_root: Path) -> None:
+    """Not even by an import within a function: whatever they lead to neither finds nor downloads models."""
+    waiting, reached = ["fsd_infer.divergence"], set[str]()
+    while waiting:
+        module = waiting.pop()
+        file = repo_root.joinpath(*module.split(".")).with_suffix(".py")
+        if module in reached or not file.exists():
+            continue
+        reached.add(module)
+        waiting += [part for name in imports_of(file) for part in (name, name.rpartition(".")[0])]
+        assert not any(name.startswith(("fsd_infer.targets", "transformers", "huggingface_hub")) for name in waiting)
+    assert {SEAM, "fsd_infer.cpu.build", "fsd_infer.registry"} <= reached
