@@ -33,8 +33,8 @@ def cache_dir() -> Path:
     $FSD_CACHE, else $XDG_CACHE_HOME/fsd, else ~/.cache/fsd.
     """
     if os.environ.get("FSD_CACHE"):
-        return Path(os.environ["FSD_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsd"
+        return Path(os.path.expanduser(os.environ["FSD_CACHE"]))  # pathlib's raises an error for users without a home
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "fsd"
 
 
 @contextmanager

@@ -1,25 +1,32 @@
-"""Compiles ``kernels.cpp`` once, in seconds, with the machine's own C++ compiler, into the user's cache."""
+"""Compiles ``kernels.cpp`` once, in seconds, with the machine's own C++ compiler, into the user's cache.
+
+A library's name in the cache holds the digests of what it was made from, of the compiler, and of its own content. What
+is loaded was compared with its name before: a damaged file would end the process by a signal instead of an error.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from fsd_infer.device.cpuinfo import cpu_flags
-from fsd_infer.files import cache_dir
+from fsd_infer.files import cache_dir, replacing, sha256_of
 
 _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
 ]
 _TILES = {"amx_tile", "amx_bf16"}
+_DIGITS = 32  # of a library's own digest
 
 _Library = TypeVar("_Library")
 
@@ -27,41 +34,86 @@ logger = logging.getLogger(__name__)
 
 
 def build(load: Callable[[Path], _Library]) -> _Library | None:
-    """What ``load`` makes of the compiled library; None, with a warning, where it cannot be compiled or loaded."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        logger.warning("no C++ compiler: decoding runs without our CPU kernels, slower. Install g++ to have them.")
-        return None
+    """What ``load`` makes of the compiled library; None, with a warning, where it cannot be compiled or loaded.
+
+    Without a compiler, one that any compiler has made of the same source serves.
+    """
     reason = ""
     for tiles in (True, False) if _TILES <= cpu_flags() else (False,):  # an old compiler or system may know no AMX
         try:
-            return load(_compiled(compiler, tiles))
-        except (OSError, subprocess.SubprocessError) as error:
+            return build_for(load, tiles)
+        except (OSError, AttributeError, subprocess.SubprocessError) as error:
             reason = _reason(error)
-    logger.warning("our CPU kernels could not be compiled, decoding runs slower without them: %s", reason)
+    logger.warning("decoding runs slower, without our CPU kernels: %s", reason)
     return None
 
 
-def _compiled(compiler: str, tiles: bool) -> Path:
-    """The shared library, from the cache if the same source was compiled before by the same compiler.
+def build_for(load: Callable[[Path], _Library], tiles: bool) -> _Library:
+    """As :func:`build`, for processors with or without AMX.
 
-    ``tiles``: for processors with AMX.
+    Raises OSError, AttributeError or SubprocessError where nothing can be compiled or loaded.
     """
     source = Path(__file__).with_name("kernels.cpp").read_bytes()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if tiles)]
-    digest = hashlib.sha256(b"\0".join([source, version, " ".join(flags).encode()])).hexdigest()
-    path = cache_dir() / "kernels" / f"{digest[:24]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed at the end: several may compile at once
-            made = Path(folder) / path.name
-            command = [compiler, *flags, "-x", "c++", "-", "-o", str(made)]
-            subprocess.run(command, input=source, capture_output=True, check=True, timeout=300)
-            os.replace(made, path)
-    return path
+    made_of = _digest(source, " ".join(flags).encode())
+    try:
+        command, version = _compiler()
+    except (OSError, subprocess.SubprocessError):
+        for cached in _whole(f"{made_of}-*.so"):
+            return load(cached)
+        raise
+    name = f"{made_of}-{_digest(version, ' '.join(command).encode())}"
+    for cached in _whole(f"{name}-*.so"):
+        return load(cached)
+    return _compile(source, [*command, *flags], name, load)
+
+
+def _compiler() -> tuple[list[str], bytes]:
+    """Its command, and what it says of its version. Raises OSError or SubprocessError where there is none."""
+    named = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if not named:
+        raise FileNotFoundError("there is no C++ compiler. Install g++ to have them.")
+    try:
+        command = [named] if shutil.which(named) else shlex.split(named)  # CXX may have arguments
+    except ValueError as error:
+        raise OSError(f"CXX={named!r} is no command ({error}).") from error
+    return command, subprocess.run([*command, "--version"], capture_output=True, check=True, timeout=60).stdout
+
+
+def _whole(pattern: str) -> list[Path]:
+    """Cached libraries of such names whose content is what the name says; damaged ones are removed."""
+    found = []
+    for file in sorted((cache_dir() / "kernels").glob(pattern)):
+        with suppress(OSError):
+            if sha256_of(file)[:_DIGITS] == file.stem.rpartition("-")[2]:
+                found.append(file)
+            else:
+                file.unlink()
+    return found
+
+
+def _compile(source: bytes, command: list[str], name: str, load: Callable[[Path], _Library]) -> _Library:
+    """Compile, keep the library in the cache if that can be written, and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "kernels.so"
+        subprocess.run(
+            [*command, "-x", "c++", "-", "-o", str(made)], input=source, capture_output=True, check=True, timeout=300
+        )
+        cached = cache_dir() / "kernels" / f"{name}-{sha256_of(made)[:_DIGITS]}.so"
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(cached) as draft:
+                shutil.copyfile(made, draft)
+        except OSError as error:
+            logger.warning("the compiled CPU kernels cannot be kept for the next process (%s).", error)
+            return load(made)
+        return load(cached)
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _reason(error: Exception) -> str:
-    output = getattr(error, "stderr", None)
-    return output.decode(errors="replace").strip().splitlines()[0] if output else str(error)
+    output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+    return output.splitlines()[0] if output else str(error)

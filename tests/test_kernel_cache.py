@@ -1,0 +1,157 @@
+"""The cache of compiled kernels: whatever lies there, a process loads a whole library, compiles one, or does without.
+
+Damage is loaded in processes of their own, since what goes wrong there is a signal. The compiler is a script that
+writes a library made beforehand and counts its calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+
+LOAD = """
+import ctypes, logging, sys
+from fsd_infer.cpu.build import build
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+print(build(lambda path: ctypes.CDLL(str(path)).fsd_answer()))
+"""
+
+
+class Place:
+    """A cache of its own and a compiler that counts its calls."""
+
+    def __init__(self, directory: Path) -> None:
+        self.cache, self.count = directory / "cache", directory / "count"
+        self.library, self.foreign = directory / "made.so", directory / "foreign.so"
+        for file, code in (
+            (self.library, "int fsd_answer(void) { return 42; } char big[100000] = {1};"),
+            (self.foreign, "int something_else(void) { return 1; }"),
+        ):
+            command = [str(COMPILER), "-shared", "-fPIC", "-x", "c", "-", "-o", str(file)]
+            subprocess.run(command, input=code.encode(), check=True)
+        self.compiler = directory / "compiler"
+        self.compiler.write_text(
+            f"""#!/bin/sh
+case "$*" in *--version) echo "compiler 1"; exit;; esac
+echo x >> {self.count}
+cat > /dev/null
+for out; do :; done
+cp {self.library} "$out"
+"""
+        )
+        self.compiler.chmod(0o755)
+
+    def run(self, compiler: str | None = None) -> tuple[str, int]:
+        """(last line a new process prints, calls of the compiler so far); "None" where there are no kernels."""
+        return self._run(CXX=compiler or str(self.compiler))
+
+    def _run(self, **variables: str) -> tuple[str, int]:
+        environment = {**os.environ, "FSD_CACHE": str(self.cache), **variables}
+        done = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-500:]}"
+        calls = self.count.read_text().count("x") if self.count.exists() else 0
+        return done.stdout.strip().splitlines()[-1], calls
+
+    def run_without_compiler(self) -> tuple[str, int]:
+        """As :meth:`run`, on a machine that has none."""
+        return self._run(CXX="", PATH=str(self.cache / "nothing"))
+
+    @property
+    def cached(self) -> Path:
+        [file] = (self.cache / "kernels").glob("*.so")
+        return file
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def flip(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes, Place], bytes]] = {
+    "empty": lambda content, place: b"",
+    "first byte": lambda content, place: content[:1],
+    "a page": lambda content, place: content[:4096],
+    "half": lambda content, place: content[: len(content) // 2],
+    "last byte gone": lambda content, place: content[:-1],
+    "flipped magic": lambda content, place: flip(content, 0),
+    "flipped header": lambda content, place: flip(content, 40),
+    "flipped middle": lambda content, place: flip(content, len(content) // 2),
+    "flipped end": lambda content, place: flip(content, len(content) - 1),
+    "random": lambda content, place: os.urandom(len(content)),
+    "zeros": lambda content, place: bytes(len(content)),
+    "foreign": lambda content, place: place.foreign.read_bytes(),
+    "text": lambda content, place: b"<html>404</html>",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_library_is_compiled_again(name: str, place: Place) -> None:
+    assert place.run() == ("42", 1) and place.run() == ("42", 1), "it is compiled once"
+    cached, content = place.cached, place.cached.read_bytes()
+    cached.write_bytes(DAMAGE[name](content, place))
+    assert place.run() == ("42", 2)
+    assert place.cached == cached and cached.read_bytes() == content
+    cached.write_bytes(DAMAGE[name](content, place))
+    assert place.run_without_compiler() == ("None", 2)
+
+
+def test_a_cache_serves_where_there_is_no_compiler(place: Place) -> None:
+    assert place.run_without_compiler() == ("None", 0)
+    place.run()
+    assert place.run_without_compiler() == ("42", 1)
+
+
+def test_another_compiler_compiles_its_own(place: Place) -> None:
+    place.run()
+    newer = place.compiler.with_name("newer")
+    newer.write_text(place.compiler.read_text().replace("compiler 1", "compiler 2"))
+    newer.chmod(0o755)
+    assert place.run(str(newer)) == ("42", 2)
+    assert place.run(f"{newer} -Og") == ("42", 3), "CXX may have arguments"
+
+
+def test_a_library_in_the_making_is_none(place: Place) -> None:
+    place.run()
+    cached = place.cached
+    cached.with_name(f".{cached.name}.1-1.partial").write_bytes(cached.read_bytes()[:5000])
+    cached.unlink()
+    assert place.run() == ("42", 2)
+
+
+def test_an_intact_library_of_another_source_is_not_loaded(place: Place) -> None:
+    place.run()
+    cached = place.cached
+    content = place.foreign.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()[:32]
+    cached.with_name(f"{cached.stem.rpartition('-')[0]}-{digest}.so").write_bytes(content)
+    cached.unlink()
+    assert place.run() == ("None", 1), "its symbols are not there: an AttributeError is a warning"
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo broken >&2; exit 1", "kill -9 $$", "true"])
+def test_a_compiler_that_fails(script: str, place: Place) -> None:
+    failing = place.compiler.with_name("failing")
+    failing.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 1; exit; fi\n{script}\n')
+    failing.chmod(0o755)
+    assert place.run(str(failing)) == ("None", 0)
+    assert place.run("/no/such/compiler") == ("None", 0)
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(place: Place) -> None:
+    place.cache.write_text("a file stands where the directory would be")
+    assert place.run() == ("42", 1)
+    assert place.run() == ("42", 2)
