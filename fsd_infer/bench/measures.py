@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from decimal import Decimal
 
 from fsd_infer.bench.score import first_option, last_number
@@ -10,7 +10,7 @@ from fsd_infer.bench.score import first_option, last_number
 NGRAM = 4
 
 
-def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> float | None:
+def repeated_ngrams(tokens: Sequence[Hashable], n: int = NGRAM) -> float | None:
     """Share of an answer's n-grams that occurred earlier in it; None if it is shorter than ``n`` tokens."""
     count = len(tokens) - n + 1
     if count < 1:

@@ -9,9 +9,9 @@ choice    is one of the options that its prompt ends in       the option that it
           true/false                                          case counts for options of a single letter alone
 ========  ==================================================  =====================================================
 
-``rouge`` is used only where it is asked for (``--score rouge``): the reference is the row's ``answer`` or ``reference``,
-a text or a list of them, and the score is ROUGE-L, the F measure of the longest common subsequence of words (Lin 2004;
-lower case, letters and digits alone, no stemming), the best over references.
+``rouge`` is used only where it is asked for (``--score rouge``): the reference is the row's ``answer`` or
+``reference``, a text or a list of them, and the score is ROUGE-L, the F measure of the longest common subsequence of
+words (Lin 2004; lower case, letters and digits alone, no stemming), the best over references.
 
 Numbers may have a sign, decimals and commas between thousands; 18, 18.0 and $18. are equal. Nothing else of an answer
 is looked at: one that was cut off before its result is wrong, so give it enough new tokens. A reference that says

@@ -1,0 +1,23 @@
+"""EleutherAI's lm-evaluation-harness: a model class ``fsd``, and tasks that are read from local files.
+
+    lm_eval --model fsd --model_args target=smollm2-135m,rule=fuzzy:js:0.3 --apply_chat_template \\
+        --tasks "$(python -m fsd_infer.integrations.lm_eval)/svamp.yaml" --metadata '{"data": "folder/of/svamp"}'
+
+A task file given by its path imports this package before the harness looks for the model, so that the harness's own
+command knows ``fsd``. With tasks of the harness, by name, write ``python -m fsd_infer.integrations.lm_eval`` for
+``lm_eval``. Needs the extra ``lm-eval``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lm_eval.api.registry import register_model
+
+from fsd_infer.integrations.lm_eval.model import FsdLM
+
+TASKS = Path(__file__).with_name("tasks")  # a folder of task files
+
+register_model("fsd")(FsdLM)
+
+__all__ = ["TASKS", "FsdLM"]

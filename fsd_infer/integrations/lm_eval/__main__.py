@@ -1,0 +1,13 @@
+"""The harness's command with the model ``fsd`` registered; without arguments, the folder of our task files."""
+
+import sys
+
+from lm_eval.__main__ import cli_evaluate
+
+from fsd_infer.integrations.lm_eval import TASKS
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(TASKS)
+    else:
+        cli_evaluate()

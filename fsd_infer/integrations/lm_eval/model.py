@@ -1,0 +1,219 @@
+"""The model class ``fsd`` of lm-evaluation-harness: answers by speculative decoding under any rule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from fsd_infer.bench.likelihood import log_likelihoods
+from fsd_infer.cli.commands import parse_tree
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import parse_rule
+from fsd_infer.targets.loading import parse_device, parse_dtype
+
+NEW_TOKENS = 256  # where a task does not say (the harness's own default)
+HARNESS_DEVICE = "cuda:0"  # what the harness asks for if nobody does
+TOTALS = ("new_tokens", "target_forwards", "verified_tokens", "divergence_spent", "seconds", "cut")
+
+
+class FsdLM(TemplateLM):
+    """A target, a drafter and a rule, as ``--model_args target=…,drafter=…,rule=…``.
+
+    Generated answers are the rule's; log-likelihoods are the target's own. What the answers took is in the harness's
+    results under ``config``: ``fsd``.
+
+    Args:
+        target, drafter, dtype, device, tree: as on the command line of ``fsd-infer``; a tree is written 8x2x16, since
+            the harness cuts its arguments at commas.
+        rule: as text, "tilted:2" or "fuzzy:js:0.3:budget=4".
+        seed: of the draws, with each batch's number added.
+        batch_size: prompts that are decoded together.
+        max_batch_size: ignored.
+
+    Raises:
+        FsdError: and its subclasses, for whatever cannot be loaded or decoded.
+    """
+
+    def __init__(
+        self,
+        target: str = "smollm2-135m",
+        drafter: str | None = None,
+        rule: str = "exact",
+        dtype: str = "bf16",
+        device: str | None = None,
+        tree: str | None = None,
+        seed: int | str = 0,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.rule = parse_rule(rule)
+        self.batch_size, self.seed = _count("batch_size", batch_size or 1), _count("seed", seed, least=0)
+        if device == HARNESS_DEVICE and not torch.cuda.is_available():
+            device = None
+        self.decoder = FuzzyDecoder.from_pretrained(
+            target,
+            drafter,
+            dtype=parse_dtype(dtype),
+            device=parse_device(device),
+            tree=parse_tree(tree and tree.replace("x", ",")),
+        )
+        self.tokenizer = self.decoder.tokenizer
+        if self.tokenizer is None:
+            raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, tasks are text.")
+        self.totals: dict[str, float] = dict.fromkeys(("answers", *TOTALS), 0)
+        self._templated = False
+        self._batches = 0
+
+    # text ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.decoder.target.name).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as text; an answer's beginning that a task gives stays open."""
+        self._templated = True
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """A chat template has written special tokens itself; other text gets the tokenizer's."""
+        special = not self._templated if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
+
+    # log-likelihoods -----------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        longest = self.decoder.target.max_positions
+        pairs = []
+        for _, context, continuation in requests:
+            # what does not fit is cut off at the left, as the harness's other models do
+            context = context if longest is None else context[-max(longest - len(continuation), 1) :]
+            pairs.append((context, continuation))
+        return log_likelihoods(self.decoder.target, pairs)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        target = self.decoder.target
+        sums = []
+        for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
+                max_seq_len=target.max_positions or 2048, context_len=1,
+            )  # fmt: skip
+            pairs = [make_disjoint_window(window) for window in windows]
+            sums.append(sum(total for total, _ in log_likelihoods(target, pairs)))
+        return sums
+
+    # answers -------------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One answer per request, cut before the first text of its ``until``.
+
+        Raises:
+            FsdError: an option of generation that speculative decoding does not honour.
+        """
+        answers = [""] * len(requests)
+        by_options: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_options.setdefault(repr(request.args[1]), []).append(index)
+        with tqdm(total=len(requests), desc="fsd", disable=disable_tqdm) as bar:
+            for alike in by_options.values():
+                until, options = generate_options(requests[alike[0]].args[1])
+                for start in range(0, len(alike), self.batch_size):
+                    batch = alike[start : start + self.batch_size]
+                    texts = self._answer([requests[index].args[0] for index in batch], until, options)
+                    for index, text in zip(batch, texts, strict=True):
+                        answers[index] = text
+                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                    bar.update(len(batch))
+        return answers
+
+    def _answer(self, prompts: Sequence[str], until: list[str], options: dict[str, Any]) -> list[str]:
+        ids = [self.tok_encode(prompt) for prompt in prompts]
+        limit = self.decoder.target.max_positions
+        if limit is not None:
+            room = max(limit - options["max_new_tokens"], 1)
+            ids = [one[-room:] for one in ids]
+        start = time.perf_counter()
+        made = self.decoder.generate(
+            ids, self.rule, seed=self.seed + self._batches, stop_strings=until or None, **options
+        )
+        self._batches += 1
+        rows = made.stats.rows
+        self.totals["answers"] += len(rows)
+        self.totals["seconds"] += time.perf_counter() - start
+        self.totals["cut"] += sum(row.finish_reason == "length" for row in rows)
+        self.totals["verified_tokens"] += sum(row.new_tokens - 1 for row in rows)
+        for name in ("new_tokens", "target_forwards", "divergence_spent"):
+            self.totals[name] += getattr(made.stats, name)
+        return [cut_before(text, until) for text in made.texts]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Added to the results: rule, drafter, and per answer what generation took (means)."""
+        answers, forwards = self.totals["answers"], self.totals["target_forwards"]
+        facts: dict[str, Any] = {
+            "target": self.decoder.target.name,
+            "rule": self.rule.describe(),
+            "drafter": self.decoder.drafter.describe(),
+            "answers": answers,
+        }
+        if answers:
+            facts |= {
+                "tau": self.totals["verified_tokens"] / forwards if forwards else None,
+                "tokens_per_second": self.totals["new_tokens"] / self.totals["seconds"],
+                "answer_tokens": self.totals["new_tokens"] / answers,
+                "target_forwards": forwards / answers,
+                "divergence_spent": self.totals["divergence_spent"] / answers,
+                "cut_at_limit": self.totals["cut"] / answers,
+            }
+        return {"fsd": facts}
+
+
+def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """(texts to stop at, arguments of ``FuzzyDecoder.generate``) from a task's ``generation_kwargs``."""
+    options = dict(asked)
+    until = options.pop("until", None) or []
+    limits = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
+    temperature = float(options.pop("temperature", None) or 0.0)
+    if not options.pop("do_sample", temperature > 0):
+        temperature = 0.0
+    options["max_new_tokens"] = next((int(limit) for limit in limits if limit is not None), NEW_TOKENS)
+    if temperature:
+        options.update(do_sample=True, temperature=temperature)
+    else:
+        for name in ("top_p", "top_k"):
+            options.pop(name, None)
+        options.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+    return [until] if isinstance(until, str) else list(until), options
+
+
+def cut_before(text: str, until: Sequence[str]) -> str:
+    """``text`` up to where the first of ``until`` begins."""
+    return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _count(name: str, value: int | str, least: int = 1) -> int:
+    if not str(value).isdigit() or int(value) < least:
+        raise FsdError(f"{name} must be a whole number from {least} on, got {value!r}.")
+    return int(value)

@@ -1,0 +1,115 @@
+"""Documents and scores of our tasks: prompt files and matchers as everywhere in this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from fsd_infer.bench.measures import repeated_ngrams
+from fsd_infer.bench.score import read_references
+from fsd_infer.chat.encoding import PromptRow, read_prompts
+from fsd_infer.errors import DataError
+
+DATA = "FSD_TASKS"  # an environment variable: the folder of the data files, if --metadata does not name it
+SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # that a program under test may take
+
+
+def rows(file: str, data: str | None = None, category: str = "", score: str = "auto", **_: Any) -> dict[str, Any]:
+    """The documents of a prompt file that have a reference: {"test": dataset of ``prompt`` and ``row`` (JSON)}.
+
+    Args:
+        file: its name.
+        data: its folder; default the environment's ``FSD_TASKS``, else "data".
+        category: only rows of this ``category``.
+        score: kind of reference, see :mod:`fsd_infer.bench.score`.
+        _: whatever else the harness hands over.
+
+    Raises:
+        DataError: no such file, a malformed row, no row with a reference.
+    """
+    found = [row for row in _read(file, data) if not category or row.row.get("category") == category]
+    pairs = [(row, reference) for row, reference in zip(found, read_references(found, score)) if reference is not None]
+    return _documents(file, [row for row, _ in pairs])
+
+
+def programs(file: str, data: str | None = None, **_: Any) -> dict[str, Any]:
+    """As :func:`rows`, of programming problems with ``prompt``, ``test`` and ``entry_point``."""
+    found = list(_read(file, data))
+    for row in found:
+        if not all(isinstance(row.row.get(name), str) for name in ("prompt", "test", "entry_point")):
+            raise DataError(f"{row.file}:{row.line}: expected texts in prompt, test and entry_point.")
+    return _documents(file, found)
+
+
+def _read(file: str, data: str | None) -> Iterator[PromptRow]:
+    path = Path(data or os.environ.get(DATA) or "data", file)
+    if not path.is_file():
+        raise DataError(
+            f'{path}: no such file. Name its folder with --metadata \'{{"data": "FOLDER"}}\', or in ${DATA}.'
+        )
+    return read_prompts(path)
+
+
+def _documents(file: str, found: Sequence[PromptRow]) -> dict[str, Any]:
+    if not found:
+        raise DataError(f"{file}: no row has a reference that can be scored.")
+    made = [
+        {"prompt": row.messages[-1]["content"], "row": json.dumps(dict(row.row)), "line": row.line} for row in found
+    ]
+    return {"test": datasets.Dataset.from_list(made)}
+
+
+def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") -> dict[str, float]:
+    """``score`` of the answer, and ``repeated_4grams`` of its words."""
+    values = json.loads(doc["row"])
+    messages = [{"role": "user", "content": doc["prompt"]}]
+    row = PromptRow("", messages, "", "task", doc["line"], values)  # type: ignore[arg-type]
+    is_text = "answer" not in values
+    reference = read_references([row], "rouge" if is_text else kind)[0]
+    assert reference is not None, "rows without one are no documents"
+    return {"score": reference.score(results[0]), "repeated_4grams": repeated_ngrams(results[0].split()) or 0.0}
+
+
+def passes(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Does the completed program pass its tests? It is run; the harness asks for consent first.
+
+    In a process of its own with Python's isolated mode, no inherited environment, an empty folder that is removed
+    afterwards, and limits on time, memory, file size and processes. That stops accidents, not attacks.
+    """
+    row = json.loads(doc["row"])
+    program = f"{row['prompt']}{results[0]}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
+    return {"score": float(run_limited(program))}
+
+
+def run_limited(program: str) -> bool:
+    """Does a Python program end without an error within the limits?"""
+    with tempfile.TemporaryDirectory(prefix="fsd-task-") as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", program], cwd=folder, env={}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=SECONDS, preexec_fn=_limit,
+                start_new_session=True,
+            )  # fmt: skip
+        except (subprocess.TimeoutExpired, ValueError):  # ValueError: a NUL in the program
+            return False
+        return done.returncode == 0
+
+
+def _limit() -> None:
+    """In the child, before the program starts."""
+    for what, most in (
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))

@@ -1,0 +1,7 @@
+"""What the task files in this folder call. The harness loads this file by its path; importing our package makes the
+model class ``fsd`` known to it.
+"""
+
+from fsd_infer.integrations.lm_eval.scoring import passes, programs, rows, score
+
+__all__ = ["passes", "programs", "rows", "score"]
