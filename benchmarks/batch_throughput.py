@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workplace import shown_command
+from benchmarks.recorded import record_main
 from fsd_infer.bench import Settings, build_record, make_methods
 from fsd_infer.bench.environment import environment
-from fsd_infer.bench.record import jsonable
 from fsd_infer.bench.runner import encode_rows, read_rows
 from fsd_infer.bench.schedule import take_turns
 from fsd_infer.bench.settings import models_of, set_threads
 from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_json
 from fsd_infer.tuning.autotune import AUTO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(settings: Settings, sizes: Sequence[int], progress: bool = False) -> dict[str, Any]:
-    """The record. Models are loaded once; sizes are measured one after the other, methods in turns.
+    """The record but its environment. Models are loaded once; sizes are measured one after the other, methods in turns.
 
     Raises:
         FsdError: whatever a benchmark raises, and prompts that do not fill the batches.
@@ -71,7 +68,7 @@ def measure(settings: Settings, sizes: Sequence[int], progress: bool = False) ->
     for size in sizes:
         turns = take_turns(replace(settings, batch_size=size), methods, asked, None, progress)
         batches[str(size)] = build_record(asked, described, turns, settings.seed, settings.baselines)
-    return jsonable({"batches": batches, "settings": settings.to_dict(), "environment": environment()})
+    return {"batches": batches, "settings": settings.to_dict()}
 
 
 def sizes_table(record: dict[str, Any]) -> str:
@@ -82,31 +79,27 @@ def sizes_table(record: dict[str, Any]) -> str:
     return table(["tok/s of a batch of", *parts], [[name, *row] for name, row in zip(names, rates)])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the record, print the table."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser().parse_args(argv)
+def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """The record of a command line. Raises FsdError."""
     try:
         sizes = [int(size) for size in args.sizes.split(",")]
     except ValueError:
-        print(f"batch_throughput: --sizes takes numbers, e.g. 1,2,4,8; got {args.sizes!r}.", file=sys.stderr)
-        return 2
-    try:
-        settings = Settings(
-            args.prompts, args.methods.split(","), target=args.target, drafter=args.drafter, tree=parse_tree(args.tree),
-            dtype=args.dtype, limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens,
-            repeat=args.repeat, threads=args.threads, baselines=["plain"] if "plain" in args.methods.split(",") else [],
-        )  # fmt: skip
-        record = measure(settings, sizes, progress=True)
-    except FsdError as error:
-        print(f"batch_throughput: {error}", file=sys.stderr)
-        return 2
-    record["environment"]["command"] = shlex.join(shown_command("benchmarks.batch_throughput", argv))
+        raise FsdError(f"--sizes takes numbers, e.g. 1,2,4,8; got {args.sizes!r}.") from None
+    methods = args.methods.split(",")
+    settings = Settings(
+        args.prompts, methods, target=args.target, drafter=args.drafter, tree=parse_tree(args.tree), dtype=args.dtype,
+        limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens, repeat=args.repeat,
+        threads=args.threads, baselines=["plain"] if "plain" in methods else [],
+    )  # fmt: skip
+    record = measure(settings, sizes, progress=True)
+    record["environment"] = environment(command)
     record["settings"]["target"] = Path(args.target).name
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.json, record, indent=1)
-    print(sizes_table(record))
-    return 0
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write the record, print the table."""
+    return record_main("benchmarks.batch_throughput", build_parser(), run, sizes_table, argv)
 
 
 if __name__ == "__main__":

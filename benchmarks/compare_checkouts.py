@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     from benchmarks.workplace import shown_command
     from fsd_infer.bench import run
+    from fsd_infer.bench.record import write_record
     from fsd_infer.cli.report import bench_table
-    from fsd_infer.files import write_json
 
     places = {"old": args.old.resolve(), "new": args.new.resolve()}
     rules = args.rules.split(",")
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:  # nothing of this machine
         settings = {**record["settings"], "methods": list(record["methods"]), "target": Path(args.target).name}
         record["environment"]["command"] = shlex.join(shown_command("benchmarks.compare_checkouts", given))
-        write_json(args.json, {**record, "settings": settings}, indent=1)
+        write_record(args.json, {**record, "settings": settings})
     return 0
 
 

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.recorded import record_main
 from fsd_infer.bench.environment import environment
+from fsd_infer.cli.report import number, table
 from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.cpu.packing import Packed
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_json
 from fsd_infer.target import Target
 from fsd_infer.tuning.probe import Probe
 
@@ -99,37 +100,38 @@ def measure(name: str, nodes: Sequence[int], context: int, repeats: int) -> dict
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write the record."""
+def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """The record of a command line. Raises FsdError."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return {"environment": environment(command), **measure(args.target, args.nodes, args.context, args.repeats)}
+
+
+def report(record: dict[str, Any]) -> str:
+    """The machine's limits, and a table."""
+    gigabytes, teraflops = record["bytes_read_per_second"] / 1e9, record["operations_per_second"] / 1e12
+    names = ("nodes", "forward_ms", "linear_ms", "reading_ms", "computing_ms")
+    headers = ["nodes", "forward ms", "linear layers", "limit by reading", "by computing"]
+    rows = [[number(row[name], 0 if name == "nodes" else 1) for name in names] for row in record["rows"]]
+    machine = f"memory is read at {gigabytes:.0f} GB/s, large products run at {teraflops:.2f} TFLOP/s"
+    return f"{machine}\n{table(headers, rows)}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Its options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forward_limits", description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="smollm2-135m", help="(%(default)s)")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 4, 8, 16, 32], help="tokens of a forward")
     parser.add_argument("--context", type=int, default=128, help="tokens of text before them (%(default)s)")
     parser.add_argument("--repeats", type=int, default=30, help="(%(default)s)")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
-    parser.add_argument("--json", type=Path, help="where the record goes")
-    words = sys.argv[1:] if argv is None else list(argv)
-    options = parser.parse_args(words)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    try:
-        record = measure(options.target, options.nodes, options.context, options.repeats)
-    except FsdError as error:
-        print(f"forward_limits: {error}", file=sys.stderr)
-        return 2
-    gigabytes, teraflops = record["bytes_read_per_second"] / 1e9, record["operations_per_second"] / 1e12
-    print(f"memory is read at {gigabytes:.0f} GB/s, large products run at {teraflops:.2f} TFLOP/s")
-    print("nodes  forward  linear layers  limit by reading  by computing   (ms)")
-    for row in record["rows"]:
-        print(
-            f"{row['nodes']:5}  {row['forward_ms']:7.1f}  {row['linear_ms']:13.1f}  {row['reading_ms']:16.1f}  "
-            f"{row['computing_ms']:12.1f}"
-        )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        facts = environment(["python", "-m", "benchmarks.forward_limits", *words])
-        write_json(options.json, {"environment": facts, **record}, indent=1)
-    return 0
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "forward-limits.json")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write the record, print it."""
+    return record_main("benchmarks.forward_limits", build_parser(), run, report, argv)
 
 
 if __name__ == "__main__":

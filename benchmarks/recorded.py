@@ -1,4 +1,4 @@
-"""What benchmarks of training share around their measurement: the command line, the record, quiet libraries."""
+"""What benchmarks share around their measurement: the command line, the record, quiet libraries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.record import jsonable
+from benchmarks.workplace import shown_command
+from fsd_infer.bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_json
 
 
 def record_main(
@@ -27,7 +27,7 @@ def record_main(
     Args:
         module: of the command, as ``python -m`` takes it.
         parser: its options, ``--json`` (a path) among them.
-        run: (options, command line) -> record. What it raises as FsdError is told in a line, and nothing is written.
+        run: (options, command line) -> record. An FsdError that it raises is printed as a line; nothing is written.
         report: record -> text.
         argv: default the process's own.
     """
@@ -35,12 +35,12 @@ def record_main(
     args = parser.parse_args(words)
     quiet_lightning()
     try:
-        record = run(args, ["python", "-m", module, *words])
+        record = run(args, shown_command(module, words))
     except FsdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"{module.rpartition('.')[2]}: {error}", file=sys.stderr)
+        return 2
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.json, jsonable(record), indent=1)
+    write_record(args.json, record)
     print(report(record))
     return 0
 

@@ -23,12 +23,11 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.recorded import record_main, settings_of
-from benchmarks.training_batches import choose_rows
 from fsd_infer.bench.environment import environment
 from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
 from fsd_infer.target import Target
-from fsd_train.data import AnswersDataModule, read_answers
+from fsd_train.data import AnswersDataModule, AnswersDataset, read_answers
 from fsd_train.eagle_module import EagleModule
 from fsd_train.features import cache_features
 from fsd_train.unroll import supervised
@@ -53,6 +52,18 @@ class StepClock(Callback):
         self.seconds.append(now - (self._last or now))
         self._last = now
         self.tokens.append(int(supervised(batch["loss_mask"], 1).sum()))
+
+
+def choose_rows(rows: AnswersDataset, min_answer_share: float) -> AnswersDataset:
+    """Rows with at least this share of answer tokens, as `fsd-train cache-features --min-answer-share` keeps them."""
+    keep = [
+        i
+        for i in range(len(rows))
+        if int(rows[i]["loss_mask"].sum()) >= max(3, min_answer_share * len(rows[i]["input_ids"]))
+    ]
+    if not keep:
+        raise FsdError("no row has enough answer tokens: lower --min-answer-share, or give other --data.")
+    return rows.subset(keep)
 
 
 def make_cache(model: dict[str, Any], args: argparse.Namespace, directory: str) -> int:

@@ -69,7 +69,7 @@ def test_siblings_differ_and_the_chance_is_that_of_a_draft() -> None:
 
 
 def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([*ARGV, "--chance", "1.2", "--json", str(tmp_path / "gpu.json")]) == 1
+    assert gpu.main([*ARGV, "--chance", "1.2", "--json", str(tmp_path / "gpu.json")]) == 2
     assert "--chance takes probabilities" in capsys.readouterr().err
-    assert gpu.main([*ARGV, "--set", "layers", "--json", str(tmp_path / "gpu.json")]) == 1
+    assert gpu.main([*ARGV, "--set", "layers", "--json", str(tmp_path / "gpu.json")]) == 2
     assert "--set takes KEY=NUMBER" in capsys.readouterr().err

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.bench.base import Answer, TimedRun, Turn
+from fsd_infer.bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.files import usable_name, write_json, write_text
+from fsd_infer.files import usable_name, write_text
 
 
 class PartialFile:
@@ -99,7 +100,7 @@ class PartialFile:
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the record and remove the partial file."""
-        write_json(self.final, record, indent=1)
+        write_record(self.final, record)
         self.path.unlink()
 
 

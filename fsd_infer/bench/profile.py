@@ -33,12 +33,12 @@ from transformers.generation.streamers import BaseStreamer
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
+from fsd_infer.bench.record import write_record
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import LookupDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.files import write_json
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
 from fsd_infer.tuning.probe import Probe
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"profile: {error}", file=sys.stderr)
         return 2
     record["profile"] = found
-    write_json(args.record, record, indent=1)
+    write_record(args.record, record)
     above = found["memory"]["above_weights_and_caches"]
     print(
         f"profile of {found['method']}: peak {100 * above:.0f} % above weights and caches "

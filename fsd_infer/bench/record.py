@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.bench.intervals import interval
 from fsd_infer.bench.paired import against, intervals
 from fsd_infer.errors import FsdError
+from fsd_infer.files import write_text
 
+_DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)  # a list's entries, two levels in
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
 
 
@@ -329,3 +334,9 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
     return value
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON, atomically: indented, with a line per prompt, or per entry of any other long list."""
+    text = json.dumps(jsonable(record), indent=1)
+    write_text(path, _DEEP.sub(lambda found: found[1] + json.dumps(json.loads(found[2])), text) + "\n")
