@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsd_infer import FuzzyDecoder
+from fsd_infer.chat.pieces import token_pieces
 from fsd_infer.cli.main import main
-from fsd_infer.cli.report import COLOURS, RESET, show_accepted, token_pieces, use_colour
+from fsd_infer.cli.report import COLOURS, RESET, show_accepted, use_colour
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.rules import RULES, Source
 from fsd_infer.targets.loading import parse_dtype

@@ -15,11 +15,13 @@ def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     """Median of ``values`` with its 95 % percentile bootstrap interval: {"median", "low", "high", "pairs"}."""
     if not values:
         return {"median": None, "low": None, "high": None, "pairs": 0}
-    low, high = _bootstrap([values], np.median, seed)
+    low, high = bootstrap_interval([values], np.median, seed)
     return {"median": statistics.median(values), "low": low, "high": high, "pairs": len(values)}
 
 
-def _bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
+def bootstrap_interval(
+    samples: Sequence[Sequence[float]], statistic: Callable[..., Any], seed: int
+) -> tuple[float, float]:
     """95 % percentile interval of ``statistic(*samples, axis)``, resampled together; one observation is its own."""
     from scipy.stats import bootstrap
 
@@ -51,7 +53,7 @@ def mean_interval(
         return sums / weights - (others[0] / others[1] if others else 0)
 
     columns = [*zip(*own, strict=True), *(zip(*other, strict=True) if other is not None else ())]
-    low, high = _bootstrap(columns, statistic, seed)
+    low, high = bootstrap_interval(columns, statistic, seed)
     centre = float(statistic(*map(np.asarray, columns), axis=-1))
     return {"mean": centre, "low": low, "high": high, "prompts": len(own)}
 
@@ -62,5 +64,5 @@ def ratio_interval(own: Sequence[float], other: Sequence[float], seed: int = 0) 
     def statistic(own: Any, other: Any, axis: int) -> Any:
         return own.sum(axis) / other.sum(axis)
 
-    low, high = _bootstrap([own, other], statistic, seed)
+    low, high = bootstrap_interval([own, other], statistic, seed)
     return {"ratio": sum(own) / sum(other), "low": low, "high": high, "prompts": len(own)}

@@ -23,6 +23,7 @@ from fsd_infer.numerals import read_float, read_int
 def generate(args: argparse.Namespace) -> int:
     """`fsd-infer generate`."""
     from fsd_infer.chat.conversations import check_text
+    from fsd_infer.chat.pieces import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.rules import Source
@@ -71,7 +72,7 @@ def generate(args: argparse.Namespace) -> int:
         )
     elif args.show_accepted:
         colour = report.use_colour(args.color, sys.stdout)
-        print(report.show_accepted(report.token_pieces(decoder.tokenizer, tokens), record.sources, colour))
+        print(report.show_accepted(token_pieces(decoder.tokenizer, tokens), record.sources, colour))
         print(report.legend(colour))
     elif streamer is None:
         print(out.texts[0])
@@ -184,6 +185,47 @@ def bench(args: argparse.Namespace) -> int:
     if args.json:
         print(f"record: {args.json}", file=sys.stderr)
     return 0
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """`fsd-infer sweep`."""
+    from fsd_infer.evidence.page import write_page
+    from fsd_infer.evidence.settings import SweepOptions
+    from fsd_infer.evidence.sweep import sweep as run_sweep
+
+    _set_threads(args.threads)
+    options = SweepOptions(
+        prompts=_words(args.prompts),
+        rules=_words(args.rules),
+        temperatures=_temperatures(args.temperatures),
+        repeats=args.repeats,
+        examples=args.examples,
+        **_sweep_options(args),
+    )
+    file = run_sweep(options, args.output, progress=True)
+    page = Path(args.html or file.with_suffix(".html"))
+    write_page(file, page)
+    print(f"answers: {file}\nreport: {page}", file=sys.stderr)
+    return 0
+
+
+def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What sweep and calibrate share."""
+    tree = parse_tree(args.tree)
+    if isinstance(tree, str):
+        raise FsdError("--tree auto measures with exact decoding: name a tree, here or as RULE@8x2x16.")
+    return dict(
+        target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=tree,
+        quantize=not args.no_quantize, limit=args.limit, max_new_tokens=args.max_new_tokens, seed=args.seed,
+        score=args.score,
+    )  # fmt: skip
+
+
+def _temperatures(text: str) -> list[float]:
+    values = [read_float(part) for part in _words(text)]
+    if None in values:
+        raise FsdError(f"--temperatures takes numbers with commas between them, got {text!r}.")
+    return values  # type: ignore[return-value]
 
 
 def _words(text: str) -> list[str]:

@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, add, help in (
         ("generate", _generate_options, "answer one prompt"),
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
+        ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
         ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
@@ -151,6 +152,34 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the full record; keeps FILE.partial.jsonl until done")
     parser.add_argument("--resume", action="store_true", help="continue the unfinished run of --json FILE")
+    _model_options(parser)
+
+
+def _sweep_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=commands.sweep)
+    parser.add_argument(
+        "--rules",
+        required=True,
+        help="comma-separated, parameters may be lists: fuzzy:js:0.1/0.2/0.4; RULE@8x2x16 has a tree of its own; exact "
+        "and random gates are added",
+    )
+    parser.add_argument("--temperatures", default="0", metavar="T,...", help="0 is greedy (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=1, metavar="R", help="answers per prompt above 0")
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines; a killed run goes on there")
+    parser.add_argument("--html", metavar="FILE", help="the report (default: beside the output)")
+    parser.add_argument("--examples", type=whole_number(0, 1000), default=4, metavar="N", help="prompts it shows")
+    _evidence_options(parser)
+
+
+def _evidence_options(parser: argparse.ArgumentParser) -> None:
+    """What sweep and calibrate share."""
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE,...", help="as for bench; rows with an `answer` are scored"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="so many prompts of each file, evenly spread")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
+    parser.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
+    parser.add_argument("--score", choices=("auto", "number", "choice", "rouge", "none"), default="auto")
     _model_options(parser)
 
 

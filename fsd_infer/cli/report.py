@@ -249,21 +249,6 @@ def use_colour(choice: str, stream: TextIO) -> bool:
     return choice == "always" or (choice == "auto" and stream.isatty() and not os.environ.get("NO_COLOR"))
 
 
-def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds; together they are the decoded text without special tokens.
-
-    A token that ends inside a character adds nothing, the one that completes it adds the character.
-    """
-    pieces: list[str] = []
-    shown = ""
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        whole = end == len(tokens) or not text.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(text[len(shown) :] if whole else "")
-        shown = text if whole else shown
-    return pieces
-
-
 def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -> str:
     """The text with every token coloured, or set in marks, by its :class:`Source`."""
     shown = []

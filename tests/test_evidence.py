@@ -1,0 +1,239 @@
+"""Sweeps: what is measured, files that survive kills, reports that a browser shows."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsd_infer.cli.main import main
+from fsd_infer.errors import DataError, FsdError
+from fsd_infer.evidence.charts import Point, Series, chart, ticks
+from fsd_infer.evidence.page import render, write_page
+from fsd_infer.evidence.settings import SweepOptions, parse_settings
+from fsd_infer.evidence.summary import read_sweep, summarise, tau_by_position
+from fsd_infer.evidence.sweep import clip_rounds, sweep
+from fsd_infer.rules import Fuzzy
+from tests.bench_toys import Toy, save_toy
+from tests.text_toys import write_rows
+
+TIMED = ("seconds", "prefill_seconds")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    made = save_toy(tmp_path_factory.mktemp("toy"))
+    rows = [{"question": f"the cat sat on {n} mats", "answer": str(n), "source": "sums"} for n in range(4)]
+    write_rows(made.prompts, [*rows, {"prompt": "<b>it</b> is & there", "category": "ends"}])
+    return made
+
+
+def options(toy: Toy, **changes: Any) -> SweepOptions:
+    values: dict[str, Any] = dict(
+        prompts=[toy.prompts], rules=["fuzzy:js:0.02/0.3"], temperatures=[0.0, 0.8], target=str(toy.target),
+        drafter=str(toy.drafter), dtype="fp32", max_new_tokens=8, examples=1, distances=2,
+    )  # fmt: skip
+    return SweepOptions(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sweep(options(toy), tmp_path_factory.mktemp("sweep") / "all.jsonl")
+
+
+def untimed(file: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[0].pop("environment")
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
+
+
+def test_settings_are_products_of_lists() -> None:
+    found = parse_settings(["fuzzy:js/tv:0.1/0.2@4x2x8", "exact", "fuzzy:js:0.1"])
+    assert [one.name for one in found] == [
+        "exact", "fuzzy:js:0.1@4x2x8", "fuzzy:js:0.2@4x2x8", "fuzzy:tv:0.1@4x2x8", "fuzzy:tv:0.2@4x2x8", "fuzzy:js:0.1",
+    ]  # fmt: skip
+    assert found[4].rule == Fuzzy("tv", threshold=0.2) and found[4].tree is not None and found[4].tree.nodes == 8
+    assert found[1].family == found[4].family and found[5].tree is None
+    with pytest.raises(FsdError, match="a rule's tree is written DEPTHxWIDTHxNODES"):
+        parse_settings(["fuzzy@4x2"])
+    with pytest.raises(FsdError, match="no rule besides exact"):
+        parse_settings(["exact"])
+    with pytest.raises(FsdError, match="fuzy"):
+        parse_settings(["fuzy:js:0.1"])
+
+
+def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
+    found = read_sweep(finished)
+    assert found.settings == ["exact", "fuzzy:js:0.02", "fuzzy:js:0.3", "random:0.1", "random:0.25", "random:0.5"]
+    for at in found.at:
+        assert len(at.turns) == 5 and all(len(at.lines[name]) == 5 for name in found.settings)
+        assert at.distances and all(0 <= value <= 0.694 for value in at.distances)
+        for name in found.settings:
+            for line in at.lines[name]:
+                assert sum(line["rounds"]) == len(line["tokens"]) == len(line["sources"]) <= 8
+                assert len(line["rounds"]) == line["target_forwards"] + 1
+                assert (line["score"] is None) == (line["prompt"] == 4) and line["log_likelihood"] < 0
+                spent = sum(nats for _, nats in line["spent"])
+                assert spent == pytest.approx(line["divergence_spent"], abs=1e-3) and (name != "exact" or spent == 0)
+        facts = summarise(at, found.settings)
+        assert facts["exact"]["ratios"]["speed"]["ratio"] == pytest.approx(1)
+        assert facts["exact"]["differences"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 4}
+        loose = facts["fuzzy:js:0.3"]
+        own, exact = loose["means"], facts["exact"]["means"]
+        assert loose["ratios"]["target_forwards"]["ratio"] == pytest.approx(
+            own["target_forwards"]["mean"] / exact["target_forwards"]["mean"]
+        )
+        assert loose["tau"] / facts["exact"]["tau"] == pytest.approx(loose["ratios"]["tau"]["ratio"])
+        assert 0 < facts["random:0.5"]["gate_open_fraction"] < 1 and facts["random:0.5"]["divergence_spent"] > 0
+
+
+def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> None:
+    """Lines are appended and synced one by one, so a kill leaves a beginning of the file, cut anywhere."""
+    small = options(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3, distances=1)
+    finished = sweep(small, tmp_path / "all.jsonl")
+    whole, wanted = finished.read_bytes(), untimed(finished)
+    first = whole.index(b"\n") + 1
+    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 7)]
+    for number, cut in enumerate(cuts):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_bytes(whole[:cut])
+        sweep(small, file)
+        assert untimed(file) == wanted, f"cut at byte {cut}"
+    before = file.read_bytes()
+    sweep(small, file)
+    assert file.read_bytes() == before, "a finished sweep is left as it is"
+
+
+def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(finished, copy)
+    with pytest.raises(FsdError, match=r"copy.jsonl was made with other settings \(max_new_tokens\)"):
+        sweep(options(toy, max_new_tokens=9), copy)
+    write_rows(toy.prompts.parent / "other.jsonl", [{"prompt": "it"}])
+    with pytest.raises(FsdError, match=r"other settings \(prompts, rows_sha256\)"):
+        sweep(options(toy, prompts=[toy.prompts.parent / "other.jsonl"]), copy)
+    copy.write_text("notes\n")
+    with pytest.raises(FsdError, match="no file of a sweep and is not overwritten"):
+        sweep(options(toy), copy)
+    with pytest.raises(FsdError, match="holds no sweep"):
+        write_page(tmp_path / "nothing.jsonl", tmp_path / "page.html")
+    lines = finished.read_text().splitlines(keepends=True)
+    copy.write_text("".join(lines[:3]))
+    with pytest.raises(FsdError, match="no prompt has been answered under every setting yet"):
+        write_page(copy, tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperatures": [-1.0]}, "temperatures must be 0 or above"), ({"repeats": 0}, "repeats must be at least 1"),
+        ({"temperatures": [0.5, 0.5]}, "a temperature is given twice"), ({"limit": 0}, "limit must be at least 1"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense(toy: Toy, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FsdError, match=message):
+        sweep(options(toy, **changes), tmp_path / "x.jsonl")
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_prompts_are_spread_over_their_files(toy: Toy, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "ten.jsonl", [{"prompt": str(n)} for n in range(10)])
+    read = options(toy, prompts=[rows, toy.prompts], limit=3).read()
+    assert [row.line for row in read] == [1, 4, 7, 1, 2, 4]
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(DataError, match="none.jsonl: no prompts"):
+        options(toy, prompts=[tmp_path / "none.jsonl"]).read()
+
+
+def test_the_command_writes_lines_and_a_page(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.jsonl"
+    argv = ["sweep", "--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.1,random:0.5", "--limit", "2", *toy.models]
+    assert main([*argv, "--max-new-tokens", "4", "--output", str(file)]) == 0
+    assert len(file.read_text().splitlines()) == 1 + 2 * 3 + 2
+    assert "<svg" in (tmp_path / "out.html").read_text() and "report:" in capsys.readouterr().err
+    assert main([*argv, "--max-new-tokens", "5", "--output", str(file)]) == 2
+    assert "made with other settings" in capsys.readouterr().err
+    assert main([*argv, "--output", str(file), "--temperatures", "warm"]) == 2
+
+
+def test_page_shows_exact_and_random_everywhere(finished: Path) -> None:
+    text = render(read_sweep(finished))
+    assert "<script" not in text and "http" not in text.replace("https://", "").replace("http://", "")
+    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(charts) >= 10
+    for one in charts:
+        assert ">exact</text>" in one
+        assert "Distance of target and drafter" in one or ">random" in one
+        assert "nan" not in one.lower() and 'd="M' in one
+    assert "&lt;b&gt;it&lt;/b&gt; is &amp; there" in text or "<b>it</b>" not in text
+    assert 'class="e"' in text and "Temperature 0.8: 5 prompts" in text
+
+
+def test_rounds_end_with_the_answer() -> None:
+    assert clip_rounds([1, 3, 4], 6) == [1, 3, 2] and clip_rounds([1, 3], 6) == [1, 3, 2] and clip_rounds([1], 1) == [1]
+    lines = [{"rounds": [1, 4, 3, 2, 9]}, {"rounds": [1, 6, 1]}, {"rounds": [1]}]
+    # rounds that begin at 1, 5 and 8, and at 1; the last of each answer is left out
+    assert tau_by_position(lines) == [(0, 8, (4 + 3 + 6) / 3, 3), (8, 16, 2.0, 1)]
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0.7, 2.1) == [1.0, 1.5, 2.0] and ticks(-30, 70) == [-20, 0, 20, 40, 60]
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and ticks(3, 3) == [3]
+    flat = chart("t", "x", "y", [Series("a", [Point(1, 0), Point(1, 0)], 0)])
+    assert "nan" not in flat and "inf" not in flat
+
+
+@pytest.mark.slow
+def test_three_real_kills(toy: Toy, finished: Path, tmp_path: Path) -> None:
+    file = tmp_path / "killed.jsonl"
+    argv = [sys.executable, "-m", "fsd_infer.cli.main", "sweep", "--prompts", str(toy.prompts), *toy.models]
+    argv += ["--rules", "fuzzy:js:0.02/0.3", "--temperatures", "0,0.8", "--max-new-tokens", "8", "--examples", "1"]
+    argv += ["--output", str(file)]
+    generator, kills = random.Random(1), 0
+    while kills < 3:
+        before = file.stat().st_size if file.exists() else 0
+        running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        grown = generator.randrange(1, 4000)
+        while running.poll() is None and time.monotonic() < deadline:
+            if file.exists() and file.stat().st_size >= before + grown:
+                running.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        assert running.wait() == -signal.SIGKILL, "it ended before it was killed"
+        kills += 1
+    assert subprocess.run(argv, capture_output=True).returncode == 0
+    found, wanted = ([line for line in untimed(one)[1:] if "js" not in line] for one in (file, finished))
+    assert found == wanted
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page(finished: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here")
+    page, shot = tmp_path / "page.html", tmp_path / "shot.png"
+    write_page(finished, page)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,3000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}"]
+    dom, log = tmp_path / "dom.html", tmp_path / "log.txt"
+    for action, out in (("--dump-dom", dom), (f"--screenshot={shot}", tmp_path / "rest.txt")):
+        with (
+            out.open("w") as stdout,
+            log.open("a") as stderr,
+        ):  # files: helpers that outlive the browser hold pipes open
+            subprocess.run(
+                [browser, *flags, action, page.as_uri()], stdout=stdout, stderr=stderr, timeout=120, check=True
+            )
+    assert dom.read_text().count("<svg") == page.read_text().count("<svg") >= 10
+    assert "CONSOLE" not in log.read_text()
+    assert shot.stat().st_size > 30_000
