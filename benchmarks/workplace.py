@@ -1,4 +1,4 @@
-"""Records that name models and files by the last part of their path, and so tell nothing of the machine."""
+"""Records that name models and files by the last part of their path, and so reveal nothing of the machine."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Workplace:
 
 
 def shown_command(module: str, argv: Sequence[str]) -> list[str]:
-    """The command line of a module as a record stores it."""
-    return ["python", "-m", module, *(Path(word).name if _is_path(word) else word for word in argv)]
+    """The command line of a module as a record stores it: paths, those of ``NAME=PATH`` too, by their last part."""
+    return ["python", "-m", module, *map(_shown, argv)]
 
 
-def _is_path(word: str) -> bool:
-    return os.sep in word and Path(word).exists()
+def _shown(word: str) -> str:
+    name, equals, path = word.rpartition("=")
+    return f"{name}{equals}{Path(path).name}" if os.sep in path and Path(path).exists() else word
