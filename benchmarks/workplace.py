@@ -35,6 +35,8 @@ class Workplace:
             return str(path)
         whole = Path(path).resolve()
         link = self.directory / Path(os.path.abspath(path)).name
+        if whole == link.resolve() and not link.is_symlink():  # made here
+            return link.name
         if link.is_symlink() and link.resolve() != whole:
             raise FsdError(f"{whole} and {link.resolve()} have the same name: rename one of the directories.")
         if not link.is_symlink():
