@@ -76,7 +76,7 @@ def test_one_process_per_method_and_block(toy: Toy, engine: Path, tmp_path: Path
 
 
 def test_answers_are_those_of_the_shared_process(toy: Toy, tmp_path: Path) -> None:
-    methods = ["plain", "exact", "hf-generate"]
+    methods = ["plain", "exact@lookup", "hf-generate"]
     options: dict[str, Any] = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=8)
     alone = run(toy.prompts, methods, isolate=1, log_likelihood=True, **options)
     shared = run(toy.prompts, methods, log_likelihood=True, **options)
@@ -86,7 +86,7 @@ def test_answers_are_those_of_the_shared_process(toy: Toy, tmp_path: Path) -> No
     for method in methods:
         for fact in ("tau", "log_likelihood_per_token", "by", "answer_tokens"):
             assert alone["methods"][method][fact] == shared["methods"][method][fact]
-    assert set(alone["methods"]["exact"]["phases"]) == set(shared["methods"]["exact"]["phases"])
+    assert set(alone["methods"]["exact@lookup"]["phases"]) == set(shared["methods"]["exact@lookup"]["phases"])
 
 
 def test_process_that_dies_loses_nothing(
