@@ -149,7 +149,7 @@ def _start(settings: Settings, spec: Spec) -> Method:
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
         return METHODS.get(spec.kind).make(spec, models_of(settings))
     values = json.dumps({**settings.to_dict(), "isolate": None})
-    return ProcessMethod(spec.name, [sys.executable, "-m", "fsd_infer.bench.process", values, spec.text])
+    return ProcessMethod(spec.name, [sys.executable, "-m", "fsd_infer.bench.worker", values, spec.text])
 
 
 def _rotated(things: Sequence[_T], by: int) -> list[_T]:
