@@ -28,7 +28,7 @@ from fsd_infer.cli.run import Parser
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import read_json, write_json
-from fsd_infer.integrations.openai_client import API_KEY
+from fsd_infer.openai_client import API_KEY
 from fsd_infer.targets.loading import builtin_dir, is_builtin, parse_dtype
 from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from fsd_infer.errors import FsdError
-from fsd_infer.integrations.openai_client import Server
+from fsd_infer.openai_client import Server
 
 MARK = "\x1eREQUEST\x1e"
 

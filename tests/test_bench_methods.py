@@ -17,7 +17,7 @@ from fsd_infer.bench.server import Server
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import UnknownNameError
-from fsd_infer.integrations.openai_client import EXTENSIONS, UNSHAPED
+from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from tests.bench_toys import Toy, save_toy
 from tests.openai_server import Behaviour, made_up, serving
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsd_infer.errors import FsdError
-from fsd_infer.integrations.openai_client import Server, ServerError
+from fsd_infer.openai_client import Server, ServerError
 from tests.openai_server import Behaviour, made_up, replying, serving
 
 BODY = {"model": "toy", "prompt": [1, 2], "max_tokens": 3}
