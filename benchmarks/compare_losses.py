@@ -3,7 +3,7 @@
 Every arm is trained with every seed by `fsd-train fit`, on the same data for the same number of steps, and then decodes
 the same held-out prompts under every rule. An interrupted comparison goes on where it stopped when the same command is
 given again: finished heads and results are kept, an unfinished training goes on from its last checkpoint. The record,
-its tables (.md) and its picture (.png) are written anew after every head.
+its tables (.md) and its picture (.png) are rewritten after every head.
 
 Run: python -m benchmarks.compare_losses --config benchmarks/compare_losses.yaml --output runs/losses \
          --json benchmarks/results/losses.json
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(args.json.with_suffix(".md").read_text(encoding="utf-8"))
     if len({facts["commit"] for facts in record["runs"]}) > 1:
-        _say("note: the heads were trained at different commits; `runs` in the record tells which.")
+        _say("note: the heads were trained at different commits; `runs` in the record says which.")
     _say(f"{args.json}, with .md and .png beside it")
     return 0
 

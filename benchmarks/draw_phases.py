@@ -1,4 +1,4 @@
-"""Draws where the time of a bench record goes: milliseconds per round, by phase, for each method that tells.
+"""Draws where the time of a bench record goes: milliseconds per round, by phase, for each method that reports them.
 
 Beside it, if the record has a profile: what a forward over more nodes costs.
 
@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 def draw(record: dict[str, Any], output: Path) -> None:
     methods = {name: facts for name, facts in record["methods"].items() if facts.get("milliseconds_per_round")}
     if not methods:
-        sys.exit("no method of this record tells where its time goes")
+        sys.exit("no method of this record reports its phases")
     curve = (record.get("profile") or {}).get("forward_seconds")
     size = (12 if curve else 9, 1.2 + 0.5 * max(len(methods), 4))
     figure, axes = plt.subplots(

@@ -6,7 +6,7 @@ token that follows the last one in the vocabulary, so its answer to anything is 
 the target's shape, throws its tree away and proposes one of as many nodes, in which each depth of one path is that
 answer with the chance that is asked for: tok/s of a head that good, whichever it may be.
 
-* share of bandwidth: bytes of weights that a token reads x tok/s behind the prefill / bytes per second of a device copy
+* share of bandwidth: bytes of weights that a token reads x tok/s after the prefill / bytes per second of a device copy
   (read and write counted);
 * overhead: the share of a round that neither target nor drafter takes when they are waited for one by one (the phases
   in the tables are those of the host, which on a GPU waits for both models where it reads the verdict, in ``rule``);
@@ -174,7 +174,7 @@ def _wait(device: torch.device) -> None:
 
 
 def model_seconds_per_round(method: EngineMethod, drafter: SimulatedDrafter, prompt: list[int], new: int) -> float:
-    """Of target and drafter behind the prefill, while one more answer is decoded."""
+    """Of target and drafter after the prefill, while one more answer is decoded."""
     target, forward = method.decoder.target, method.decoder.target.forward
     drafter.clock = ModelClock(target.device)
     target.forward = lambda *args, **options: drafter.clock(forward, *args, **options)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Errors a user can mend. Every message names the thing that is wrong and what to do about it."""
+"""Errors that a user can fix. Every message names the thing that is wrong and what to do about it."""
 
 from __future__ import annotations
 

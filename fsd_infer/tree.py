@@ -250,11 +250,11 @@ def ancestors_of(parents: Tensor) -> Tensor:
 
 
 def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
-    """Which cache slots new tokens may attend to: the whole text, and chosen tokens behind it.
+    """Which cache slots new tokens may attend to: the whole text, and chosen tokens after it.
 
     Args:
         lengths: [B] text length of each row, on the CPU; its tokens occupy the slots before it.
-        sees: [B, M, E] bool; may token i attend to the e-th slot behind the text.
+        sees: [B, M, E] bool; may token i attend to the e-th slot after the text.
 
     Returns:
         [B, M, S] bool on the device of ``sees``, with S = longest text + E.
@@ -262,7 +262,7 @@ def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
     if lengths.shape[0] == 1:  # no row has a longer text than its own
         return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
     extra = sees.shape[-1]
-    behind = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
-    index = behind.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
-    inside = (behind >= 0) & (behind < extra)
-    return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (behind < 0)[:, None])
+    offset = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
+    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
+    inside = (offset >= 0) & (offset < extra)
+    return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (offset < 0)[:, None])

@@ -22,7 +22,7 @@ from fsd_infer.target import Target
 
 log = logging.getLogger(__name__)
 
-_ANEW = "For another one begin anew, from its exported head as model.initial_head (a small LM: as model.drafter)."
+_RESTART = "To train another one, start from its exported head as model.initial_head (a small LM: as model.drafter)."
 # what Trainer itself resolves, to a path or to nothing
 SPECIAL = frozenset({"last", "best", "hpc", "registry"})
 # one of these lies in a directory that a sharding strategy wrote
@@ -93,7 +93,7 @@ def target_record(target: Target) -> dict[str, str]:
 def check_target(module: LightningModule, target: Target, record: dict[str, str] | None) -> None:
     """Raise CheckpointError if a checkpoint was trained on another target, or on other weights of the same shape.
 
-    One of an earlier version has no record: that is told in a warning.
+    One of an earlier version has no record: a warning says so.
     """
     source = _source(module._trainer)
     if record is None:
@@ -104,7 +104,7 @@ def check_target(module: LightningModule, target: Target, record: dict[str, str]
     elif record["weights_sha256"] != (digest := target.weights_digest()):
         raise CheckpointError(
             f"{source} was trained on another target ({record['name']}, weights {record['weights_sha256']}) than "
-            f"{target.name} (weights {digest}): resume it with that one. {_ANEW}"
+            f"{target.name} (weights {digest}): resume it with that one. {_RESTART}"
         )
 
 
@@ -120,7 +120,7 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
         raise CheckpointError(
             f"{_source(trainer)} stands at a place in another order of batches, by {', '.join(wrong)}: resume it with "
             "the data and the number of devices that it was trained with (rows is a digest of what train_files, "
-            f"max_length, the validation split and cached features leave to train on). {_ANEW}"
+            f"max_length, the validation split and cached features leave to train on). {_RESTART}"
         )
 
 
@@ -257,7 +257,7 @@ class CheckResume(Callback):
 
 
 class _Checked(CheckpointIO):
-    """Another reader and writer of checkpoints, behind :func:`check_checkpoint`."""
+    """Another reader and writer of checkpoints, wrapped in :func:`check_checkpoint`."""
 
     def __init__(self, inner: CheckpointIO) -> None:
         self.inner = inner

@@ -16,7 +16,7 @@ from fsd_train.backends import stable_seed
 class TokenBudgetSampler(Sampler[list[int]]):
     """Batches of conversations of like length whose padded size stays within a budget of tokens.
 
-    Each epoch deals the rows to windows anew, each of which gets its share of every length, fills batches up to
+    Each epoch deals the rows to new windows, each of which gets its share of every length, fills batches up to
     B·M <= ``max_tokens`` with a window's rows in the order of length, and shuffles the batches. Where that would leave
     more padding than ``max_padding``, as with few rows and a large budget, the budget is lowered until it fits. The
     order follows from seed and epoch alone, and all epochs have the same number of batches: Trainer counts those of the
@@ -82,7 +82,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     @property
     def own(self) -> int:
-        """How many of this replica's batches no other one has before it; those behind them are repeated ones."""
+        """How many of this replica's batches no other one has before it; those after them are repeats."""
         return len(self._all()[self.rank :: self.replicas])
 
     def _all(self) -> list[list[int]]:

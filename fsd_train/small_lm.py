@@ -30,7 +30,7 @@ class LogitsHead(LMHead):
     """The target's LM head for features [..., H], and nothing at all for a drafter's own logits [..., Vd].
 
     So a small model with an LM head of its own hands its logits to any loss as its estimates, and gradients reach all
-    of its weights. The two are told apart by their last dimension.
+    of its weights. Their last dimension distinguishes the two.
     """
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ class SmallLM(nn.Module):
         common = min(self.vocab_size, target.vocab_size)
         if common == target.hidden_size:
             raise ModelLoadError(
-                f"{target.name} has as many tokens as hidden dimensions ({common}): logits and features cannot be told "
-                "apart. Pad one of the two."
+                f"{target.name} has as many tokens as hidden dimensions ({common}): logits and features have "
+                "the same shape. Pad one of the two vocabularies."
             )
         return common
 

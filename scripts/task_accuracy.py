@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in args.tasks:
             records.append(score_file(model, tokenizer, path, args))
             print(json.dumps({name: value for name, value in records[-1].items() if name != "answers"}))
-            if args.output is not None:  # after each file: a stopped run keeps what it has
+            if args.output is not None:  # after each file: a stopped run loses nothing
                 settings = {name: str(value) for name, value in vars(args).items() if name not in ("tasks", "output")}
                 write_json(args.output, {"settings": settings, "tasks": records}, indent=1)
     except FsdError as error:

@@ -129,7 +129,7 @@ Reply = Callable[[dict[str, Any], int], tuple[int, Any] | None]
 
 @contextmanager
 def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that answers every POST by ``reply``, and closes the connection behind it without saying so.
+    """A server that answers every POST by ``reply``, and then closes the connection without saying so.
 
     Args:
         reply: the request's body and its number from 1 -> status and answer (bytes, or what becomes JSON); None: it

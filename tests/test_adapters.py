@@ -1,4 +1,4 @@
-"""LoRA adapters as targets: merged as peft merges them, named wherever a target is, told from their base by digest."""
+"""LoRA adapters as targets: merged as peft merges them, named wherever a target is, known by digest."""
 
 from __future__ import annotations
 

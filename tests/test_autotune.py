@@ -139,7 +139,7 @@ def test_larger_batches_draft_less_and_then_not_at_all() -> None:
         if shape is not None and batch > 1:
             assert shape.stop_below == 0, "drafting ends when the last row of a batch has no use for it"
     slow = Costs({n: float(n) for n in curve}, {1: 1.0}, 1.0, wide_level={1: 8.0}, wide_fixed=8.0)
-    assert best_by_batch(slow, trees, correction=0.01)[1] is not None, "a single row drafts, as it was told to"
+    assert best_by_batch(slow, trees, correction=0.01)[1] is not None, "a single row drafts, as it was asked to"
 
 
 def test_a_drafter_knows_its_batches(drafter: EagleDrafter) -> None:
@@ -196,7 +196,7 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
             tune(again, target, prompts, refresh=True)
     file.write_text("{damaged")
     assert tune(again, target, prompts).depth in autotune.DEPTHS
-    assert tune(drafter, target, prompts) == again.shape, "and what was damaged is written anew"
+    assert tune(drafter, target, prompts) == again.shape, "and what was damaged is written again"
 
 
 def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleDrafter) -> None:

@@ -64,7 +64,7 @@ def test_what_a_method_says() -> None:
 
 WRONG = {
     "exat": "unknown method 'exat'",
-    "exact@": "name the drafter behind '@'",
+    "exact@": "name the drafter after '@'",
     "plain@none": "plain takes no drafter",
     "hf-generate:3": "takes no parameters",
     "hf-assisted": "name the assistant model",
@@ -105,10 +105,10 @@ def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
 def test_where_the_time_goes_adds_up(toy: Toy) -> None:
     facts = toy_run(toy, ["exact"], limit=2)["methods"]["exact"]
     assert sum(facts["phase_fractions"].values()) == pytest.approx(1.0)
-    behind = {phase: seconds for phase, seconds in facts["phases"].items() if phase != "prefill"}
-    models = behind["target"] + behind["draft"]
-    assert facts["round_overhead_fraction"] == pytest.approx(1 - models / sum(behind.values()))
-    rounds = sum(behind.values()) * 1000 / sum(facts["milliseconds_per_round"].values())
+    after = {phase: seconds for phase, seconds in facts["phases"].items() if phase != "prefill"}
+    models = after["target"] + after["draft"]
+    assert facts["round_overhead_fraction"] == pytest.approx(1 - models / sum(after.values()))
+    rounds = sum(after.values()) * 1000 / sum(facts["milliseconds_per_round"].values())
     assert rounds == pytest.approx(2 * facts["target_forwards"])
 
 

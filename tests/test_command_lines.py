@@ -27,7 +27,7 @@ def raiser(error: BaseException) -> object:
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (FsdError("a bad\n  thing: mend it"), BAD_INPUT, "prog: a bad thing: mend it"),
+        (FsdError("a bad\n  thing: fix it"), BAD_INPUT, "prog: a bad thing: fix it"),
         (IsADirectoryError(21, "Is a directory", "there"), BAD_INPUT, "prog: there: Is a directory"),
         (OSError("no space"), BAD_INPUT, "prog: no space"),
         (MemoryError(), BAD_INPUT, "prog: out of memory: ask for less"),

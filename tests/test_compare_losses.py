@@ -71,7 +71,7 @@ def command(toys: Path, out: Path, *more: str) -> list[str]:
 def test_it_compares_and_goes_on_where_it_stopped(
     toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # stopped in the second training, behind its first checkpoint
+    # stopped in the second training, after its first checkpoint
     fits: list[list[str]] = []
     fit = compare_losses.fsd_train
 

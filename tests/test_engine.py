@@ -119,7 +119,7 @@ def test_processors_that_know_the_row_are_given_the_requests(model: Any, oracle:
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["head", "lm"])
 def test_a_row_that_leaps_at_its_neighbours_end_stays_within_the_caches(kind: str, depth: int, target: Target) -> None:
-    """What a row emits less than another is padded behind its text: by more than its own drafter's depth in a graft."""
+    """What a row emits less than another is padded after its text: by more than its own drafter's depth in a graft."""
     first, second, length = [5, 6, 7, 8, 9, 10, 11, 12], [9, 10, 11], 24
     texts = [prompt + reference(target.model, [prompt])[0] for prompt in (first, second)]
     main: Drafter
@@ -223,7 +223,7 @@ def test_a_model_that_decoded_by_the_hook_is_freed() -> None:
 
 
 def test_a_neighbour_with_a_long_prompt_leaves_an_answer_its_length(model: Any, target: Target) -> None:
-    """Context 256: there is room for 6 tokens behind the long prompt, and for all 40 behind the short one."""
+    """Context 256: there is room for 6 tokens after the long prompt, and for all 40 after the short one."""
     long, short = tiny_prompts((250, 3))
     decoder = FuzzyDecoder(target, OracleDrafter(target))
     alone = [decoder.generate([prompt], max_new_tokens=40, do_sample=False).sequences[0] for prompt in (long, short)]

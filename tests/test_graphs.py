@@ -1,4 +1,4 @@
-"""Recorded forwards. Without a GPU a recording is a trace: what torch was told to compute, every number in it fixed."""
+"""Recorded forwards. Without a GPU a recording is a trace of what torch computes, with every number fixed."""
 
 from __future__ import annotations
 

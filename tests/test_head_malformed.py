@@ -192,9 +192,9 @@ def test_faults_are_named(fault: str, heads: Path, target: Target, tmp_path: Pat
     directory = tmp_path / "head"
     shutil.copytree(heads / "ours", directory)
     apply(directory)
-    with pytest.raises(CheckpointError, match=message) as told:
+    with pytest.raises(CheckpointError, match=message) as raised:
         load_head(directory, target)
-    assert str(directory) in str(told.value) and len(str(told.value).splitlines()) == 1
+    assert str(directory) in str(raised.value) and len(str(raised.value).splitlines()) == 1
     check(directory, target)
 
 

@@ -69,7 +69,7 @@ def check(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_logits_are_those_that_the_authors_code_gave(name: str, heads: dict[str, Path], target: Target) -> None:
-    """Golden numbers; `python -m tests.parity_toys PEERS` makes them anew."""
+    """Golden numbers; `python -m tests.parity_toys PEERS` regenerates them."""
     theirs = torch.tensor(json.loads(GOLDEN.read_text())[name])
     check(our_logits(heads[name], target)[..., SHOWN], theirs)
 

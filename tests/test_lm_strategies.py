@@ -61,7 +61,7 @@ def test_a_sharded_small_lm_is_trained_and_exported(
         check_same_run(ranks, torch.load(single / "rank0.pt"))
     for rank in ranks:
         assert rank["target_share"] == rank["head_share"] == rank["moment_share"] == 1 / RANKS
-    # what the callback wrote is what rank 0 put together, and what the command makes of the checkpoint
+    # what the callback wrote is what rank 0 gathered, and what the command makes of the checkpoint
     assert export_main([str(out / "ckpt" / "last.ckpt"), str(out / "again")]) == 0
     written = drafter(toys, out / "head").state_dict()
     again = drafter(toys, out / "again").state_dict()

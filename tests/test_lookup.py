@@ -32,7 +32,7 @@ def index_of(text: list[int], max_ngram: int = 4, min_ngram: int = 1, width: int
 
 
 def scan(text: list[int], context: list[int], max_ngram: int, min_ngram: int, width: int) -> list[tuple[int, int]]:
-    """What the index should answer, by reading the whole text anew."""
+    """What the index should answer, by reading the whole text again."""
     found: list[tuple[int, int]] = []
     for n in range(max_ngram, min_ngram - 1, -1):
         ends = [p for p in range(n, len(text)) if len(context) >= n and text[p - n : p] == context[-n:]]

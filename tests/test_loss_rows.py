@@ -38,7 +38,7 @@ def test_chunk_size_does_not_matter(name: str, args: dict[str, Any]) -> None:
 def peak_memory(run: Any) -> int:
     """Bytes allocated at the highest moment of a call, above those before it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    gc.collect()  # what other tests left behind must not be freed, and counted, in the middle of this one
+    gc.collect()  # what other tests left must not be freed, and counted, in the middle of this one
     gc.disable()
     try:
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:

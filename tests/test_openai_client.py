@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible servers: what is sent, what is asked again, what is told."""
+"""The client of OpenAI-compatible servers: what is sent, what is retried, what is reported."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_the_last_try_tells_address_and_reason() -> None:
     with replying(lambda body, number: (500, b"out of\n memory")) as (url, seen):
         with pytest.raises(
             ServerError, match=f"server {url} refused .*status 500: out of memory .* after 2 tries"
-        ) as told:
+        ) as raised:
             Server(url, attempts=2, pause=0.001).complete(BODY)
-    assert told.value.status == 500 and len(seen) == 2
+    assert raised.value.status == 500 and len(seen) == 2
     with pytest.raises(ServerError, match=f"server {url} cannot be reached .Connection refused.: is it running.$"):
         Server(url).complete(BODY)
 
@@ -107,8 +107,8 @@ def test_extensions_that_are_refused_are_left_out_from_then_on(
         assert ["top_k" in body for body in seen[6:]] == [True, False, False, False]
         ask(Server(url))  # another server is asked for itself
         assert "top_k" in seen[-2]
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2 and url in told[0] and "top_k" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and url in messages[0] and "top_k" in messages[0]
 
 
 def test_extensions_are_sent_to_servers_that_take_them() -> None:
@@ -153,15 +153,15 @@ def test_an_answer_left_early_is_not_taken_for_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "message"),
     [
         (b'data: {"choices": []}\n\n', "broke off an answer: is it still running"),
         (b'data: {"choi\n\n', "broke off an answer"),
         (b'data: {"error": {"message": "out of memory"}}\n\n', "failed: .*out of memory"),
     ],
 )
-def test_streams_that_end_badly(sent: bytes, told: str) -> None:
-    with replying(lambda body, number: (200, sent)) as (url, _), pytest.raises(ServerError, match=told):
+def test_streams_that_end_badly(sent: bytes, message: str) -> None:
+    with replying(lambda body, number: (200, sent)) as (url, _), pytest.raises(ServerError, match=message):
         list(Server(url).stream(BODY))
 
 

@@ -88,7 +88,7 @@ def test_training_and_decoding_see_identical_ids() -> None:
     first, second = encode_chat(tokenizer, [USER]), encode_chat(tokenizer, [USER, BOT, MORE])
     assert ids[: len(first)] == first and ids[: len(second)] == second
     answer = tokenizer("sat on the mat")["input_ids"] + [tokenizer.eos_token_id]
-    assert ids[len(second) :] == answer  # ends with the end token: the template's newline behind it is not an answer
+    assert ids[len(second) :] == answer  # ends with the end token: the template's newline after it is not an answer
     marked = [token for token, kept in zip(ids, mask) if kept]
     assert marked == tokenizer("it is there")["input_ids"] + [tokenizer.eos_token_id] + answer
     assert not any(mask[: len(first)]) and all(mask[len(second) :])
@@ -126,7 +126,7 @@ def test_a_template_under_which_no_answer_continues_its_prompt_is_refused() -> N
     [
         (CHATML, "<|end|>"),
         (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
-        (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # a text's end behind that of the turn
+        (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # a text's end after that of the turn
         (CHATML.replace("<|end|>", ""), "<|end|>"),  # none: the tokenizer's eos
         (None, "<|end|>"),
     ],

@@ -40,8 +40,8 @@ def public_config(head: EagleHead, **changes: Any) -> dict[str, Any]:
     layer = dict(head.config.layer)
     theta = layer.pop("rope_parameters")["rope_theta"]
     layer.pop("head_dim", None)  # theirs have none
-    told = {"architectures": ["LlamaForCausalLM"], "bias": head.config.fc_bias, "torch_dtype": "float16"}
-    return {**layer, "rope_theta": theta, "num_hidden_layers": head.config.num_layers, **told, **changes}
+    config = {"architectures": ["LlamaForCausalLM"], "bias": head.config.fc_bias, "torch_dtype": "float16"}
+    return {**layer, "rope_theta": theta, "num_hidden_layers": head.config.num_layers, **config, **changes}
 
 
 def write_public(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -183,9 +183,9 @@ def test_pickles_are_told_and_converted_by_the_user(tmp_path: Path) -> None:
     directory = write_public(tmp_path / "head", public_config(head), {})
     for legacy in (True, False):
         torch.save(tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(CheckpointError, match="Nothing is unpickled here") as told:
+        with pytest.raises(CheckpointError, match="Nothing is unpickled here") as raised:
             load_drafter(directory, target)
-    exec(str(told.value).splitlines()[-1], {})
+    exec(str(raised.value).splitlines()[-1], {})
     assert torch.equal(load_head(directory, target).fc.weight, head.fc.weight)
 
 
@@ -200,19 +200,19 @@ def test_heads_of_other_programs_are_told_by_name(tmp_path: Path) -> None:
     """By the config alone, since weights may be in a format that is not read, or by the tensors alone."""
     target = toy_target()
 
-    def told(config: dict[str, object], tensors: dict[str, Tensor], message: str) -> None:
+    def refused(config: dict[str, object], tensors: dict[str, Tensor], message: str) -> None:
         directory = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         write_public(directory, {"model_type": "llama", "hidden_size": 32, **config}, tensors)
         for load in (load_drafter, load_head):
             with pytest.raises(CheckpointError, match=f"{directory} is an? {message}"):
                 load(directory, target)
 
-    told({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "EAGLE-3 head of another program, without model.safe")
-    told({"speculators_model_type": "eagle3"}, {}, "EAGLE-3 head of another program, without model.safetensors")
+    refused({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "EAGLE-3 head of another program, without model.safe")
+    refused({"speculators_model_type": "eagle3"}, {}, "EAGLE-3 head of another program, without model.safetensors")
     of_eagle_3 = {"fc.weight": torch.zeros(32, 96), "d2t": torch.zeros(40)}
     torch.save(of_eagle_3, write_public(tmp_path / "pickled", {"model_type": "llama"}, {}) / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickled is an EAGLE-3 head .*Nothing is unpickled here"):
         load_drafter(tmp_path / "pickled", target)
     converted = {"fusion_fc.weight": torch.zeros(32, 64)}
-    told({"speculators_model_type": "eagle"}, converted, "head of speculators of type 'eagle'")
-    told({"architectures": ["EagleLlamaForCausalLM"]}, {}, "EAGLE-1/2 head of another program, without model.safete")
+    refused({"speculators_model_type": "eagle"}, converted, "head of speculators of type 'eagle'")
+    refused({"architectures": ["EagleLlamaForCausalLM"]}, {}, "EAGLE-1/2 head of another program, without model.safete")

@@ -157,7 +157,7 @@ def test_recipe_states_what_it_needs(recipe: Path) -> None:
     assert "Meant for:" in text
     parts = re.findall(r"^#   (.{14}).*= +([\d.]+) (GB|MB)$", text, re.MULTILINE)
     sizes = [float(size) / (1 if unit == "GB" else 1000) for _, size, unit in parts]
-    if recipe.stem in ("template", "smollm2-135m", "tinyllama-1.1b-cpu"):  # written by hand
+    if recipe.stem in ("template", "smollm2-135m", "tinyllama-1.1b-cpu"):  # not generated
         return
     assert parts[-1][0].strip() == "together"
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.3)

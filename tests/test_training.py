@@ -377,8 +377,8 @@ def test_a_logger_whose_package_is_missing_is_told(
     config["trainer"]["logger"] = [config["trainer"]["logger"], logger] if several else logger
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli(argv) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("fsd-train fit: ") and "pip install" in told and "wandb" in told
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("fsd-train fit: ") and "pip install" in line and "wandb" in line
 
 
 def test_a_recipe_for_another_target_cannot_resume(
@@ -407,7 +407,7 @@ class Kill(Callback):
 
 
 def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:
-    """Killed anywhere behind the first checkpoint, between the batches of a step too."""
+    """Killed anywhere after the first checkpoint, between the batches of a step too."""
     seed = random.SystemRandom().randrange(10**6)
     draw = random.Random(seed)
     step, late = draw.randrange(5, 30), draw.random() < 0.5

@@ -1,4 +1,4 @@
-"""A reduced draft vocabulary that takes in the ids of each text: in decoding, in training, measured."""
+"""A reduced draft vocabulary extended by the ids of each text: in decoding, in training, measured."""
 
 from __future__ import annotations
 

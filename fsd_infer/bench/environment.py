@@ -51,7 +51,7 @@ def _version() -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name as the system reports it."""
     return processor("model name") or platform.processor() or platform.machine()
 
 

@@ -52,8 +52,8 @@ class Spec:
         name: its label, or else its text.
         text: without the label.
         kind: a name in METHODS or RULES.
-        argument: what stands behind the first colon.
-        drafter: of a rule, what stands behind "@"; None: the run's drafter.
+        argument: what follows the first colon.
+        drafter: of a rule, what follows "@"; None: the run's drafter.
     """
 
     name: str
@@ -201,7 +201,7 @@ def _parse(text: str) -> Spec:
         raise UnknownNameError(f"unknown method {rest!r}. Known: {', '.join(known)}.")
     rule, at, drafter = rest.partition("@")
     if at and not drafter:
-        raise FsdError(f"method {rest!r}: name the drafter behind '@', e.g. exact@none.")
+        raise FsdError(f"method {rest!r}: name the drafter after '@', e.g. exact@none.")
     parse_rule(rule)
     return Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None)
 

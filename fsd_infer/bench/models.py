@@ -87,7 +87,7 @@ class Models:
 
     @cached_property
     def max_positions(self) -> int | None:
-        """Tokens of the target's context, if its config tells."""
+        """Tokens of the target's context, if its config says."""
         if self.decoder_loaded:
             return self.decoder.target.max_positions
         config = self.reference[0].config if self.reference_loaded else load_config(self.target)

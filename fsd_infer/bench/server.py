@@ -1,7 +1,7 @@
 """Any server that speaks the OpenAI completions API (vLLM, SGLang, llama.cpp ...) as a method.
 
 It gets the same prompt token ids as the other methods and streams its answer, so that the time until the first token
-(prefill) and the rest are told apart. Wall time is the client's: what the server's own protocol costs is part of it.
+(prefill) and the rest are timed separately. Wall time is the client's: the cost of the server's protocol is part of it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class ServerMethod(Method):
                 for made, why, text in zip(counts, reasons, texts, strict=True)
             ]
         else:
-            raise ServerError(f"server {self.server.url} told neither token ids nor usage, so its tokens are unknown.")
+            raise ServerError(
+                f"server {self.server.url} reports neither token ids nor usage: its tokens cannot be counted."
+            )
         return TimedRun(seconds, (first or start + seconds) - start, answers)
 
     def describe(self) -> dict[str, Any]:

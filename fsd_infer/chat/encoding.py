@@ -106,7 +106,7 @@ def encode_conversation(
     """Token ids of a conversation with answers, and which of them the target would have had to produce.
 
     Every assistant turn is marked: its text and the token that ends it, not the template's opening of the turn nor what
-    the template puts behind its end. Ids behind the last end are cut off, since no answer contains them.
+    the template puts after its end. Ids after the last end are cut off, since no answer contains them.
 
     A template with generation markers (``{% generation %}``) says itself what the target produces. With any other a
     turn's answer is what its ids add to those of the prompt before it, which is exact, or refused. Where the ids of
@@ -177,7 +177,7 @@ def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
             raise DataError(
                 f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
                 "prompt and answer, so training would not see what decoding sees. Train on rows that carry prompt_ids "
-                "and response_ids (`fsd-train regenerate` writes them), or mend the template."
+                "and response_ids (`fsd-train regenerate` writes them), or fix the template."
             )
         answered.append((closed, [(len(prompt), len(closed))]))
     whole = answered[-1][0]
@@ -205,13 +205,13 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the chat template writes behind an answer; where it writes none, the tokenizer's eos (or None)."""
+    """The token that the chat template writes after an answer; where it writes none, the tokenizer's eos (or None)."""
     if getattr(tokenizer, "chat_template", None):
         word = "Rhubarb"  # which no template says of itself
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}]
-        behind = _render(tokenizer, turns, False).partition(word)[2]
+        suffix = _render(tokenizer, turns, False).partition(word)[2]
         special = special_ids(tokenizer)
-        for token in _encode_rendered(tokenizer, behind):
+        for token in _encode_rendered(tokenizer, suffix):
             if token in special:
                 return token
     own: int | None = tokenizer.eos_token_id

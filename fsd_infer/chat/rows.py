@@ -167,8 +167,8 @@ def _saved_rows(directory: Path) -> Iterator[Row]:
     except DataError:
         raise
     except Exception as error:  # `datasets` checks little of what it reads
-        told = f"{type(error).__name__}: {error}"
-        raise DataError(f"{directory}: not a whole dataset, after row {number} ({told}). Save it again.") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{directory}: not a whole dataset, after row {number} ({reason}). Save it again.") from error
 
 
 def _needed(module: str, path: Path) -> Any:

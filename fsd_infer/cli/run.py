@@ -63,8 +63,8 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     except BaseException as error:  # not all are Exceptions: panics of libraries in Rust are not
         if debug:
             raise
-        told = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
-        return _say(program, told, UNEXPECTED)
+        message = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
+        return _say(program, message, UNEXPECTED)
 
 
 class Parser(argparse.ArgumentParser):

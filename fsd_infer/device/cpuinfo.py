@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def processor(field: str) -> str:
-    """A field of the processor's description, as the system tells it; "" outside of Linux."""
+    """A field of the processor's description, as the system reports it; "" outside of Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

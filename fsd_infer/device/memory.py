@@ -32,7 +32,7 @@ def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limi
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can be allocated on a device, or None where nothing tells."""
+    """What can be allocated on a device, or None where it is not reported."""
     if device.type == "cuda":  # torch keeps what was freed for later
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

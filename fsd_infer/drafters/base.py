@@ -1,7 +1,7 @@
 """What a drafter is: it proposes token trees and knows nothing of rules.
 
 A :class:`Drafter` holds weights and options; :meth:`Drafter.start` opens a :class:`DraftSession`, which holds the
-state of one batch. The engine tells the session how the text grew and asks it for trees.
+state of one batch. The engine informs the session of each new token and asks it for trees.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DraftSession(ABC):
         """A tree under each root [B] (the last token of each text, on the CPU)."""
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:  # noqa: B027
-        """What the target said of the last tree, before :meth:`extend` tells how the text grew. Ignored by default.
+        """What the target said of the last tree, before :meth:`extend` appends to the text. Ignored by default.
 
         Args:
             tree: the tree that was verified; after the prompt, its last token alone.

@@ -46,7 +46,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             as many as a head's tree has on this device).
 
     Raises:
-        UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the thing and the mend.
+        UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and the fix.
     """
     if isinstance(drafter, Drafter):
         return drafter

@@ -96,7 +96,7 @@ class TextIndex:
         """Different next tokens after ``context``: longest match first, then the most recent.
 
         Args:
-            context: the last tokens, at most :data:`LONGEST_MATCH`: of the text, or of the text and drafts behind it.
+            context: the last tokens, at most :data:`LONGEST_MATCH`: of the text, or of text and drafts.
         """
         text = self.text
         found: list[Candidate] = []

@@ -25,7 +25,7 @@ BUCKET_NATS = 0.4
 PRIOR_TRIALS = 4.0  # what a prior counts for
 REMEMBERED_TRIALS = 256.0  # evidence beyond this makes older evidence fade
 # Kinds of candidates, and what their probability is multiplied by as a prior: after the same two tokens, after the same
-# token where nothing is known of two, after the same token behind those of the first kind.
+# token where nothing is known of two, after the same token, following those of the first kind.
 PRIORS = (0.9, 0.5, 0.15)
 
 Candidate = tuple[int, int, int]  # token, kind, bucket

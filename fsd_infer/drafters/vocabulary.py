@@ -17,7 +17,7 @@ NEVER = -1e4  # a logit that underflows to q = 0 in every float type; -inf would
 
 
 class ContextVocabulary:
-    """The drafter vocabulary of one batch: the draft vocabulary, and behind it the ids of the texts that it lacks.
+    """The drafter vocabulary of one batch: the draft vocabulary, then the ids of the texts that it lacks.
 
     A row drafts the ids of its own text only, so that no answer depends on its neighbours in the batch.
 
@@ -35,7 +35,7 @@ class ContextVocabulary:
     def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: Tensor, batch: int) -> None:
         self.ids = draft_ids
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
-        self._extra: dict[int, int] = {}  # id -> its place behind the draft vocabulary
+        self._extra: dict[int, int] = {}  # id -> its place after the draft vocabulary
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X], on the CPU: is an entry in the row's text
         self._foreign: Tensor | None = None  # [B, 1, X], its opposite on the target's device; None where all are own
         self._tail: nn.Module | None = None

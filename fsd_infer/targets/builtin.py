@@ -84,7 +84,7 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
     """Directory of built-in target ``name`` in Hugging Face layout, fetched and expanded at the first call.
 
     The directory appears by one rename after everything in it was written and hashed, under a lock, so a killed or
-    concurrent call never leaves a half-made one behind. A directory whose files do not have the sizes in its manifest
+    concurrent call never leaves a half-made one. A directory whose files do not have the sizes in its manifest
     is made again.
 
     Args:

@@ -2,7 +2,7 @@
 
 Measured once and kept in the user's cache: C(n), seconds of a target forward over n nodes, what the rule adds per node
 included; D(w), seconds of one depth of drafting at width w, and what a round's drafting costs besides. A few texts are
-decoded with a large tree, whose scores s (cumulative log q) tell what smaller trees of the same contexts would yield:
+decoded with a large tree, whose scores s (cumulative log q) show what smaller trees of the same contexts would yield:
 
     tokens = 1 + r · Σ exp(s) over the nodes - 1 best candidates
 

@@ -1,4 +1,4 @@
-"""A target's forward over new tokens behind a context, as decoding runs it, for measurements."""
+"""A target's forward over new tokens after a context, as decoding runs it, for measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsd_infer.tree import visible_slots
 
 
 class Probe:
-    """Runs a target over a chain of so many tokens behind a context, as often as wanted, each time in the same slots.
+    """Runs a target over a chain of tokens after a context, repeatedly, in the same slots.
 
     Tokens are arbitrary: the ids counted through.
 

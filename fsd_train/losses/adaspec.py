@@ -45,7 +45,7 @@ class AdaSpecLoss:
     the target is out of reach and the token is left out. The paper's reference is a drafter of the same size, distilled
     beforehand from the same target on all tokens.
 
-    Tokens are chosen anew in every batch, among those supervised and for each unrolled step on its own. Without a
+    Tokens are chosen afresh in every batch, among those supervised and for each unrolled step on its own. Without a
     reference in the batch, as in validation, all tokens count.
 
     Args:

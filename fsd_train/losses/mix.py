@@ -28,7 +28,7 @@ class MixLoss:
     """Σ w_i(t)·loss_i, where t is how much of the run has passed (:attr:`DraftBatch.progress`).
 
     A part whose weight is 0 at the moment is not computed. Logged are, by the label of each part (its name; with a
-    number behind it where a name occurs again): ``label/loss`` before weighting, ``label/…`` for what the loss itself
+    number after it where a name occurs again): ``label/loss`` before weighting, ``label/…`` for what the loss itself
     reports, and ``label/weight`` where it changes.
 
     Args:
