@@ -20,7 +20,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.generation_options import check_config, check_inputs, refusal
-from fsd_infer.rules import Rule, parse_rule
+from fsd_infer.rules import Rule, RuleLike, parse_rules
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import pad_id
 
@@ -33,7 +33,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     streamer: Any = None,
     drafter: str | Path | Drafter | None = None,
-    rule: str | Rule = "exact",
+    rule: RuleLike = "exact",
     seed: int | None = None,
     stream_to: Any = None,
     max_cache_bytes: int | None = None,
@@ -48,7 +48,7 @@ def generate(
         streamer: as of ``generate``. It gets the prompt, every token, and ``end()`` also where an error is raised.
         drafter: see :func:`load_drafter`; None: the shipped head if the model is a built-in target. A name is loaded
             on every call, so pass a Drafter object in a loop.
-        rule: acceptance rule or its name.
+        rule: acceptance rule or its name, or a list of them, one per prompt.
         stopping_criteria: they are called with the text alone, ``scores`` is None. Stop strings need an explicit
             ``StopStringCriteria``: ``generate`` keeps the tokenizer from custom loops.
         seed: of the draws at temperature > 0.
@@ -77,7 +77,7 @@ def generate(
             outcome = decode_prepared(
                 target,
                 load_drafter(drafter, target),
-                parse_rule(rule),
+                parse_rules(rule),
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -136,7 +136,7 @@ def ending(streamer: Any) -> Iterator[Any]:
 def decode_prepared(
     target: Target,
     drafter: Drafter,
-    rule: Rule,
+    rules: list[Rule],
     input_ids: Tensor,
     *,
     logits_processor: LogitsProcessorList | None,
@@ -153,7 +153,8 @@ def decode_prepared(
     """Decode what ``generate`` has prepared for a loop: the one body of every loop of this package.
 
     Args:
-        target, drafter, rule: what decodes.
+        target, drafter: what decodes.
+        rules: one for all prompts, or one per prompt.
         input_ids: [B, T], with padding.
         logits_processor, stopping_criteria, generation_config, attention_mask, model_inputs: as prepared.
         streamer: gets the prompt, if ``show_prompt``, and the tokens; the caller ends it.
@@ -196,7 +197,10 @@ def decode_prepared(
     )
     if streamer is not None and show_prompt:
         streamer.put(input_ids.cpu())
-    return decode(made_for, drafter, rule, request)
+    answers = generation_config.num_return_sequences or 1  # per prompt, one behind the other
+    return decode(
+        made_for, drafter, rules[0] if len(rules) == 1 else [r for r in rules for _ in range(answers)], request
+    )
 
 
 def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:

@@ -23,7 +23,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.generation_options import check_overrides
-from fsd_infer.rules import Rule, parse_rule
+from fsd_infer.rules import RuleLike, parse_rules
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import left_pad, pad_id
@@ -217,7 +217,7 @@ class FuzzyDecoder:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | Tensor,
-        rule: str | Rule = "exact",
+        rule: RuleLike = "exact",
         *,
         generation_config: GenerationConfig | None = None,
         drafter: Drafter | None = None,
@@ -232,7 +232,8 @@ class FuzzyDecoder:
 
         Args:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T].
-            rule: a rule or its name, e.g. ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``.
+            rule: a rule or its name, e.g. ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one
+                per prompt.
             generation_config: as in transformers; default the model's own.
             drafter: another drafter for this call.
             seed: of the draws at temperature > 0; default torch's global generator.
@@ -254,7 +255,7 @@ class FuzzyDecoder:
                 [self.encode(prompt, chat) for prompt in _as_list(prompts)],
                 dict(generation_config=generation_config, **overrides),
                 drafter=self.drafter if drafter is None else drafter,
-                rule=parse_rule(rule),
+                rules=parse_rules(rule),
                 seed=seed,
                 streamer=streamer,
                 measure_log_likelihood=measure_log_likelihood,

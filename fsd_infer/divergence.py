@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +136,9 @@ class Divergence:
         symmetric: does D(p, q) = D(q, p) hold.
         rows: the row function, log p [n, V] and log q [n, V] (zeros as ``ZERO``) -> [n].
         k: for top-k forms the number of the target's most likely tokens that are looked at one by one.
+        where_q_is_zero: what the term of a token is there as a function of p: "linear" in it, "infinite" unless p is 0
+            too, or anything "else". Only if it is one of the first two may tokens that a reduced drafter's vocabulary
+            lacks be lumped together (:func:`reduced`).
     """
 
     name: str
@@ -145,6 +148,7 @@ class Divergence:
     symmetric: bool
     rows: RowFunction
     k: int | None = None
+    where_q_is_zero: Literal["linear", "infinite", "else"] = "else"
 
     def __call__(self, p: Tensor, q: Tensor, *, log_probs: bool = False, chunk_size: int | None = None) -> Tensor:
         """D(p, q) per row.
@@ -198,7 +202,8 @@ class Divergence:
 
         p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...]. ``rows`` picks [R] rows of
         p_logits [M, V] and of q_logits [I, Vd] (None: all, in order) -> [R], by our CPU kernels without a copy.
-        The five plain forms work on Vd + 1 bins; the top-k forms need the target's own ranking and expand q.
+        Forms that may be lumped where q is 0 (``where_q_is_zero``) work on Vd + 1 bins. Others expand q, and so do the
+        top-k forms, which need the target's own ranking.
         """
         draft_ids = None if draft_ids is None else draft_ids.long()  # heads are stored with narrower ones
         if draft_ids is None or not self.infinite_on_reduced_vocabulary:
@@ -208,14 +213,19 @@ class Divergence:
         p_logits, q_logits = (x if which is None else x[which] for x, which in zip((p_logits, q_logits), rows))
         if draft_ids is None:
             return self(p_logits, q_logits)
-        if self.k is None:
+        if self.lumpable:
             return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
         return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))
 
     @property
+    def lumpable(self) -> bool:
+        """Is the value kept where all tokens with q = 0 are one bin (:func:`reduced`)."""
+        return self.k is None and self.where_q_is_zero != "else"
+
+    @property
     def infinite_on_reduced_vocabulary(self) -> bool:
         """Is it infinite wherever the target has mass that the drafter cannot have."""
-        return self.k is None and self.rows in (_reverse_kl, _ag)
+        return self.k is None and self.where_q_is_zero == "infinite"
 
     def describe(self) -> dict[str, object]:
         """Name, direction, formula and unit, as records of runs store them."""
@@ -226,12 +236,22 @@ class Divergence:
 DIVERGENCES: Registry[Divergence] = Registry("divergence")
 
 _PLAIN = (
-    Divergence("kl", "sum q ln(q/p)", "KL(q||p), draft from target", (0.0, math.inf), False, _kl),
-    Divergence("reverse_kl", "sum p ln(p/q)", "KL(p||q), target from draft", (0.0, math.inf), False, _reverse_kl),
-    Divergence("js", "KL(p||m)/2 + KL(q||m)/2, m = (p+q)/2", "symmetric", (0.0, LN2), True, _js),
-    Divergence("ag", "KL(m||p)/2 + KL(m||q)/2, m = (p+q)/2", "symmetric", (0.0, math.inf), True, _ag),
-    Divergence("tv", "sum |p-q| / 2", "symmetric", (0.0, 1.0), True, _tv),
-)
+    Divergence(
+        "kl", "sum q ln(q/p)", "KL(q||p), draft from target", (0.0, math.inf), False, _kl, where_q_is_zero="linear"
+    ),
+    Divergence(
+        "reverse_kl", "sum p ln(p/q)", "KL(p||q), target from draft", (0.0, math.inf), False, _reverse_kl,
+        where_q_is_zero="infinite",
+    ),
+    Divergence(
+        "js", "KL(p||m)/2 + KL(q||m)/2, m = (p+q)/2", "symmetric", (0.0, LN2), True, _js, where_q_is_zero="linear"
+    ),
+    Divergence(
+        "ag", "KL(m||p)/2 + KL(m||q)/2, m = (p+q)/2", "symmetric", (0.0, math.inf), True, _ag,
+        where_q_is_zero="infinite",
+    ),
+    Divergence("tv", "sum |p-q| / 2", "symmetric", (0.0, 1.0), True, _tv, where_q_is_zero="linear"),
+)  # fmt: skip
 
 
 def _top_k(plain: Divergence, k: int, name: str) -> Divergence:
@@ -276,10 +296,10 @@ def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) ->
 def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Both distributions on the drafter's vocabulary plus one bin for every other token, where q is 0.
 
-    Exact for kl, reverse_kl, js, ag and tv: each is a sum of f(p_i, q_i), and at q_i = 0 the term is linear in p_i:
-    f(p_i, 0) is 0 for kl, p_i ln(2)/2 for js, p_i/2 for tv, and for reverse_kl and ag it is infinite times p_i, which
-    is 0 or inf. So the terms of all tokens outside the drafter's vocabulary add up to the term of their lump. The
-    top-k forms are not sums over fixed bins (p picks them): use :meth:`Divergence.with_reduced_drafter` for those.
+    Exact for sums of terms f(p_i, q_i) with f(p_i, 0) linear in p_i, as in kl (0), js (p_i ln(2)/2) and tv (p_i/2), or
+    infinite unless p_i is 0, as in reverse_kl and ag: then the terms of all tokens outside the drafter's vocabulary
+    add up to the term of their lump (``Divergence.lumpable``). Other divergences, and the top-k forms, whose bins p
+    picks, change their value: use :meth:`Divergence.with_reduced_drafter` for any of them.
 
     Args:
         p_logits: [..., V] the target's logits.

@@ -6,7 +6,8 @@ in the rule. Each row of a batch has its own text length and accepted length; no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.logits_processors import TreeProcessors
 from fsd_infer.prefill import read_prompts
-from fsd_infer.rules.base import Rule, Verdict, Verification
+from fsd_infer.rules import Answers, Rule, Verdict, Verification, apply_rules
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
@@ -68,8 +69,9 @@ class Outcome:
 
 
 @torch.inference_mode()
-def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Outcome:
-    """Decode a batch. Threads that decode with one target take turns, request by request.
+def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Outcome:
+    """Decode a batch, by one rule or by one per prompt. Threads that decode with one target take turns, request by
+    request.
 
     Raises:
         FsdError: an empty prompt, a token id that the target does not know, a processor that cannot look at a tree.
@@ -83,10 +85,10 @@ def decode(target: Target, drafter: Drafter, rule: Rule, request: Request) -> Ou
         while batch.active:
             tree = batch.draft()
             logits, features = batch.verify(tree)
-            verdict = batch.judge(tree, logits)
-            batch.teach(tree, logits, verdict)
-            batch.keep(verdict)
-            batch.grow(verdict, features)
+            verdict = batch.apply_rule(tree, logits)
+            batch.observe(tree, logits, verdict)
+            batch.commit_cache(verdict)
+            batch.advance(verdict, features)
         return batch.outcome()
 
 
@@ -99,7 +101,7 @@ class _Batch:
     one of them is a head's or a small LM's, once for recycling, and for ``stop_below``).
     """
 
-    def __init__(self, target: Target, drafter: Drafter, rule: Rule, request: Request) -> None:
+    def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
         for row, prompt in enumerate(request.prompts):
             if not prompt:
                 raise FsdError(f"prompt {row} is empty: give at least one token.")
@@ -110,7 +112,11 @@ class _Batch:
                 )
         count = len(request.prompts)
         drafter = drafter.for_batch(count)
-        self.target, self.drafter, self.rule, self.request = target, drafter, rule, request
+        self.target, self.drafter, self.request = target, drafter, request
+        self.all_rules = [rule] * count if isinstance(rule, Rule) else list(rule)  # of the request's rows
+        if len(self.all_rules) != count:
+            raise FsdError(f"{len(self.all_rules)} rules for {count} prompts: give one rule, or one per prompt.")
+        self.rules = list(self.all_rules)  # of the rows that are still being decoded
         self.limits = [_room(target, len(prompt), request.max_new_tokens) for prompt in request.prompts]
         self.processors = TreeProcessors(request.processors, count)
         self.device = target.device
@@ -125,9 +131,9 @@ class _Batch:
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
         self.records = [RowRecord() for _ in range(count)]
-        self.budget: Tensor | None = None  # nats left per row
-        if rule.budget is not None:
-            self.budget = torch.full((count,), rule.budget, dtype=torch.float64)
+        self.answers = Answers([record.tokens for record in self.records], self.device)
+        budgets = [math.inf if rule.budget is None else rule.budget for rule in self.rules]
+        self.budget = torch.tensor(budgets, dtype=torch.float64)  # nats left per row
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
         self.session = drafter.start(
@@ -149,7 +155,7 @@ class _Batch:
         ends = (self.lengths - 1)[:, None]
         features, logits = read_prompts(self.target, self.cache, tokens, self.lengths)
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
-        verdict = self._apply_rule(tree, logits)
+        verdict = self._verdict(tree, logits)
         self._emit(verdict, logits)
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
@@ -176,21 +182,21 @@ class _Batch:
         self.clock.lap("target")
         return logits, features
 
-    def judge(self, tree: DraftTree, logits: Tensor) -> Verdict:
-        """Let the rule choose; emit what it accepted."""
-        verdict = self._apply_rule(tree, logits)
+    def apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
+        """Let each row's rule choose; emit what it accepted."""
+        verdict = self._verdict(tree, logits)
         for row in self.rows:
             self.records[row].target_forwards += 1
         self._emit(verdict, logits)
         self.clock.lap("rule")
         return verdict
 
-    def teach(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> None:
-        """Show the drafter what the target thought of its tree."""
+    def observe(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> None:
+        """Show the drafter the target's logits at its tree's nodes."""
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         self.clock.lap("draft")
 
-    def keep(self, verdict: Verdict) -> None:
+    def commit_cache(self, verdict: Verdict) -> None:
         """Move the accepted path's keys and values to where the text ends. The root is in place already."""
         path, accepted = verdict.path.tolist(), verdict.accepted.tolist()
         if any(row[step] != step for row, count in zip(path, accepted) for step in range(1, count + 1)):
@@ -201,12 +207,12 @@ class _Batch:
             self.cache.move(to_device(sources, self.device), to_device(destinations, self.device))
         self.clock.lap("cache")
 
-    def grow(self, verdict: Verdict, features: Tensor) -> None:
-        """Lengthen each text by its accepted path and tell the drafter what came behind it."""
+    def advance(self, verdict: Verdict, features: Tensor) -> None:
+        """Lengthen each text by its accepted path, and give the drafter the new tokens with their features."""
         counts = verdict.accepted + 1
         self.lengths = self.lengths + counts
-        if self.budget is not None:
-            self.budget = (self.budget - verdict.spent.sum(1)).clamp_min(0.0)
+        left = (self.budget - verdict.spent.sum(1)).clamp_min(0.0)
+        self.budget = torch.where(self.budget.isinf(), self.budget, left)  # infinite costs come out of infinite budgets
         path = to_device(verdict.path, self.device)
         path_features = at_nodes(features, path)
         roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
@@ -217,7 +223,7 @@ class _Batch:
         seconds = self.clock.seconds  # the answers are complete: before a device is waited for
         stats = GenerationStats(
             rows=[record.finish(self.prefill_seconds) for record in self.records],
-            rule=self.rule.describe(),
+            rule=_described(self.all_rules),
             drafter=self.drafter.describe(),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
@@ -228,24 +234,26 @@ class _Batch:
 
     # parts -----------------------------------------------------------------------------------------------------------
 
-    def _apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
+    def _verdict(self, tree: DraftTree, logits: Tensor) -> Verdict:
         texts = [self._text(row)[:-1] for row in self.rows] if self.processors.contextual else []
         processors = self.processors
         if processors:  # in fp32, as in generate; rules convert what they look at
             logits = logits.float()
-        return self.rule(
-            Verification(
-                tree=tree,
-                logits=logits,
-                scores=processors.nodes(logits, tree, texts, self.rows),
-                greedy=self.request.greedy,
-                uniforms=torch.rand(*tree.tokens.shape, 3, generator=self.request.generator, device=self.device),
-                budget_left=self.budget,
-                process_draft=(lambda drafted: processors.drafts(drafted, logits.shape[-1], texts, self.rows))
-                if processors
-                else None,
-            )
+
+        def process_draft(drafted: DraftTree) -> Tensor:
+            return processors.drafts(drafted, logits.shape[-1], texts, self.rows)
+
+        round = Verification(
+            tree=tree,
+            logits=logits,
+            scores=processors.nodes(logits, tree, texts, self.rows),
+            greedy=self.request.greedy,
+            uniforms=torch.rand(*tree.tokens.shape, 3, generator=self.request.generator, device=self.device),
+            budget_left=self.budget,
+            process_draft=process_draft if processors else None,
+            answers=self.answers,
         )
+        return apply_rules(self.rules, round)
 
     def _emit(self, verdict: Verdict, logits: Tensor) -> None:
         """Append each row's new tokens, up to and including the first that ends its answer."""
@@ -290,16 +298,25 @@ class _Batch:
         going = [i for i, row in enumerate(self.rows) if self.records[row].finish_reason is None]
         if len(going) < len(self.rows):
             self.rows = [self.rows[i] for i in going]
+            self.rules = [self.rules[i] for i in going]
             if not going:
                 return
             index = torch.tensor(going)
             tokens, counts, self.roots, self.lengths = (x[index] for x in (tokens, counts, roots, self.lengths))
             features = features.index_select(0, to_device(index, self.device))
-            self.budget = None if self.budget is None else self.budget[index]
+            self.budget = self.budget[index]
+            self.answers.select(going)
             self.cache.select(index)
             self.session.select(index)
         longest = int(counts.max())
         self.session.extend(tokens[:, :longest], features[:, :longest], counts)
+
+
+def _described(rules: Sequence[Rule]) -> dict[str, object]:
+    """One rule for all rows, or all of them."""
+    if all(rule == rules[0] for rule in rules):
+        return rules[0].describe()
+    return {"rule": "per row", "rows": [rule.describe() for rule in rules]}
 
 
 def _room(target: Target, prompt: int, max_new_tokens: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fsd_infer.rules.base import Source
+from fsd_infer.rules import Source
 
 
 @dataclass

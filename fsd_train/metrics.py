@@ -82,9 +82,9 @@ def compare(
             if draft_ids is not None:
                 log_q = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
             for measure, values in zip(measures, distances.values(), strict=True):
-                if measure.k is None:
+                if measure.lumpable:
                     values[step, piece] = measure(lumped, log_q, log_probs=True)
-                else:  # these pick their bins from the target's whole vocabulary
+                else:
                     values[step, piece] = measure.with_reduced_drafter(p, q, draft_ids)
     return Comparison(
         agree.expand(steps, -1),

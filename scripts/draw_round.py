@@ -44,7 +44,7 @@ def main() -> None:
         ax,
         1.5,
         8.35,
-        "the head reads (embedding of token i+1, target's feature i) and grows a tree under the last token",
+        "the head reads (embedding of token i+1, target's feature i) and drafts a tree under the last token",
     )
     for i, word in enumerate(["The", "sun", "is"]):
         box(ax, 0.7 + i, 6.9, word, TARGET)
@@ -74,9 +74,9 @@ def main() -> None:
     # 2. verification and rule
     label(ax, 0.2, 4.1, "2  verify", 12, weight="bold")
     label(ax, 1.5, 4.1, "one target forward over all nodes (ancestor mask, position = depth) gives p at every node")
-    label(ax, 0.2, 3.6, "3  judge", 12, weight="bold")
+    label(ax, 0.2, 3.6, "3  apply the rule", 12, weight="bold")
     label(
-        ax, 1.5, 3.6, "the rule walks down from the root: at every node it knows p, the drafter's q and the children C"
+        ax, 2.75, 3.6, "the walk goes down from the root: at every node it knows p, the drafter's q and the children C"
     )
     lines = [
         (EXACT, "y ~ p is a child: go down  (the exact rule does the same)"),
@@ -95,12 +95,12 @@ def main() -> None:
     label(ax, 12.3, 5.1, "accepted length τ = 4\n(the target's own token counts)", 8, GREY)
 
     # 3. cache
-    label(ax, 0.2, 1.75, "4  keep", 12, weight="bold")
+    label(ax, 0.2, 1.75, "4  commit the cache", 12, weight="bold")
     label(
         ax,
-        1.5,
+        3.25,
         1.75,
-        "the accepted path's keys and values move up behind the text; nothing else in the cache is copied",
+        "the accepted path's keys and values move to where the text ends; nothing else in the cache is copied",
     )
     words = ["The", "sun", "is", "a", "big", "star", "very", "that", "in", "shines", "is", "our"]
     colours = [TARGET] * 4 + [REJECT, EXACT, REJECT, REJECT, GATE, REJECT, REJECT, EXACT]

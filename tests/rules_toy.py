@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
-from fsd_infer.rules import Rule, Verification
+from fsd_infer.rules import Answers, Rule, Verification
 from fsd_infer.tree import DraftTree, ancestors_of
 
 V = 4
@@ -46,6 +47,7 @@ class Toy:
         p, q: [contexts, V] and [contexts, Vd] raw logits.
         sampled: chains with drafts sampled from q, else deterministic trees.
         processed: the request has a temperature of 0.8 and a top-3 mask.
+        temperature: of a request without processors.
         draft_ids: reduced drafter vocabulary.
         parents: the tree's shape.
     """
@@ -56,10 +58,17 @@ class Toy:
     processed: bool = False
     draft_ids: Tensor | None = None
     parents: tuple[int, ...] = tuple(PARENTS)
+    temperature: float = 1.0
 
     @classmethod
     def make(
-        cls, seed: int, sampled: bool = False, processed: bool = False, reduced: bool = False, noise: float = 1.0
+        cls,
+        seed: int,
+        sampled: bool = False,
+        processed: bool = False,
+        reduced: bool = False,
+        noise: float = 1.0,
+        temperature: float = 1.0,
     ) -> Toy:
         generator = torch.Generator().manual_seed(seed)
         p = torch.randn(CONTEXTS, V, generator=generator) * 1.2
@@ -68,7 +77,7 @@ class Toy:
         q = p + torch.randn(CONTEXTS, V, generator=generator) * scale
         draft_ids = torch.tensor([0, 1, 3]) if reduced else None
         q = q if draft_ids is None else q[:, draft_ids]
-        return cls(p, q, sampled, processed, draft_ids, tuple(CHAIN if sampled else PARENTS))
+        return cls(p, q, sampled, processed, draft_ids, tuple(CHAIN if sampled else PARENTS), temperature)
 
     def full_q(self) -> Tensor:
         if self.draft_ids is None:
@@ -78,7 +87,9 @@ class Toy:
         return whole
 
     def scores(self, logits: Tensor) -> Tensor:
-        return keep_top(logits, 3, 0.8) if self.processed else logits
+        if self.processed:
+            return keep_top(logits, 3, 0.8)
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
         """Trees for roots at ``contexts`` [B], and the context of every node [B, N]."""
@@ -113,16 +124,24 @@ class Toy:
         )
         return tree, contexts_of
 
-    def round(self, contexts: Tensor, generator: torch.Generator, greedy: bool = False) -> Verification:
+    def round(
+        self,
+        contexts: Tensor,
+        generator: torch.Generator,
+        greedy: bool = False,
+        answers: list[list[int]] | None = None,
+    ) -> Verification:
         tree, where = self.draft(contexts, generator)
         logits = self.p[where]
+        changed = self.processed or self.temperature != 1.0
         return Verification(
             tree=tree,
             logits=logits,
-            scores=self.scores(logits) if self.processed else logits,
+            scores=self.scores(logits),
             greedy=greedy,
             uniforms=torch.rand(*where.shape, 3, generator=generator),
-            process_draft=self.process_draft if self.processed else None,
+            process_draft=self.process_draft if changed else None,
+            answers=None if answers is None else Answers(answers),
         )
 
     def process_draft(self, tree: DraftTree) -> Tensor:
@@ -149,9 +168,12 @@ def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
     spent, gates = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.long)
     # tokens beyond LENGTH, cut off here, must not use up a budget that a row is charged for
     left = torch.full((rows,), math.inf if rule.budget is None else rule.budget, dtype=torch.float64)
+    answers: list[list[int]] = [[] for _ in range(rows)]
+    looks = bool(getattr(rule, "no_repeat", 0))
     while bool((length < LENGTH).any()):
         active = (length < LENGTH).nonzero().squeeze(-1)
-        round = toy.round(context[active], generator)
+        so_far = [answers[row] for row in active.tolist()] if looks else None
+        round = toy.round(context[active], generator, answers=so_far)
         if rule.budget is not None:
             round = replace(round, budget_left=left[active])
         verdict = rule(round)
@@ -164,6 +186,8 @@ def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
             length[who] += 1
             spent[who] += verdict.spent[emits, step]
             gates[who] += verdict.gate_open[emits, step]
+            for row, emitted in zip(who.tolist(), token.tolist()):
+                answers[row].append(emitted)
         left[active] -= verdict.spent.double().sum(-1)
     return Outcome(code.numpy(), spent.numpy(), gates.numpy())
 
@@ -182,8 +206,8 @@ class Enumeration:
 
     Args:
         toy: the models.
-        kind: exact, fuzzy, fuzzy-strict, random or draft-only.
-        divergence, threshold, gate_on, rate, budget: the rule's parameters.
+        kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
+        divergence, threshold, gate_on, rate, budget, price, floor, no_repeat: the rule's parameters.
     """
 
     def __init__(
@@ -195,8 +219,12 @@ class Enumeration:
         gate_on: str = "raw",
         rate: float = 0.0,
         budget: float = math.inf,
+        price: float = 1.0,
+        floor: float = 0.0,
+        no_repeat: int = 0,
     ) -> None:
         self.toy, self.kind, self.rate, self.budget = toy, kind, rate, budget
+        self.price, self.floor, self.no_repeat = price, floor, no_repeat
         raw_p, raw_q = toy.p.double(), toy.full_q().double()
         self.p = softmax(toy.scores(raw_p).numpy(), axis=-1)
         self.q = softmax(toy.scores(raw_q).numpy(), axis=-1)
@@ -242,12 +270,12 @@ class Enumeration:
         if not self.toy.sampled:
             below = dict(zip(self.ranking[context], self.children[node]))
         left = self.budget - spent if math.isfinite(self.budget) else math.inf
-        for chance, token, down, cost in self.kernel(context, node, left):
+        for chance, token, down, cost in self.kernel(tokens, context, node, left):
             if chance > 0.0:
                 after = (self.children[node][0] if self.toy.sampled else below[token]) if down else 0
                 self._expand((*tokens, token), V * context + 1 + token, after, weight * chance, spent + cost)
 
-    def kernel(self, context: int, node: int, left: float) -> Kernel:
+    def kernel(self, text: tuple[int, ...], context: int, node: int, left: float) -> Kernel:
         p, q = self.p[context], self.q[context]
         if not self.children[node]:
             return [(p[y], y, False, 0.0) for y in range(V)]
@@ -256,16 +284,52 @@ class Enumeration:
             "random": [(self.rate, True), (1 - self.rate, False)],
             "draft-only": [(1.0, True)],
         }.get(self.kind, [(1.0, bool(self.wants[context]))])
-        draws = self._chain if self.toy.sampled else self._tree
-        count = len(self.children[node])
         found: Kernel = []
         for weight, gate in opens:
-            found += [(weight * c, y, d, s) for c, y, d, s in draws(p, q, gate, left, self.ranking[context][:count])]
+            if self.toy.sampled:
+                drawn = self._chain(text, p, q, gate, left)
+            else:
+                drawn = self._tree(text, context, node, gate, left)
+            found += [(weight * c, y, d, s) for c, y, d, s in drawn]
         return found
 
-    def _tree(self, p: np.ndarray, q: np.ndarray, gate: bool, left: float, drafted: np.ndarray) -> Iterator:
+    def _repeats(self, text: tuple[int, ...], token: int) -> bool:
+        """Would the token complete an n-gram of the text."""
+        n, after = self.no_repeat, (*text, token)
+        return n > 0 and after[-n:] in [after[i : i + n] for i in range(len(after) - n)]
+
+    def _favoured(self, context: int, node: int) -> dict[int, int]:
+        """Token -> child, of the drafted tokens that a tilted law may favour."""
+        p = self.p[context]
+        drafted = dict(zip(self.ranking[context].tolist(), self.children[node]))
+        return {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.floor * p.max()}
+
+    def _worth(self, text: tuple[int, ...], context: int, token: int, child: int) -> float:
+        """v of a drafted token."""
+        return (not self._repeats(text, token)) + self.value((*text, token), V * context + 1 + token, child)
+
+    def value(self, text: tuple[int, ...], context: int, node: int) -> float:
+        """V, by the recursion that defines it."""
+        p, favoured = self.p[context], self._favoured(context, node)
+        terms = [1 - sum(p[token] for token in favoured)]
+        terms += [
+            p[token] * math.exp(self._worth(text, context, token, child) / self.price)
+            for token, child in favoured.items()
+        ]
+        return self.price * math.log(sum(terms))
+
+    def _tree(self, text: tuple[int, ...], context: int, node: int, gate: bool, left: float) -> Iterator:
+        p, q = self.p[context], self.q[context]
+        drafted = self.ranking[context][: len(self.children[node])]
         law, cost = p, 0.0
-        if gate and self.kind in ("fuzzy", "random"):
+        if self.kind == "tilted":
+            tilted = p.copy()
+            for token, child in self._favoured(context, node).items():
+                tilted[token] *= math.exp(self._worth(text, context, token, child) / self.price)
+            tilted /= tilted.sum()
+            if gate and rel_entr(tilted, p).sum() <= left:
+                law, cost = tilted, rel_entr(tilted, p).sum()
+        elif gate and self.kind in ("fuzzy", "random"):
             inside = np.zeros(V)
             inside[drafted] = p[drafted]
             if inside.sum() > 0 and -math.log(inside.sum()) <= left:
@@ -275,7 +339,24 @@ class Enumeration:
         for y in range(V):
             yield law[y], y, y in drafted, cost
 
-    def _chain(self, p: np.ndarray, q: np.ndarray, gate: bool, left: float, drafted: np.ndarray) -> Iterator:
+    def _clipped(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        """The tilted law of a sampled chain."""
+        wins = np.array([not self._repeats(text, token) and p[token] >= self.floor * p.max() for token in range(V)])
+        limit = np.exp(wins / self.price)
+
+        def law(z: float) -> np.ndarray:
+            return np.clip(q, p / z, p * limit / z)
+
+        return law(brentq(lambda z: law(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
+
+    def _chain(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray, gate: bool, left: float) -> Iterator:
+        if self.kind == "tilted":  # the exact test against the law
+            law = self._clipped(text, p, q)
+            cost = rel_entr(law, p).sum()
+            law, cost = (law, cost) if gate and cost <= left else (p, 0.0)
+            yield from ((min(law[x], q[x]), x, True, cost) for x in range(V))
+            yield from ((max(law[y] - q[y], 0.0), y, False, cost) for y in range(V))
+            return
         residual = np.clip(p - q, 0, None)
         residual = residual / residual.sum()
         if self.kind in ("fuzzy", "random"):

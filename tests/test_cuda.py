@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fsd_infer.device.transfer
-from fsd_infer import FuzzyDecoder, Target
+from fsd_infer import FuzzyDecoder, Target, engine
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.rules import parse_rule
+from fsd_infer.rules import apply_rules, parse_rule
 from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 
 pytestmark = pytest.mark.gpu
@@ -76,25 +76,22 @@ def test_a_mixture_of_experts_that_cannot_be_recorded_decodes_as_ever() -> None:
 @pytest.mark.parametrize("rule", ["fuzzy:js:0.4", "fuzzy-strict:js:0.4", "draft-only"])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("kind", ["eagle", "lm"])
-def test_a_verdict_is_the_one_of_the_cpu(rule: str, greedy: bool, kind: str) -> None:
-    """The same trees and logits, judged on either device; budgets included."""
+def test_a_verdict_is_the_one_of_the_cpu(rule: str, greedy: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same trees and logits on either device; budgets included."""
     seen: list[Any] = []
-    judge = parse_rule(rule)
 
-    class Recorder:
-        budget, describe = 2.0, staticmethod(judge.describe)
+    def recorder(rules: Any, round: Any) -> Any:
+        seen.append((rules, round, verdict := apply_rules(rules, round)))
+        return verdict
 
-        def __call__(self, round: Any) -> Any:
-            seen.append((round, verdict := judge(round)))
-            return verdict
-
+    monkeypatch.setattr(engine, "apply_rules", recorder)
     target = cuda_target("llama")
     options: dict[str, Any] = {"max_new_tokens": 16, "greedy": greedy}
-    decode(target, drafter_of(kind, target), Recorder(), Request(tiny_prompts(), **options))  # type: ignore[arg-type]
-    for round, verdict in seen:
-        there = _on_cpu(round)
+    engine.decode(target, drafter_of(kind, target), parse_rule(f"{rule}:budget=2"), Request(tiny_prompts(), **options))
+    for rules, round, verdict in seen:
+        there = apply_rules(rules, _on_cpu(round))
         for name in ("path", "accepted", "tokens", "sources", "gate_open"):
-            assert torch.equal(getattr(verdict, name), getattr(judge(there), name)), name
+            assert torch.equal(getattr(verdict, name), getattr(there, name)), name
 
 
 def _on_cpu(value: Any) -> Any:

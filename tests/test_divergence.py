@@ -13,7 +13,7 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsd_infer.divergence import DIVERGENCES, divergence, expand_draft, reduced
+from fsd_infer.divergence import DIVERGENCES, Divergence, divergence, expand_draft, reduced
 from fsd_infer.errors import FsdError, UnknownNameError, VocabularyMismatchError
 
 INF = math.inf
@@ -281,10 +281,41 @@ def test_reduced_drafter_vocabulary_is_exact(name: str) -> None:
     torch.testing.assert_close(divergence(name).with_reduced_drafter(p, q, draft_ids), expected)
     if not name.startswith("top_k"):
         torch.testing.assert_close(divergence(name)(*reduced(p, q, draft_ids), log_probs=True), expected)
-        assert expected[0, 0].isinf().item() == divergence(name).infinite_on_reduced_vocabulary or name == "kl"
     torch.testing.assert_close(
         divergence(name).with_reduced_drafter(p, whole, None), divergence(name)(p, whole), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_terms_are_where_q_is_zero(name: str) -> None:
+    """As the registry says: what the lump and the kernels rely on."""
+    measure = divergence(name)
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.5, 0.3, 0.01, 0.19]], dtype=torch.float64)  # split differently
+    inside = torch.tensor([[0.7, 0.3, 0.0, 0.0]], dtype=torch.float64).expand(2, -1)
+    lumped_p, lumped_q = (torch.cat([x[:, :2], x[:, 2:].sum(-1, keepdim=True)], -1) for x in (p, inside))
+    one, other = measure(p.log(), inside.log(), log_probs=True).tolist()
+    lump = measure(lumped_p.log(), lumped_q.log(), log_probs=True)[0].item()
+    assert measure.infinite_on_reduced_vocabulary == (one == INF and not name.startswith("top_k"))
+    if measure.where_q_is_zero == "linear":
+        assert one == pytest.approx(other) == pytest.approx(lump)
+    else:
+        assert measure.where_q_is_zero == "infinite" and one == other == lump == INF
+        without = torch.tensor([[0.6, 0.4, 0.0, 0.0]], dtype=torch.float64)
+        assert measure(without.log(), inside[:1].log(), log_probs=True).isfinite().all()
+
+
+def test_a_divergence_that_is_not_linear_there_expands_the_drafters_vocabulary() -> None:
+    """Squared differences: of p² at q = 0 the lump's would be another number."""
+    squares = Divergence(
+        "squares", "sum (p-q)^2", "symmetric", (0.0, 2.0), True,
+        lambda log_p, log_q: (log_p.exp() - log_q.exp()).square().sum(-1),
+    )  # fmt: skip
+    assert squares.where_q_is_zero == "else"
+    draft_ids = torch.tensor([1, 3])
+    p, q = torch.randn(3, 6), torch.randn(3, 2)
+    expected = (p.softmax(-1) - expand_draft(q, draft_ids, 6).softmax(-1)).square().sum(-1)
+    torch.testing.assert_close(squares.with_reduced_drafter(p, q, draft_ids), expected)
+    assert not torch.allclose(squares(*reduced(p, q, draft_ids), log_probs=True), expected)
 
 
 @pytest.mark.parametrize("name", ["kl", "js", "tv"])

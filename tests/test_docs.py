@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 from fsd_infer.engine import decode
@@ -15,7 +18,7 @@ LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?!return)\S.*batch\..*\n)+", re
 def test_the_page_of_a_round_shows_the_engines_loop(repo_root: Path) -> None:
     page = (repo_root / "docs" / "how-a-round-works.md").read_text(encoding="utf-8")
     shown, real = LOOP.search(page), LOOP.search(inspect.getsource(decode))
-    assert shown and real and inspect.cleandoc(shown[0]) == inspect.cleandoc(real[0].replace("\n    ", "\n"))
+    assert shown and real and textwrap.dedent(real[0]).startswith(shown[0])
 
 
 def test_accepted_lengths_on_that_page_are_the_records(repo_root: Path) -> None:
@@ -24,3 +27,28 @@ def test_accepted_lengths_on_that_page_are_the_records(repo_root: Path) -> None:
     both, alone = (record["methods"][name] for name in ("exact@lookup+recycle", "exact@lookup"))
     assert f"has τ {both['tau']:.2f} where lookup has {alone['tau']:.2f}" in page
     assert f"means over categories {both['tau_category_mean']:.2f} and {alone['tau_category_mean']:.2f};" in page
+
+
+def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
+    """In a process of its own, since it registers what it adds; the rules are then tried on a round."""
+    page = (repo_root / "docs" / "extending.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```python") >= 4
+    tried = """
+from fsd_infer.divergence import divergence
+from fsd_infer.rules import parse_rule
+from tests.tree_rounds import assert_same, tree_round
+from tests.test_rules_chain import chain_round
+for greedy in (True, False):
+    for round in (tree_round(0, greedy=greedy), chain_round(0, greedy=greedy)):
+        lengths = [parse_rule(spec)(round).accepted.sum() for spec in ("near-best:0.1", "near-best:0.5", "exact")]
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[2]
+        assert_same(parse_rule("near-best:1.1")(round), parse_rule("exact")(round))
+        assert_same(parse_rule("my-fuzzy:0.1")(round), parse_rule("fuzzy:js:0.1")(round))
+        assert_same(parse_rule("fuzzy:overlap:0.1")(round), parse_rule("fuzzy:tv:0.1")(round))
+"""
+    command = [sys.executable, "-c", "\n".join(blocks) + tried]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    textbook = next(block for block in blocks if "Law.passing" in block)
+    assert len([line for line in textbook.splitlines() if line.strip()]) <= 12

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Source, Verification, parse_rule
-from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import assert_same, one_row
+from tests.tree_rounds import assert_same, one_row, verdict_of
 
 INF = math.inf
 SPECS = [
@@ -149,8 +148,8 @@ def test_rows_do_not_see_each_other(spec: str, mask: bool) -> None:
 def test_level_by_level_and_all_at_once_agree(spec: str) -> None:
     for seed in range(8):
         round = chain_round(seed, mask=seed % 2 == 0)
-        decide = parse_rule(spec).decide  # type: ignore[attr-defined]
-        assert_same(walk(round, decide, by_level=True), walk(round, decide, by_level=False))
+        rule = parse_rule(spec)
+        assert_same(verdict_of(rule, round, True), verdict_of(rule, round, False))
 
 
 @pytest.mark.parametrize("spec", ["fuzzy:js:inf", "fuzzy-strict:js:inf", "random:0.8", "draft-only"])

@@ -17,9 +17,9 @@ from fsd_infer.rules import (
     FuzzyStrict,
     RandomGate,
     Rule,
+    gates,
     parse_rule,
 )
-from fsd_infer.rules import fuzzy as fuzzy_module
 from tests.tree_rounds import INF, SPECS, tree_round
 
 
@@ -51,9 +51,9 @@ def test_missing_uniforms() -> None:
 
 @pytest.fixture
 def fresh_warnings() -> Iterator[None]:
-    fuzzy_module._warn_never_opens.cache_clear()
+    gates._warn_never_opens.cache_clear()
     yield
-    fuzzy_module._warn_never_opens.cache_clear()
+    gates._warn_never_opens.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_warnings")
@@ -137,6 +137,7 @@ def test_records_say_everything() -> None:
         "unit": "nats",
         "threshold": 0.5,
         "gate_on": "processed",
+        "floor": 0.0,
         "budget": 2.0,
         "budget_unit": "nats",
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,22 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.cpu import ops
 from fsd_infer.rules import (
+    Contexts,
     DraftOnly,
     Exact,
     Fuzzy,
     FuzzyStrict,
+    Law,
     RandomGate,
     Rule,
     Source,
     Verification,
-    _contexts,
     parse_rule,
 )
-from fsd_infer.rules._contexts import Contexts, Decision, draw
-from fsd_infer.rules._walk import walk
+from fsd_infer.rules._draws import draw
 from fsd_infer.tree import DraftTree, ancestors_of
 from tests.rules_toy import Toy
-from tests.tree_rounds import INF, SPECS, assert_same, emitted, inner_of, one_row, tree_round
+from tests.tree_rounds import INF, SPECS, assert_same, emitted, inner_of, one_row, tree_round, verdict_of
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -91,28 +92,7 @@ def test_level_by_level_and_all_at_once_agree(spec: str, greedy: bool) -> None:
     rule = parse_rule(spec)
     for seed in range(8):
         round = tree_round(seed, greedy=greedy, reduced=seed % 2 == 0, mask=seed > 3)
-        decide = rule.decide  # type: ignore[attr-defined]
-        assert_same(walk(round, decide, by_level=True), walk(round, decide, by_level=False))
-
-
-@pytest.mark.parametrize("spec", ["exact", *(spec for spec in SPECS if spec.startswith(("fuzzy:", "random")))])
-def test_greedy_decisions_without_tensors_are_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one pass finds the likeliest token too, as the kernels' does, only gates are asked for."""
-    rule = parse_rule(spec)
-    opened = 0
-    for seed in range(30):
-        round = tree_round(seed, greedy=True, reduced=seed % 2 == 0, mask=seed % 3 == 0)
-        if seed % 5 == 0:  # ties
-            narrow = round.logits.bfloat16()
-            round = replace(round, logits=narrow, scores=narrow)
-        expected = walk(round, rule.decide, getattr(rule, "budget", None))  # type: ignore[attr-defined]
-        with monkeypatch.context() as patch:
-            patch.setattr(_contexts, "_top", lambda scores: (scores.amax(-1), scores.argmax(-1)))
-            patch.setattr(type(rule), "decide", None)  # not to be called
-            found = rule(round)
-        assert_same(found, expected)
-        opened += int(found.gate_open.sum())
-    assert (opened > 0) == (spec != "exact")
+        assert_same(verdict_of(rule, round, True), verdict_of(rule, round, False))
 
 
 class _Widened(TorchDispatchMode):
@@ -143,23 +123,35 @@ def test_all_at_once_no_logits_are_widened_twice(
     tree = DraftTree.chain(torch.arange(nodes).expand(batch, -1), q_logits, ids)
     round = Verification(tree, logits, logits, greedy, torch.rand(batch, nodes, 3))
     with _Widened() as widened:
-        walk(round, parse_rule(spec).decide, by_level=False)  # type: ignore[attr-defined]
-    # the target's, and the drafter's where it is asked for as many: for a gate, or to draw from
-    draws = spec.startswith(("fuzzy-strict", "draft-only")) and not greedy
-    gates = spec != "exact" and (spec != "draft-only" or greedy)
-    assert widened.copies[batch * nodes * vocabulary] == 1 + (draws or (gates and not reduced))
+        verdict_of(parse_rule(spec), round, step_by_step=False)
+    # the target's, unless its maxima are enough, and the drafter's where that of as many tokens is asked for
+    targets = not (greedy and spec == "exact")
+    drafters = spec.startswith(("fuzzy-strict", "draft-only")) or (spec != "exact" and not reduced)
+    assert widened.copies[batch * nodes * vocabulary] == targets + drafters
 
 
-@pytest.mark.parametrize("by_level", [True, False])
-def test_logits_of_a_narrower_type_count_as_what_they_are(by_level: bool) -> None:
+@pytest.mark.parametrize("step_by_step", [True, False])
+def test_logits_of_a_narrower_type_count_as_what_they_are(step_by_step: bool) -> None:
     for seed in range(8):  # bf16 rounds to many ties, which the smallest token wins
         round = tree_round(seed, greedy=True)
         narrow = round.logits.bfloat16()
+        wide = narrow.float()
         for spec in ("exact", "fuzzy:js:0.3", "draft-only"):
-            decide = parse_rule(spec).decide  # type: ignore[attr-defined]
-            found = walk(replace(round, logits=narrow, scores=narrow), decide, by_level=by_level)
-            wide = narrow.float()
-            assert_same(found, walk(replace(round, logits=wide, scores=wide), decide, by_level=by_level))
+            rule = parse_rule(spec)
+            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow), step_by_step)
+            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide), step_by_step))
+
+
+@dataclass(frozen=True)
+class _Asked(Rule):
+    """Another rule, and what it is asked."""
+
+    rule: Rule
+    contexts: list[list[tuple[int, int]]] = dataclasses.field(default_factory=list, hash=False)
+
+    def law(self, at: Contexts) -> Law:
+        self.contexts.append(list(zip(at.rows.tolist(), at.nodes.tolist(), strict=True)))
+        return self.rule.law(at)
 
 
 @pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "draft-only"])
@@ -172,15 +164,11 @@ def test_a_greedy_walk_that_goes_as_expected_asks_once(spec: str) -> None:
     for row in rows.tolist():  # the drafter's favourites are the target's
         for node in inner_of(round, row):
             tree.q_logits[row, tree.q_index[row, node]] = logits[row, node]
-    asked = []
-
-    def decide(at: Contexts) -> Decision:
-        asked.append(list(zip(at.rows.tolist(), at.nodes.tolist(), strict=True)))
-        return parse_rule(spec).decide(at)  # type: ignore[attr-defined,no-any-return]
-
-    verdict = walk(replace(round, logits=logits, scores=logits), decide, by_level=True)
-    visited = [(row, node) for row in rows.tolist() for node in set(verdict.path[row].tolist())]
-    assert len(asked) == 1 and sorted(asked[0]) == sorted(visited)
+    rule = _Asked(parse_rule(spec))
+    verdict = verdict_of(rule, replace(round, logits=logits, scores=logits), step_by_step=True)
+    inner = {row: inner_of(round, row) for row in rows.tolist()}
+    visited = [(row, node) for row in inner for node in set(verdict.path[row].tolist()) & inner[row]]
+    assert len(rule.contexts) == 1 and sorted(rule.contexts[0]) == sorted(visited)
     assert int(verdict.accepted.min()) > 0
 
 
@@ -351,8 +339,8 @@ def test_plain_decoding_is_a_tree_without_drafts() -> None:
     tree = DraftTree.root_only(torch.tensor([1, 2, 3]), vocab_size=7)
     for spec in SPECS:
         round = Verification(tree, logits, logits, True, torch.rand(3, 1, 3))
-        for by_level in (True, False):
-            verdict = walk(round, parse_rule(spec).decide, by_level=by_level)  # type: ignore[attr-defined]
+        for step_by_step in (True, False):
+            verdict = verdict_of(parse_rule(spec), round, step_by_step)
             assert verdict.tokens.tolist() == logits.argmax(-1).tolist()
             assert verdict.accepted.tolist() == [0, 0, 0]
             assert not verdict.gate_open.any()

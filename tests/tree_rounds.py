@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from fsd_infer.rules import (
-    Verdict,
-    Verification,
-)
+from fsd_infer.rules import Rule, Verdict, Verification
+from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, ancestors_of
 
 INF = math.inf
@@ -25,6 +23,9 @@ SPECS = [
     "draft-only",
     "fuzzy:js:0.3:budget=0.4",
     "draft-only:budget=0.5",
+    "tilted:1",
+    "tilted:0.3:budget=0.4",
+    "tilted:0.5:floor=0.2:gate=0.1",
 ]
 
 
@@ -94,6 +95,13 @@ def one_row(round: Verification, row: int) -> Verification:
         uniforms=None if round.uniforms is None else round.uniforms[part],
         budget_left=None if round.budget_left is None else round.budget_left[part],
     )
+
+
+def verdict_of(rule: Rule, round: Verification, step_by_step: bool) -> Verdict:
+    """What the rule says, however contexts are asked for."""
+    rows = list(range(round.tree.tokens.shape[0]))
+    budget = INF if rule.budget is None else rule.budget
+    return walk(round, [(rule.law, rows)], [budget] * len(rows), step_by_step)
 
 
 def emitted(verdict: Verdict, row: int) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules.base import Source
+from fsd_infer.rules import Source
 from fsd_infer.stats import GenerationStats
 
 # How a token of each source looks: ANSI colour, or a pair of marks around it.

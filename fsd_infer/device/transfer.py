@@ -1,7 +1,7 @@
 """Between the host and a model's device. What a model makes stays on its device; what the engine knows is on the CPU.
 
 A launch returns at once, a transfer to the host waits for all that was launched before it. So a round has one, at its
-end (:func:`fsd_infer.rules._walk._at_once`), and what goes the other way is not waited for.
+end (``_AtOnce`` in fsd_infer/rules/_walk.py), and what goes the other way is not waited for.
 """
 
 from __future__ import annotations

@@ -1,102 +1,114 @@
-"""How a rule's decisions at single contexts become a round's verdict.
+"""How laws at single contexts become a round's verdict.
 
-A rule decides, for any set of contexts (a row of the batch and a node of its tree each), which token is emitted there.
-The walk goes down from the root as long as the emitted token is one of the node's children. On a CPU it asks for
-decisions step by step, so that only visited contexts cost vocabulary-sized work, and at temperature 0 for those that it
-expects to visit in one question. Elsewhere, where launches cost more than arithmetic and waiting more than both, it
-asks for all nodes at once, and decisions, tree and checks come to the host in one transfer.
+The walk goes down from the root as long as the emitted token is one of the node's children. What takes work over the
+whole vocabulary is done in tensors, for many contexts at once; the rest is done here, in Python, at the contexts that a
+row visits: which child a tilted law picks, what it costs, and whether the budget pays for it.
+
+On a CPU contexts are asked for step by step, so that only visited ones cost vocabulary-sized work, and at temperature 0
+those that are expected to be visited are asked for together. Elsewhere, where launches cost more than arithmetic and
+waiting more than both, all nodes are asked for at once, and what was found, the trees and the checks come to the host
+in one transfer.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import lists
+from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.errors import FsdError
-from fsd_infer.rules._contexts import Contexts, Decision, Evidence, refuse
-from fsd_infer.rules.base import Source, Verdict, Verification
+from fsd_infer.rules._draws import drawn
+from fsd_infer.rules.contexts import Contexts, Evidence, refuse
+from fsd_infer.rules.laws import Law, Tilt, log_excess, log_sum, tilt
+from fsd_infer.rules.verification import Source, Verdict, Verification
 
-Decide = Callable[[Contexts], Decision]
-Gate = Callable[[Contexts], Tensor]
+Groups = Sequence[tuple[Callable[[Contexts], Law], list[int]]]  # each rule's law and the rows that it holds for
+
+# At temperature 0 a child this much less likely than the target's choice, exp(-3), is not expected to be emitted.
+_EXPECTED_WITHIN = 3.0
 
 
-def walk(
-    round: Verification,
-    decide: Decide,
-    budget: float | None = None,
-    by_level: bool | None = None,
-    gated: bool = True,
-    gate_over_children: Gate | None = None,
-) -> Verdict:
+def walk(round: Verification, laws: Groups, budgets: Sequence[float], step_by_step: bool | None = None) -> Verdict:
     """Runs one round.
 
     Args:
         round: the evidence.
-        decide: the rule's decision function.
-        budget: nats for this round where the round itself brings no ``budget_left``.
-        by_level: ask step by step (True) or for all nodes at once (False); None picks by the device.
-        gated: does the rule have gates at all.
-        gate_over_children: the rule's gate, if at temperature 0 its decisions are the target's likeliest token, and the
-            likeliest child where the gate is open (:func:`fsd_infer.rules._laws.children_law`).
+        laws: of every row.
+        budgets: [B] nats for this round where the round itself brings no ``budget_left``.
+        step_by_step: ask for the contexts that are reached (True) or for all at once (False); None picks by the device.
 
     Raises:
         NonFiniteLogitsError: target or drafter logits that are no distribution.
         FsdError: uniforms are missing, or sampled drafts do not form a chain.
     """
-    evidence = Evidence(round)
-    if by_level is None:
-        by_level = round.tree.tokens.device.type == "cpu"
-    if not by_level:
-        steps = _at_once(evidence, decide)
-    else:
+    if step_by_step is None:
+        step_by_step = round.tree.tokens.device.type == "cpu"
+    evidence = Evidence(round, at_once=not step_by_step)
+    if step_by_step:
         evidence.check()
-        known = evidence.greedy and evidence.best is not None
-        if known and not gated:
-            steps = _likeliest(evidence)
-        elif known and gate_over_children is not None:
-            steps = _OfGates(evidence, gate_over_children)
-        else:
-            steps = _OfRule(evidence, decide, gated)
-    left = [math.inf if budget is None else budget] * len(steps.tokens)
-    return steps.verdict(left if round.budget_left is None else round.budget_left.tolist())
+    walker = _StepByStep(evidence, laws) if step_by_step else _AtOnce(evidence, laws)
+    return walker.verdict(list(budgets) if round.budget_left is None else round.budget_left.tolist())
 
 
-# At temperature 0 a child this much less likely than the target's choice, exp(-3), is not expected to be forced.
-_FORCED_WITHIN = 3.0
+@dataclass(slots=True)
+class _Choice:
+    """What may be emitted at a context.
+
+    Attributes:
+        closed: the token if the law is the target's.
+        applies: there is another law.
+        bonus: of that law's children, by node; or one for all; None: it is dense.
+        opened, cost: of a dense law.
+        exact: would the exact rule accept the sampled draft.
+        log_p_max: ln p of the likeliest token, above temperature 0.
+    """
+
+    closed: int
+    applies: bool = False
+    bonus: Sequence[float] | float | None = None
+    opened: int = 0
+    cost: float = 0.0
+    exact: bool = False
+    log_p_max: float = 0.0
 
 
-Known = dict[tuple[int, int], tuple[int, int, bool, bool, float]]  # by row and node; the columns of Decision
+@dataclass
+class _Steps:
+    """What a row has emitted so far this round; the last node of the path is not decided yet."""
+
+    left: float
+    path: list[int] = field(default_factory=lambda: [0])
+    tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    open: list[bool] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
 
 
 class _Walk:
-    """The walk in Python, over decisions that are known.
+    """The walk in Python.
 
     Args:
+        evidence: of the round.
         tokens, parents: the trees, [B][N].
-        padding: the nodes of each row that only fill it up; no row comes to them.
-        sampled: were the drafts sampled.
-        known: the decisions, at all nodes that a row may come to.
+
+    Attributes:
+        regret: [B][N], see :attr:`Evidence.regret`.
+        second: [B][N] uniforms by which a tilted law redraws; not at temperature 0.
     """
 
-    def __init__(
-        self,
-        tokens: list[list[int]],
-        parents: list[list[int]],
-        padding: list[set[int]],
-        sampled: bool,
-        known: Known,
-    ) -> None:
-        self.tokens, self.known = tokens, known
+    regret: list[list[float]]
+    second: list[list[float]]
+
+    def __init__(self, evidence: Evidence, tokens: list[list[int]], parents: list[list[int]]) -> None:
+        self.greedy, self.sampled, self.tokens = evidence.greedy, evidence.sampled, tokens
         self.children: list[dict[int, dict[int, int]]] = []  # per row: node -> token -> child
         self.depth = 0
-        for row_parents, row_tokens, left_out in zip(parents, tokens, padding, strict=True):
+        for row_parents, row_tokens, left_out in zip(parents, tokens, evidence.tree.padding, strict=True):
             children: dict[int, dict[int, int]] = {}
             depths = [0]
             for node in range(1, len(row_parents)):
@@ -105,15 +117,24 @@ class _Walk:
                 depths.append(depths[row_parents[node]] + 1)
             self.children.append(children)
             self.depth = max(self.depth, max(depths))
-            if sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
+            if self.sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
                 raise FsdError(
                     "sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores."
                 )
 
+    def choice(self, row: int, node: int) -> _Choice | None:
+        """What may be emitted there; None if that is not known yet."""
+        raise NotImplementedError
+
+    def go(self, rows: list[_Steps]) -> None:
+        """Take every row to the end of its round."""
+        for row, steps in enumerate(rows):
+            self.advance(row, steps)
+
     def verdict(self, left: list[float]) -> Verdict:
-        """left: [B] nats that gates may spend."""
+        """left: [B] nats that rows may spend."""
         rows = [_Steps(nats) for nats in left]
-        self._go(rows)
+        self.go(rows)
 
         def table(values: Callable[[_Steps], list[Any]], padding: Any = None) -> list[list[Any]]:
             found = [values(steps) for steps in rows]
@@ -128,177 +149,198 @@ class _Walk:
             spent=torch.tensor(table(lambda steps: steps.spent, 0.0)),
         )
 
-    def _go(self, rows: list[_Steps]) -> None:
-        """Take every row to the end of its round."""
-        for row, steps in enumerate(rows):
-            self._advance(row, steps)
-
-    def _advance(self, row: int, steps: _Steps) -> bool:
-        """Go down as far as decisions are known; is this the end of the row's round."""
+    def advance(self, row: int, steps: _Steps) -> bool:
+        """Go down as far as contexts are known; is this the end of the row's round."""
         children = self.children[row]
         while True:
             node = steps.path[-1]
-            decided = self.known.get((row, node))
-            if decided is None:
+            choice = self.choice(row, node)
+            if choice is None:
                 return False
-            closed, opened, opens, forced, cost = decided
-            opens = bool(opens) and cost <= steps.left
-            token = opened if opens else closed
-            child = children.get(node, {}).get(token)
+            by_token = children.get(node, {})
+            token, cost, forced, is_open = self._emitted(choice, row, node, by_token)
+            if is_open and cost > steps.left:
+                token, cost, forced, is_open = choice.closed, 0.0, False, False
+            child = by_token.get(token)
             steps.tokens.append(token)
-            steps.open.append(opens)
-            steps.spent.append(cost if opens else 0.0)
-            if opens and steps.left < math.inf:  # an infinite budget pays infinite costs
+            steps.open.append(is_open)
+            steps.spent.append(cost)
+            if steps.left < math.inf:  # an infinite budget pays infinite costs
                 steps.left -= cost
             source = Source.TARGET if child is None else Source.EXACT
-            steps.sources.append(int(Source.GATE if opens and forced else source))
+            steps.sources.append(int(Source.GATE if forced else source))
             if child is None:
                 return True
             steps.path.append(child)
 
+    def _emitted(self, choice: _Choice, row: int, node: int, by_token: dict[int, int]) -> tuple[int, float, bool, bool]:
+        """(token, nats, would the exact rule not have let it through, is the law another than the target's)."""
+        closed, bonus = choice.closed, choice.bonus
+        if not choice.applies:
+            return closed, 0.0, False, False
+        if bonus is None:
+            token = choice.opened
+            if self.sampled and token in by_token:
+                forced = not choice.exact
+            else:
+                forced = token != closed or (not self.sampled and token not in by_token)
+            return token, choice.cost, forced, True
+        regret = self.regret[row]
+        bonuses = [bonus if isinstance(bonus, float) else bonus[child] for child in by_token.values()]
+        if self.greedy:
+            return _likeliest(closed, by_token, [regret[child] for child in by_token.values()], bonuses)
+        log_p = [choice.log_p_max - regret[child] for child in by_token.values()]
+        law = tilt(log_p, bonuses)
+        if law is None:
+            return closed, 0.0, False, False
+        token = _redrawn(closed, list(by_token), log_p, law, self.second[row][node])
+        return token, law.cost, token != closed, True
 
-class _StepByStep(_Walk, ABC):
-    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach.
 
-    Args:
-        evidence: of the round.
-        gated: does the rule have gates at all.
+def _likeliest(
+    closed: int, children: Iterable[int], regret: Sequence[float], bonus: Sequence[float]
+) -> tuple[int, float, bool, bool]:
+    """The token with the largest score + bonus at temperature 0, as ``_Walk._emitted`` returns it.
+
+    Of equals the one of the largest score, then the smallest, as an argmax over the vocabulary would have it.
     """
+    best = (0.0, -0.0, -closed)
+    allowed = False
+    for token, loss, gain in zip(children, regret, bonus):
+        if loss < math.inf:  # what the processed target forbids is never emitted
+            allowed = allowed or gain > 0
+            best = max(best, (gain - loss, -loss, -token))
+    token = -best[2]
+    return token, -best[1] if token != closed else 0.0, token != closed, allowed
 
-    def __init__(self, evidence: Evidence, gated: bool) -> None:
-        tree = evidence.tree
-        super().__init__(tree.tokens.tolist(), tree.parents.tolist(), tree.padding, evidence.sampled, {})
-        self.evidence, self.gated = evidence, gated
-        self.q_index = tree.q_index.tolist()
-        if evidence.greedy:
-            self.scores, self.highest = evidence.child_scores.tolist(), evidence.highest.tolist()
-        self.expected = self._expected() if evidence.greedy else [{} for _ in self.tokens]
 
-    def _go(self, rows: list[_Steps]) -> None:
+def _redrawn(closed: int, children: Sequence[int], log_p: Sequence[float], law: Tilt, uniform: float) -> int:
+    """y ~ p is kept with probability min(1, r(y)/p(y)), else drawn from (r - p)+, which children alone have: y ~ r."""
+    ratio = law.children[children.index(closed)] if closed in children else law.others
+    redraw = -math.expm1(min(0.0, ratio))
+    if uniform >= redraw:
+        return closed
+    weights = [log_excess(a, x) for a, x in zip(log_p, law.children)]
+    total, top = log_sum(weights), 0.0
+    if total == -math.inf:  # rounding left nothing
+        return closed
+    share = uniform / redraw
+    chosen = closed
+    for token, weight in zip(children, weights):
+        if weight > -math.inf:
+            chosen = token
+            top += math.exp(weight - total)
+            if share < top:
+                break
+    return chosen
+
+
+class _StepByStep(_Walk):
+    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach."""
+
+    def __init__(self, evidence: Evidence, laws: Groups) -> None:
+        tree, uniforms = evidence.tree, evidence.round.uniforms
+        super().__init__(evidence, tree.tokens.tolist(), tree.parents.tolist())
+        self.evidence = evidence
+        self.laws = [(law, set(rows)) for law, rows in laws]
+        self.known: dict[tuple[int, int], _Choice] = {}
+        self.best = evidence.best.tolist() if self.greedy else []
+        self.regret = [] if self.sampled else evidence.regret.tolist()
+        self.second = [] if self.greedy or uniforms is None else uniforms[..., 1].tolist()
+
+    def choice(self, row: int, node: int) -> _Choice | None:
+        if self.greedy and node not in self.children[row]:
+            return _Choice(self.best[row][node])
+        return self.known.get((row, node))
+
+    def go(self, rows: list[_Steps]) -> None:
         waiting = list(range(len(rows)))
-        while waiting := [row for row in waiting if not self._advance(row, rows[row])]:
-            self.known.update(self._decided(self._with_expected([(row, rows[row].path[-1]) for row in waiting])))
+        while waiting := [row for row in waiting if not self.advance(row, rows[row])]:
+            for law, of_rule in self.laws:
+                reached = [(row, rows[row].path[-1]) for row in waiting if row in of_rule]
+                if reached:
+                    self._ask(law, self._with_expected(reached) if self.greedy else reached)
 
-    @abstractmethod
-    def _decided(self, ahead: list[tuple[int, int]]) -> Known:
-        """The decisions at these contexts, of a row and a node each."""
-
-    def _expected(self) -> list[dict[int, int]]:
-        """Per row: node -> the child to which a greedy walk is likely to go, if to any. Only a guess."""
-        expected: list[dict[int, int]] = []
-        for row, children in enumerate(self.children):
-            guess = {}
-            for node, by_token in children.items():
-                child = max(by_token.values(), key=self.scores[row].__getitem__)
-                short = self.highest[row][node] - self.scores[row][child]
-                if short == 0 or (self.gated and self.q_index[row][node] >= 0 and short < _FORCED_WITHIN):
-                    guess[node] = child
-            expected.append(guess)
-        return expected
+    def _ask(self, law_of: Callable[[Contexts], Law], contexts: list[tuple[int, int]]) -> None:
+        rows, nodes = torch.tensor(contexts).unbind(1)
+        at = Contexts(self.evidence, rows, nodes)
+        inner = any(node in self.children[row] for row, node in contexts)
+        law = law_of(at) if inner else Law.target(at)
+        columns = {name: column.tolist() for name, column in _columns(at, law).items()}
+        if law.bonus is not None:
+            many = isinstance(law.bonus, Tensor)
+            columns["bonus"] = law.bonus.tolist() if many else [law.bonus] * len(contexts)  # type: ignore[union-attr]
+        for context, *values in zip(contexts, *columns.values()):
+            self.known[context] = _Choice(**dict(zip(columns, values)))
 
     def _with_expected(self, contexts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """These contexts, and those that are expected to follow them."""
-        ahead = list(contexts)
+        """These contexts, and those that are expected to follow them. Only a guess."""
+        ahead = []
         for row, node in contexts:
-            while node in self.expected[row]:
-                node = self.expected[row][node]
+            regret, children = self.regret[row], self.children[row]
+            while node in children:
                 ahead.append((row, node))
+                node = min(children[node].values(), key=regret.__getitem__)
+                if regret[node] >= _EXPECTED_WITHIN:
+                    break
         return ahead
 
 
-class _OfRule(_StepByStep):
-    """By the rule's own decisions."""
+class _AtOnce(_Walk):
+    """Asks at all nodes, and brings everything that the walk may need to the host in one transfer."""
 
-    def __init__(self, evidence: Evidence, decide: Decide, gated: bool) -> None:
-        super().__init__(evidence, gated)
-        self.decide = decide
+    def __init__(self, evidence: Evidence, laws: Groups) -> None:
+        tree, uniforms = evidence.tree, evidence.round.uniforms
+        batch, count = tree.tokens.shape
+        self.bonus: list[Sequence[float] | float | None] = [None] * batch
+        by_node: Tensor | None = None  # [B, N] bonuses that are tensors
+        columns: dict[str, Tensor] = {}  # [B, N] each
+        for law_of, rows in laws:
+            index = to_device(torch.tensor(rows), tree.tokens.device)
+            at = evidence.whole if len(rows) == batch else evidence.all_nodes_of(index)
+            law = law_of(at)
+            for name, column in _columns(at, law).items():
+                filled = columns.get(name, column.new_zeros(batch, count))
+                columns[name] = filled.index_copy(0, index, column.view(-1, count))
+            if isinstance(law.bonus, Tensor):
+                parents = tree.parents[index]
+                own = law.bonus.view(-1, count, count).gather(1, parents[:, None]).squeeze(1)
+                by_node = torch.zeros_like(tree.parents, dtype=own.dtype) if by_node is None else by_node
+                by_node = by_node.index_copy(0, index, own.to(by_node.dtype))
+            for row in rows:
+                self.bonus[row] = [] if isinstance(law.bonus, Tensor) else law.bonus
+        unfit = evidence.unfit()
+        numbers = list(columns.values())
+        tilted = any(bonus is not None for bonus in self.bonus)
+        if tilted:
+            numbers.append(evidence.regret)
+            numbers += [] if evidence.greedy or uniforms is None else [uniforms[..., 1]]
+        numbers += [] if by_node is None else [by_node]
+        tokens, parents_, *found = lists(tree.tokens, tree.parents, *unfit.values(), *numbers)
+        for who in unfit:
+            refuse(who, found.pop(0))
+        super().__init__(evidence, tokens, parents_)
+        self.columns = {name: found.pop(0) for name in columns}
+        if tilted:
+            self.regret = found.pop(0)
+            self.second = [] if evidence.greedy else found.pop(0)
+        if by_node is not None:
+            of_nodes = found.pop(0)
+            self.bonus = [of_nodes[row] if bonus == [] else bonus for row, bonus in enumerate(self.bonus)]
 
-    def _decided(self, ahead: list[tuple[int, int]]) -> Known:
-        # leaves last: a rule that looks at the others only need not copy them
-        ahead.sort(key=lambda context: context[1] not in self.children[context[0]])
-        device = self.evidence.tree.tokens.device
-        rows, nodes = torch.tensor(ahead, device=device).unbind(1)
-        found = self.decide(Contexts(self.evidence, rows, nodes))
-        columns = (found.closed, found.opened, found.opens, found.forced, found.cost)
-        return dict(zip(ahead, zip(*(column.tolist() for column in columns), strict=True), strict=True))
-
-
-class _OfGates(_StepByStep):
-    """At temperature 0, the target's likeliest token, and the likeliest child where the gate is open: only the gates
-    are asked for.
-    """
-
-    def __init__(self, evidence: Evidence, gate: Gate) -> None:
-        assert evidence.best is not None
-        super().__init__(evidence, gated=True)
-        self.gate, self.best = gate, evidence.best.tolist()
-
-    def _decided(self, ahead: list[tuple[int, int]]) -> Known:
-        asked = [(row, node) for row, node in ahead if node in self.children[row] and self.q_index[row][node] >= 0]
-        opens: dict[tuple[int, int], bool] = {}
-        if asked:
-            rows, nodes = torch.tensor(asked, device=self.evidence.tree.tokens.device).unbind(1)
-            at = Contexts(self.evidence, rows, nodes)
-            at.has_q = torch.ones(len(asked), dtype=torch.bool)
-            opens = dict(zip(asked, self.gate(at).tolist(), strict=True))
-        return {context: self._decision(*context, opens.get(context, False)) for context in ahead}
-
-    def _decision(self, row: int, node: int, wants: bool) -> tuple[int, int, bool, bool, float]:
-        """As :func:`fsd_infer.rules._laws.children_law` has it."""
-        closed = self.best[row][node]
-        by_token = self.children[row].get(node, {})
-        if not wants or closed in by_token:
-            return closed, closed, wants, False, 0.0
-        scores = self.scores[row]
-        # equal scores: the smallest token, as an argmax over the vocabulary would have it
-        child = min(by_token, key=lambda token: (-scores[by_token[token]], token))
-        score = scores[by_token[child]]
-        if score == -math.inf:
-            return closed, closed, False, True, 0.0
-        return closed, child, True, True, max(0.0, self.highest[row][node] - score)
+    def choice(self, row: int, node: int) -> _Choice | None:
+        values = {name: column[row][node] for name, column in self.columns.items()}
+        return _Choice(**values, bonus=self.bonus[row])
 
 
-def _likeliest(evidence: Evidence) -> _Walk:
-    """At temperature 0 and without gates every node emits the target's likeliest token, which the checks found."""
-    assert evidence.best is not None
-    tree = evidence.tree
-    known: Known = {
-        (row, node): (token, token, False, False, 0.0)
-        for row, tokens in enumerate(evidence.best.tolist())
-        for node, token in enumerate(tokens)
-    }
-    return _Walk(tree.tokens.tolist(), tree.parents.tolist(), tree.padding, evidence.sampled, known)
-
-
-def _at_once(evidence: Evidence, decide: Decide) -> _Walk:
-    """Decisions at all nodes, with the trees and the checks in one transfer."""
-    tree = evidence.tree
-    batch, count = tree.tokens.shape
-    device = tree.tokens.device
-    rows = torch.arange(batch, device=device)[:, None].expand(batch, count).flatten()
-    nodes = torch.arange(count, device=device).repeat(batch)
-    found = decide(Contexts(evidence, rows, nodes, whole=True))
-    unfit = evidence.unfit()
-    decided = [found.closed, found.opened, found.opens, found.forced, found.cost]
-    columns = [column.reshape(batch, count) for column in (*decided, *unfit.values())]
-    tokens, parents, closed, opened, opens, forced, cost, *wrong = lists(tree.tokens, tree.parents, *columns)
-    for who, where in zip(unfit, wrong, strict=True):
-        refuse(who, where)
-    known: Known = {
-        (row, node): decision
-        for row, of_row in enumerate(zip(closed, opened, opens, forced, cost))
-        for node, decision in enumerate(zip(*of_row))
-    }
-    return _Walk(tokens, parents, tree.padding, evidence.sampled, known)
-
-
-@dataclass
-class _Steps:
-    """What a row has emitted so far this round; the last node of the path is not decided yet."""
-
-    left: float
-    path: list[int] = field(default_factory=lambda: [0])
-    tokens: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    open: list[bool] = field(default_factory=list)
-    spent: list[float] = field(default_factory=list)
+def _columns(at: Contexts, law: Law) -> dict[str, Tensor]:
+    """[R] each, by their names in :class:`_Choice`."""
+    found = drawn(at, law)
+    columns = {"closed": found.closed, "applies": law.applies}
+    if found.opened is not None and found.cost is not None:
+        columns.update(opened=found.opened, cost=found.cost)
+    if found.exact is not None:
+        columns["exact"] = found.exact
+    if law.bonus is not None and not at.greedy:
+        columns["log_p_max"] = at.log_p_max
+    return columns

@@ -1,92 +1,78 @@
-"""What a rule sees and what it answers. Rules know tensors only, never models.
-
-A rule is called once per round with the target's distributions at every tree node and says, per row, which
-path of the tree is accepted and which token follows it. Shapes as in :mod:`fsd_infer.tree`.
-"""
+"""The base of all rules: a name, parameters, and a law at every context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
-
-from torch import Tensor
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from fsd_infer.registry import Registry
-from fsd_infer.tree import DraftTree
-
-
-class Source(IntEnum):
-    """Where an emitted token came from."""
-
-    TARGET = 0  # the target's own draw: outside the drafted children, or at a leaf
-    EXACT = 1  # a drafted token that the exact rule accepts too
-    GATE = 2  # a token that only an open gate let through
-
-
-@dataclass
-class Verification:
-    """One round's evidence.
-
-    Attributes:
-        tree: the drafts.
-        logits: [B, N, V] the target's raw logits at every node, in any floating-point type; rules compute in fp32.
-        scores: [B, N, V] the same after the request's logits processors, temperature included
-            (the same tensor as ``logits`` where there are none).
-        greedy: temperature 0: every draw is an argmax.
-        uniforms: [B, N, 3] independent uniforms in [0, 1); column 0 for the exact test or first draw at each node,
-            column 1 for a second draw, column 2 for a gate that opens at random. If greedy only column 2 is used,
-            and None will do for rules without such a gate.
-        budget_left: [B] nats that open gates may still spend in each row, on the CPU; None means the rule's own budget,
-            if it has one, for this round alone.
-        process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
-            None if there are no processors. Called at most once per round, and only by rules that compare processed
-            distributions or draw from a tree's q at temperature above 0.
-    """
-
-    tree: DraftTree
-    logits: Tensor
-    scores: Tensor
-    greedy: bool
-    uniforms: Tensor | None = None
-    budget_left: Tensor | None = None
-    process_draft: Callable[[DraftTree], Tensor] | None = None
-
-
-@dataclass
-class Verdict:
-    """A rule's answer, on the CPU. ``D`` = depth of the tree; emitted position j of a row is its j-th new token of this
-    round.
-
-    Attributes:
-        path: [B, D+1] node indices of the accepted path, root first, padded with its last node.
-        accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
-        tokens: [B, D+1] the emitted tokens: the accepted drafts, then the token that follows them, then padding 0.
-        sources: [B, D+1] :class:`Source` of each emitted token.
-        gate_open: [B, D+1] bool; was the gate open at the context from which the token was emitted.
-        spent: [B, D+1] nats spent at that context (0 where the gate was closed).
-    """
-
-    path: Tensor
-    accepted: Tensor
-    tokens: Tensor
-    sources: Tensor
-    gate_open: Tensor
-    spent: Tensor
+from fsd_infer.rules._walk import walk
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameters_of
+from fsd_infer.rules.verification import Verdict, Verification
 
 
 class Rule:
-    """Base class: a named, immutable acceptance rule with its parameters."""
+    """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define :meth:`law`.
 
-    name: str = ""
+    Attributes:
+        name: under which the class is registered in :data:`RULES`.
+        budget: nats that a request may spend, None for no limit; a parameter where a rule declares it as one.
+
+    Raises:
+        FsdError: a parameter of another type, or out of range; rule, parameter, value and range are named.
+    """
+
+    name: ClassVar[str] = ""
     budget: float | None = None
 
-    def __call__(self, round: Verification) -> Verdict:
+    def __post_init__(self) -> None:
+        for name, parameter in parameters_of(type(self)).items():
+            object.__setattr__(self, name, parameter.checked(getattr(self, name)))
+
+    def law(self, at: Contexts) -> Law:
+        """What is emitted at these contexts: a function of the text, the tree and ``at.coin``, and of nothing else."""
         raise NotImplementedError
+
+    def __call__(self, round: Verification) -> Verdict:
+        """The verdict on a round in which this is every row's rule; see :func:`apply_rules`."""
+        return apply_rules([self] * round.tree.tokens.shape[0], round)
 
     def describe(self) -> dict[str, object]:
-        """What every record of a run stores: name, divergence, direction, raw or processed, threshold, unit."""
-        raise NotImplementedError
+        """What every record of a run stores: name, parameters, units."""
+        values = {name: getattr(self, name) for name in parameters_of(type(self))}
+        return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 
-RULES: Registry[type[Rule]] = Registry("rule")
+R = TypeVar("R", bound=type[Rule])
+
+
+class _Rules(Registry[type[Rule]]):
+    def register(self, name: str) -> Callable[[R], R]:
+        """Decorator that files a rule's class under ``name`` and gives it that name."""
+        file: Any = super().register(name)
+
+        def named(rule: R) -> R:
+            rule.name = name
+            return file(rule)
+
+        return named
+
+
+RULES = _Rules("rule")
+
+
+def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
+    """The verdict on one round, with a rule per row.
+
+    Raises:
+        NonFiniteLogitsError: target or drafter logits that are no distribution.
+        FsdError: uniforms or answers are missing, or sampled drafts do not form a chain.
+    """
+    rows: dict[Rule, list[int]] = {}
+    for row, rule in enumerate(rules):
+        rows.setdefault(rule, []).append(row)
+    budgets = [math.inf if rule.budget is None else rule.budget for rule in rules]
+    return walk(round, [(rule.law, of_rule) for rule, of_rule in rows.items()], budgets)

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
-from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fsd_infer.divergence import divergence
-from fsd_infer.errors import FsdError
-from fsd_infer.rules._contexts import Contexts
-from fsd_infer.rules._laws import (
-    GatedRule,
-    OpenLaw,
-    check_number,
-    children_law,
-    draft_law,
-    strict_closed_law,
-)
-from fsd_infer.rules.base import RULES
-
-
-@cache
-def _warn_never_opens(name: str) -> None:
-    """Says once per divergence that the drafter's vocabulary keeps the gate shut."""
-    warnings.warn(
-        f"divergence {name!r} is infinite wherever the target has mass outside the drafter's reduced vocabulary, so "
-        "this gate never opens. Use js, tv, kl or a top-k form, or a drafter with the full vocabulary.",
-        stacklevel=2,
-    )
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.gates import divergence_gate
+from fsd_infer.rules.laws import Acceptance, Law
+from fsd_infer.rules.parameters import parameter
 
 
 @dataclass(frozen=True)
-class DivergenceGate(GatedRule):
+class DivergenceGate(Rule):
     """A gate g = [D(p, q) <= T] at every context that has children and a known drafter distribution.
 
     Args:
@@ -44,61 +27,36 @@ class DivergenceGate(GatedRule):
         budget: nats that open gates may spend per request; None for no limit.
         gate_on: "raw" compares softmax(logits) of both models, "processed" the distributions after the request's
             logits processors. At temperature 0 processed distributions are one-hot and raw ones are compared always.
+        floor: an open gate lets no token through whose probability is below this share of the likeliest token's.
 
     Raises:
         UnknownNameError: unknown divergence.
-        FsdError: negative or NaN threshold or budget, unknown ``gate_on``.
+        FsdError: a number out of range, unknown ``gate_on``.
     """
 
     divergence: str = "js"
-    threshold: float = 0.3
-    budget: float | None = None
-    gate_on: str = "raw"
+    threshold: float = parameter(0.3, low=0, infinite=True)
+    budget: float | None = parameter(None, low=0, infinite=True)
+    gate_on: Literal["raw", "processed"] = parameter("raw", alias="gate")
+    floor: float = parameter(0.0, low=0, high=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
-        object.__setattr__(self, "threshold", check_number(self.name, "threshold", self.threshold))
-        if self.budget is not None:
-            object.__setattr__(self, "budget", check_number(self.name, "budget", self.budget))
-        if self.gate_on not in ("raw", "processed"):
-            raise FsdError(f"rule {self.name!r}: gate_on must be 'raw' or 'processed', not {self.gate_on!r}.")
 
     def gate(self, at: Contexts) -> Tensor:
-        if self.threshold == 0:
-            return torch.zeros_like(at.has_q)
-        if self.threshold == math.inf:
-            return at.has_q
-        if at.whole:
-            return (self._distance(at) <= self.threshold) & at.has_q
-        if bool(at.has_q.all()):
-            return self._distance(at) <= self.threshold
-        opens = torch.zeros_like(at.has_q)
-        index = at.has_q.nonzero().squeeze(-1)
-        if index.shape[0] == 0:
-            return opens
-        return opens.index_copy(0, index, self._distance(at.select(index)) <= self.threshold)
+        """[R] bool"""
+        return divergence_gate(at, self.divergence, self.threshold, self.gate_on == "processed")
 
-    def _distance(self, at: Contexts) -> Tensor:
-        """[R] D(p, q), only to be read where there is a q."""
-        measure = divergence(self.divergence)
-        if self.gate_on == "processed" and not at.greedy:
-            return measure(at.scores, at.q_scores)
-        draft_ids = at.evidence.tree.draft_ids
-        if draft_ids is not None and measure.infinite_on_reduced_vocabulary:
-            _warn_never_opens(measure.name)
-        return measure.with_reduced_drafter(*at.compared, draft_ids, at.compared_rows)
+    def cutoff(self, at: Contexts) -> Tensor | float:
+        """[R] ln p that a token needs to pass the floor."""
+        return at.log_p_max + math.log(self.floor) if self.floor else -math.inf
 
     def describe(self) -> dict[str, object]:
-        return {
-            "rule": self.name,
-            **divergence(self.divergence).describe(),
-            "threshold": self.threshold,
-            "gate_on": self.gate_on,
-            "budget": self.budget,
-            "budget_unit": "nats",
-        }
+        return {**super().describe(), **divergence(self.divergence).describe()}
 
 
+@RULES.register("fuzzy")
 @dataclass(frozen=True)
 class Fuzzy(DivergenceGate):
     """The "or" rule: a draft is accepted if the exact rule accepts it or the gate is open.
@@ -108,29 +66,31 @@ class Fuzzy(DivergenceGate):
     A token that the processed target forbids is never emitted. T = 0 is the exact rule, token for token.
     """
 
-    name = "fuzzy"
-    over_children = True
-
-    def open_law(self, at: Contexts, closed: Tensor) -> OpenLaw:
-        return children_law(at, closed)
+    def law(self, at: Contexts) -> Law:
+        return Law.passing(at, self.cutoff(at)).where(self.gate(at))
 
 
+@RULES.register("fuzzy-strict")
 @dataclass(frozen=True)
 class FuzzyStrict(DivergenceGate):
     """The rule as first published: where the gate is open the token is the drafter's, y ~ q, elsewhere y ~ p.
 
     On a tree a y that is no child is emitted and ends the round, open gate or not. It may emit tokens that the
-    processed target forbids; its cost KL(q || p) is infinite then, so that a budget excludes it.
+    processed target forbids; its cost KL(q || p) is infinite then, so that a budget excludes it. With a floor, a y ~ q
+    below it is replaced by y ~ p. T = 0 is the exact rule but on sampled chains, where it accepts next to nothing.
     """
 
-    name = "fuzzy-strict"
+    def law(self, at: Contexts) -> Law:
+        law = Law.dense(at, self._open(at)).where(self.gate(at))
+        # a closed gate draws y ~ p whatever the draft is, and goes down if that is what was drawn
+        return law.closed_by(Acceptance(torch.zeros_like(at.rows), at.p)) if at.sampled else law
 
-    def open_law(self, at: Contexts, closed: Tensor) -> OpenLaw:
-        return draft_law(at, closed)
-
-    def closed_law(self, at: Contexts) -> Tensor:
-        return strict_closed_law(at)
-
-
-RULES.register("fuzzy")(Fuzzy)
-RULES.register("fuzzy-strict")(FuzzyStrict)
+    def _open(self, at: Contexts) -> Tensor:
+        """[R, V] ln of q, or of q with what is below the floor handed to p."""
+        if not self.floor:
+            return at.q_scores
+        below = at.log_p < at.log_p_max[:, None] + math.log(self.floor)
+        if at.greedy:
+            refused = below.gather(1, at.q_scores.argmax(-1, keepdim=True))
+            return torch.where(refused, at.scores, at.q_scores)
+        return (at.q.masked_fill(below, 0.0) + at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True) * at.p).log()

@@ -1,0 +1,102 @@
+"""The answers so far, as rules see them, and the n-grams that a drafted token would repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import to_device
+from fsd_infer.tree import DraftTree
+
+_PADDING = -1
+
+
+class Answers:
+    """What each row of a batch has emitted so far; the last token of each is the next tree's root.
+
+    Args:
+        rows: per row the list of its tokens. The lists may grow from round to round, at their ends; only what is new is
+            read then, and nothing at all until a rule asks.
+        device: where :attr:`tokens` is wanted.
+    """
+
+    def __init__(self, rows: Sequence[list[int]], device: torch.device | str = "cpu") -> None:
+        self._rows = list(rows)
+        self._device = torch.device(device)
+        self._counts = [0] * len(self._rows)  # tokens of each row that are in the buffer
+        self._buffer = torch.full((len(self._rows), 64), _PADDING)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, L] on the device, each row from its first token on, padded with -1 to the longest."""
+        longest = max(map(len, self._rows), default=0)
+        if longest > self._buffer.shape[1]:
+            room = torch.full((len(self._rows), 2 * longest - self._buffer.shape[1]), _PADDING)
+            self._buffer = torch.cat([self._buffer, room], 1)
+        for row, (tokens, count) in enumerate(zip(self._rows, self._counts)):
+            if len(tokens) > count:
+                self._buffer[row, count : len(tokens)] = torch.tensor(tokens[count:])
+                self._counts[row] = len(tokens)
+        return to_device(self._buffer[:, :longest], self._device)
+
+    def last(self, count: int) -> Tensor:
+        """[B, count] on the device: the last tokens of each answer in order, -1 before its beginning."""
+        tails = [tokens[len(tokens) - min(count, len(tokens)) :] for tokens in self._rows]
+        padded = [[_PADDING] * (count - len(tail)) + tail for tail in tails]
+        return to_device(torch.tensor(padded, dtype=torch.long).view(len(padded), count), self._device)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch."""
+        self._rows = [self._rows[row] for row in rows]
+        self._counts = [self._counts[row] for row in rows]
+        self._buffer = self._buffer[list(rows)]
+
+
+def last_tokens(answers: Answers, tree: DraftTree, count: int) -> Tensor:
+    """[B, N, count] the last tokens of answer and path at each node, the node's own last; -1 before the beginning."""
+    batch, nodes = tree.tokens.shape
+    before = answers.last(max(count, 1))  # the last of them is the root
+    ancestor = torch.arange(nodes, device=tree.tokens.device).expand(batch, nodes)
+    columns = []
+    for steps in range(count):
+        above = (steps - tree.depths).clamp_min(0)  # steps that lead beyond the root
+        earlier = before.gather(1, before.shape[1] - 1 - above)
+        columns.append(torch.where(tree.depths > steps, tree.tokens.gather(1, ancestor), earlier))
+        ancestor = tree.parents.gather(1, ancestor)
+    return torch.stack(columns[::-1], -1) if columns else tree.tokens.new_empty(batch, nodes, 0)
+
+
+def repeats(answers: Answers, tree: DraftTree, n: int) -> Tensor:
+    """[B, N] bool; does the node's token complete an n-gram that answer and path had before it."""
+    ends = last_tokens(answers, tree, n)
+    at_path = (
+        tree.ancestors & (tree.depths > 0)[:, None] & ~torch.eye(ends.shape[1], dtype=torch.bool, device=ends.device)
+    )
+    found = (at_path & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
+    tokens = answers.tokens
+    if tokens.shape[1] >= n:
+        windows = tokens.unfold(1, n, 1)[:, None]  # [B, 1, L - n + 1, n]
+        same = ends[:, :, None, 0] == windows[..., 0]
+        for i in range(1, n):
+            same &= ends[:, :, None, i] == windows[..., i]
+        found = found | same.any(-1)
+    return found & (tree.depths > 0)
+
+
+def repeating_tokens(answers: Answers, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
+    """[R, V] bool; which tokens would complete an n-gram that answer and path already have, after these R nodes."""
+    count = rows.shape[0]
+    found = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # the last column is nobody's
+    begun = last_tokens(answers, tree, n - 1)[rows, nodes]  # [R, n - 1]
+    on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
+    ends = last_tokens(answers, tree, n)[rows]  # [R, N, n]
+    same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
+    found.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
+    tokens = answers.tokens[rows]
+    if tokens.shape[1] >= n:
+        windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
+        same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
+        found.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
+    return found[:, :-1]

@@ -1,0 +1,38 @@
+"""Gates that a divergence opens, for rules that let drafts through where target and drafter are close."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fsd_infer.divergence import divergence
+from fsd_infer.rules.contexts import Contexts
+
+
+def divergence_gate(at: Contexts, measure: str, threshold: float, processed: bool = False) -> Tensor:
+    """[R] bool, D(p, q) <= T where q is known; T = 0 never opens a gate, inf always does (also where D is infinite).
+
+    ``measure`` and ``processed`` are as in :meth:`Contexts.divergence`.
+    """
+    if threshold == 0:
+        return torch.zeros_like(at.has_q)
+    if threshold == math.inf:
+        return at.has_q
+    never = divergence(measure).infinite_on_reduced_vocabulary and at.tree.draft_ids is not None
+    if never and (at.greedy or not processed):
+        _warn_never_opens(measure)
+    return at.divergence(measure, processed) <= threshold
+
+
+@cache
+def _warn_never_opens(name: str) -> None:
+    """Says once per divergence that the drafter's vocabulary keeps the gate shut."""
+    warnings.warn(
+        f"divergence {name!r} is infinite wherever the target has mass outside the drafter's reduced vocabulary, so "
+        "this gate never opens. Use js, tv, kl or a top-k form, or a drafter with the full vocabulary.",
+        stacklevel=2,
+    )

@@ -1,0 +1,178 @@
+"""Laws: the distributions r from which rules emit the next token, at R contexts.
+
+A rule says what r is; the walk (:mod:`fsd_infer.rules._walk`) draws from it, computes what it costs, and keeps budgets.
+Costs are KL(r || p) in nats with p the processed target. At temperature 0 r and p are one-hot and the KL is 0 or
+infinite; what is charged there is the greedy regret ``score(y*) - score(y)`` with y* the target's likeliest token and y
+the emitted one, the limit of temperature times KL as the temperature falls to 0 (without processors that change scores,
+ln p(y*) - ln p(y) under the raw target). Every cost is known before the token is drawn, so by the chain rule the
+expected sum over a sequence is KL(output || target).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import FsdError
+from fsd_infer.rules.contexts import Contexts
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How a sampled draft x is tested, for rules that were published with a test of their own.
+
+    Unless a law brings one, x ~ q is accepted with probability min(1, r(x)/q(x)), else y is drawn from (r - q)+: no
+    test of that law accepts more.
+
+    Attributes:
+        chance: [R] probability that x is accepted.
+        rest: [R, V] weights of what is drawn otherwise, of any positive total. May contain x.
+    """
+
+    chance: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True)
+class Law:
+    """What is emitted at R contexts. Made by one of the four constructors.
+
+    Attributes:
+        applies: [R] bool; elsewhere, and where what is left of a budget does not pay for it, the law is the target's.
+        bonus: see :meth:`tilted`.
+        log_r: see :meth:`dense`.
+        acceptance: of a sampled draft under ``log_r``.
+        closed_acceptance: of a sampled draft where the law is the target's.
+    """
+
+    applies: Tensor
+    bonus: Tensor | float | None = None
+    log_r: Tensor | None = None
+    acceptance: Acceptance | None = None
+    closed_acceptance: Acceptance | None = None
+
+    @classmethod
+    def target(cls, at: Contexts, acceptance: Acceptance | None = None) -> Law:
+        """r = p; nothing is spent. ``acceptance``: of sampled drafts, if not the usual test."""
+        return cls(torch.zeros_like(at.rows, dtype=torch.bool), closed_acceptance=acceptance)
+
+    @classmethod
+    def tilted(cls, at: Contexts, bonus: Tensor | float) -> Law:
+        """r(y) ∝ p(y)·e^bonus(y), the bonus of tokens that are no child being 0; at temperature 0 argmax ln p + bonus.
+
+        Args:
+            at: contexts whose children were not sampled.
+            bonus: [R, N] nats, at least 0, of the nodes that are children of the context (others are not read), or a
+                number for all children. ``inf`` restricts p to the children that have it.
+
+        Raises:
+            FsdError: the children were sampled, and a law must not depend on what was drawn.
+        """
+        if at.sampled:
+            raise FsdError("these drafts were sampled, so no law may depend on which they are: use Law.dense.")
+        if isinstance(bonus, Tensor):
+            return cls(((bonus > 0) & at.children).any(-1), bonus=bonus)
+        return cls(at.has_children, bonus=bonus)
+
+    @classmethod
+    def dense(cls, at: Contexts, log_r: Tensor, acceptance: Acceptance | None = None) -> Law:
+        """Any r, where q is known; at temperature 0 the token is argmax log_r.
+
+        Args:
+            at: any contexts.
+            log_r: [R, V] ln r up to a constant.
+            acceptance: of sampled drafts, if not the usual test. That its law is r is then up to the rule.
+        """
+        return cls(at.has_q, log_r=log_r, acceptance=acceptance)
+
+    @classmethod
+    def passing(cls, at: Contexts, cutoff: Tensor | float) -> Law:
+        """The exact rule, but a draft passes in any case if ln p of its token is ``cutoff`` [R] or more, and finite.
+
+        On a tree: p restricted to the children that pass; the target's law where none does. A sampled draft x passes or
+        is tested against p: r = q where tokens pass, else min(p, q); what is missing is drawn from (p - q)+.
+        """
+        limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
+        if at.sampled:
+            passes = (at.log_p >= limit) & (at.p > 0)
+            kept = torch.where(passes, at.q, torch.minimum(at.p, at.q))
+            residual = (at.p - at.q).clamp_min(0.0)
+            share = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0) / residual.sum(-1, keepdim=True).clamp_min(1e-30)
+            return cls.dense(at, (kept + share * residual).log()).where(passes.any(-1))
+        if isinstance(cutoff, float) and cutoff == -math.inf:
+            return cls.tilted(at, math.inf)
+        return cls.tilted(at, torch.zeros_like(at.regret).masked_fill(at.child_log_p >= limit, math.inf))
+
+    def where(self, holds: Tensor) -> Law:
+        """The same law where ``holds`` [R] bool is true, and the target's elsewhere."""
+        return replace(self, applies=self.applies & holds)
+
+    def log_probs(self, at: Contexts) -> Tensor:
+        """[R, V] ln of the distribution of the next token, where a budget allows the law; above temperature 0."""
+        if self.log_r is not None:
+            return torch.where(self.applies[:, None], self.log_r.log_softmax(-1), at.log_p)
+        found = at.log_p.double().clone()
+        if self.bonus is None:
+            return found
+        bonus = torch.as_tensor(self.bonus, dtype=torch.float64).expand(at.children.shape)
+        for r in self.applies.nonzero()[:, 0].tolist():
+            nodes = at.children[r].nonzero()[:, 0]
+            law = tilt(at.child_log_p[r, nodes].tolist(), bonus[r, nodes].tolist())
+            if law is not None:
+                ratios = torch.full_like(found[r], law.others)
+                tokens = at.tree.tokens[at.rows[r], nodes]
+                found[r] += ratios.index_copy(0, tokens, torch.tensor(law.children, dtype=torch.float64))
+        return found
+
+    def closed_by(self, acceptance: Acceptance) -> Law:
+        """The same law, with a test of its own of sampled drafts where the law is the target's."""
+        return replace(self, closed_acceptance=acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class Tilt:
+    """r ∝ p·e^bonus at one context.
+
+    Attributes:
+        children: ln(r/p) of each child.
+        others: ln(r/p) of every other token.
+        cost: KL(r || p).
+    """
+
+    children: list[float]
+    others: float
+    cost: float
+
+
+def tilt(log_p: Sequence[float], bonus: Sequence[float]) -> Tilt | None:
+    """The law of children with probabilities e^log_p and these bonuses; None if it would leave nothing to emit.
+
+    In logs and in double precision: p(C) may underflow at a low temperature where its logarithm is a fine number, and
+    so may e^-bonus.
+    """
+    if math.inf in bonus:  # p restricted to some children
+        log_z = log_sum([a for a, b in zip(log_p, bonus) if b == math.inf])
+        if log_z == -math.inf:
+            return None
+        return Tilt([-log_z if b == math.inf else -math.inf for b in bonus], -math.inf, max(0.0, -log_z))
+    outside = max(0.0, 1.0 - math.fsum(map(math.exp, log_p)))
+    log_outside = math.log(outside) if outside else -math.inf
+    log_z = log_sum([log_outside, *(a + b for a, b in zip(log_p, bonus))])
+    ratios = [b - log_z for b in bonus]
+    cost = math.fsum(math.exp(a + x) * x for a, x in zip(log_p, ratios)) - math.exp(log_outside - log_z) * log_z
+    return Tilt(ratios, -log_z, max(0.0, cost))
+
+
+def log_sum(logs: Sequence[float]) -> float:
+    """ln Σ e^x; -inf for nothing."""
+    top = max(logs, default=-math.inf)
+    return top if math.isinf(top) else top + math.log(math.fsum(math.exp(x - top) for x in logs))
+
+
+def log_excess(log_p: float, ratio: float) -> float:
+    """ln (r - p)+ for ln(r/p) = ratio."""
+    return log_p + ratio + math.log1p(-math.exp(-ratio)) if ratio > 0 and log_p > -math.inf else -math.inf

@@ -1,0 +1,68 @@
+"""Rules as text, for command lines and records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from fsd_infer.errors import FsdError
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.parameters import parameters_of
+
+RuleLike = str | Rule | Sequence[str | Rule]
+
+
+def parse_rule(rule: str | Rule) -> Rule:
+    """The rule that ``rule`` describes; a Rule passes through.
+
+    The text is the rule's name, then the parameters in the order of the class, by position or as ``key=value``, with
+    colons between them. Whole digits that follow a top-k divergence are its own parameter (``top_k_js:20``).
+
+    Raises:
+        UnknownNameError: no rule, or no divergence, of that name.
+        FsdError: a parameter that is unknown, given twice, missing, of another type, or out of range.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    name, *parts = _split(rule)
+    made = RULES.get(name)
+    parameters = parameters_of(made)
+    keys = {parameter.alias or key: key for key, parameter in parameters.items()} | {key: key for key in parameters}
+    usage = f"{name} takes {', '.join(parameters) or 'no parameters'}"
+    order = iter(parameters)
+    values: dict[str, Any] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not equals:
+            key, text = next(order, ""), part
+        if key not in keys:
+            raise FsdError(f"rule {rule!r}: cannot use {part!r}; {usage}.")
+        key = keys[key]
+        if key in values:
+            raise FsdError(f"rule {rule!r}: {key} is given twice; {usage}.")
+        values[key] = parameters[key].parsed(text)
+    required = [key for key, parameter in parameters.items() if parameter.default is dataclasses.MISSING]
+    missing = [key for key in required if key not in values]
+    if missing:
+        raise FsdError(f"rule {rule!r}: {', '.join(missing)} is missing; {usage}.")
+    return made(**values)
+
+
+def parse_rules(rules: RuleLike) -> list[Rule]:
+    """One rule, or one per prompt; errors as of :func:`parse_rule`."""
+    found = [parse_rule(rule) for rule in ([rules] if isinstance(rules, (str, Rule)) else rules)]
+    if not found:
+        raise FsdError("no rules: give one, or one per prompt.")
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """Parts at colons, a top-k divergence's own parameter left attached to it."""
+    parts: list[str] = []
+    for part in text.split(":"):
+        if parts and part.isascii() and part.isdigit() and parts[-1].rpartition("=")[2].startswith("top_k_"):
+            parts[-1] += f":{part}"
+        else:
+            parts.append(part)
+    return parts

@@ -1,0 +1,165 @@
+"""The optimal lossy rule: of all laws that cost as much, the one under which most drafts are accepted.
+
+A nat of divergence is worth ``price`` accepted drafts. p is known at every node before anything is emitted, so the most
+that accepted drafts - price · KL(law || p) can reach in expectation from a node on, and the law that reaches it, have a
+closed form. Derivations: docs/optimal-rule.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import wide
+from fsd_infer.divergence import divergence
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.gates import divergence_gate
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameter
+
+
+@RULES.register("tilted")
+@dataclass(frozen=True)
+class Tilted(Rule):
+    """r(y) ∝ p(y)·e^(v(y)/price), v(y) the accepted drafts that y is worth: no rule accepts more for its divergence.
+
+    On a tree v(c) = 1 + V(c) for a child c and 0 for every other token. With the children C of a node n,
+    V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)), and 0 at leaves; at temperature 0
+    V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain r = clip(q, p/Z, p·e^(1/price)/Z), and drafts are
+    tested against r. Needs no q on trees. Exact at price = inf; as the price falls to 0, p given that the walk takes
+    one of the tree's deepest paths.
+
+    Args:
+        price: accepted drafts that a nat is worth.
+        budget: nats that may be spent per request; None for no limit. A context that costs more than is left emits
+            from p.
+        floor: drafts below this share of the likeliest token's probability count as not drafted: nothing favours them.
+        gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. What lies ahead is valued as
+            if all gates were open. None: everywhere, also where no q is known.
+        divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
+        no_repeat: a draft that would complete an n-gram of this length that the answer already has wins nothing itself
+            (v(c) = V(c)), so that repetition, which drafters predict best, is not paid for. 0: no such charge.
+
+    Raises:
+        UnknownNameError: unknown divergence.
+        FsdError: a number out of range.
+    """
+
+    price: float = parameter(above=0, infinite=True)
+    budget: float | None = parameter(None, low=0, infinite=True)
+    floor: float = parameter(0.0, low=0, high=1)
+    gate: float | None = parameter(None, low=0, infinite=True)
+    divergence: str = "js"
+    no_repeat: int = parameter(0, low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "divergence", divergence(self.divergence).name)
+
+    def law(self, at: Contexts) -> Law:
+        if self.price == math.inf:
+            return Law.target(at)
+        if at.sampled:
+            law = Law.dense(at, clipped(at.log_p, at.q_scores.log_softmax(-1), self._wins(at) / self.price))
+        else:
+            law = Law.tilted(at, at.of_children(at.once_per_round(self, lambda: self._bonus(at))))
+        return law if self.gate is None else law.where(divergence_gate(at, self.divergence, self.gate))
+
+    def _bonus(self, at: Contexts) -> Tensor:
+        """[B, N] v(c)/price of every node."""
+        price, tree, dtype = self.price, at.tree, wide(at.tree.tokens.device)
+        regret = at.node_regret.to(dtype)
+        favoured = at.is_draft & (regret <= (-math.log(self.floor) if self.floor else torch.finfo(dtype).max))
+        wins = torch.ones_like(regret) if not self.no_repeat else (~at.node_repeats(self.no_repeat)).to(dtype)
+        if at.greedy:
+            value = best_path(tree.ancestors, wins - price * regret, favoured)
+        else:
+            log_p = at.node_log_p.to(dtype)
+            mass = torch.zeros_like(regret).scatter_add_(1, tree.parents, log_p.exp().masked_fill(~favoured, 0.0))
+            value = price * log_mean_exp(tree.ancestors, log_p + wins / price, favoured, 1.0 - mass)
+        bonus = (wins + value) / price
+        nothing = bonus < 64 * torch.finfo(dtype).eps  # what rounding leaves of a draft that wins nothing
+        return bonus.masked_fill(nothing | ~favoured, 0.0)
+
+    def _wins(self, at: Contexts) -> Tensor:
+        """[R, V] drafts that each token is worth as the draft of a sampled chain: 1 or 0."""
+        wins = torch.ones_like(at.log_p)
+        if self.floor:
+            wins.masked_fill_(at.log_p < at.log_p_max[:, None] + math.log(self.floor), 0.0)
+        return wins.masked_fill_(at.repeating_tokens(self.no_repeat), 0.0) if self.no_repeat else wins
+
+    def describe(self) -> dict[str, object]:
+        gated = {} if self.gate is None else divergence(self.divergence).describe()
+        return {**super().describe(), **gated, "price_unit": "accepted drafts per nat"}
+
+
+def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:
+    """[B, N, N] at [n, m] the sum of ``weights`` [B, N] on the path from n (left out) down to m.
+
+    -inf where m is neither n nor below it, or where a node on the way is not in ``open`` [B, N].
+    """
+    path = ancestors.to(weights.dtype)
+    sums = (path @ weights.masked_fill(~open, 0.0)[..., None]).squeeze(-1)
+    closed = (path @ (~open).to(weights.dtype)[..., None]).squeeze(-1)
+    reached = ancestors.transpose(1, 2) & (closed[:, :, None] == closed[:, None])
+    return (sums[:, None] - sums[:, :, None]).masked_fill(~reached, -math.inf)
+
+
+def best_path(ancestors: Tensor, gains: Tensor, open: Tensor) -> Tensor:
+    """[B, N] V(n) = max(0, max over children c in ``open`` of gains(c) + V(c)), at all nodes at once.
+
+    That is the largest sum of gains [B, N] on any way down from n: shortest paths, of which trees have one per pair.
+    """
+    return _sums_down(ancestors, gains, open).amax(-1)
+
+
+def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) -> Tensor:
+    """[B, N] U(n) = ln(rest(n) + Σ over children c in ``open`` of e^(logs(c) + U(c))), at all nodes at once.
+
+    e^U is linear in the children's, so it is the sum over n and all nodes m below it of rest(m) times e to the sum of
+    ``logs`` on the way to m. With ``logs`` = ln p(c) + 1/λ and ``rest`` the chance that exact decoding goes no further
+    than m, it is the mean of e^(accepted drafts/λ) under exact decoding from n on.
+
+    Args:
+        ancestors: [B, N, N] of a :class:`DraftTree`.
+        logs, open: [B, N]; what is not open is not looked at, and nothing below it either.
+        rest: [B, N]; below 0 counts as 0.
+    """
+    return (_sums_down(ancestors, logs, open) + rest.clamp_min(0.0).log()[:, None]).logsumexp(-1)
+
+
+_STEPS = 24
+
+
+def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
+    """ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), Z such that r adds up to 1: maximises Σ gain·min(r, q) - KL(r || p).
+
+    Newton's method within a bracket on the sum, which is piecewise linear in 1/Z and rises with it. The number of
+    steps is fixed, so that nothing waits for a device; what is left of an error is scaled away.
+
+    Args:
+        log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
+        gain: [R, V], at least 0.
+    """
+    low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
+    log_a = high
+    for _ in range(_STEPS):
+        law, total, slope = _clip(log_p, log_q, gain, log_a)
+        low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
+        newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
+        inside = (newton >= low) & (newton <= high)
+        log_a = torch.where(inside, newton, (low + high) / 2)
+    law, total, _ = _clip(log_p, log_q, gain, log_a)
+    return law - total.log()
+
+
+def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ln of clip(q, a·p, a·p·e^gain) [R, V]; its sum [R, 1], and the part of that which is proportional to a."""
+    least = log_p + log_a
+    law = log_q.clamp(least, least + gain)
+    r = law.exp()
+    return law, r.sum(-1, keepdim=True), r.masked_fill(law == log_q, 0.0).sum(-1, keepdim=True)

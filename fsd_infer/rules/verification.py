@@ -1,0 +1,76 @@
+"""What the engine hands to rules every round, and what comes back. Tensors only: rules know no models.
+
+Shapes as in :mod:`fsd_infer.tree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from fsd_infer.rules.answers import Answers
+from fsd_infer.tree import DraftTree
+
+
+class Source(IntEnum):
+    """Where an emitted token came from."""
+
+    TARGET = 0  # the target's own draw: outside the drafted children, or at a leaf
+    EXACT = 1  # a drafted token that the exact rule accepts too
+    GATE = 2  # a token that only a law other than the target's let through
+
+
+@dataclass
+class Verification:
+    """One round's evidence.
+
+    Attributes:
+        tree: the drafts.
+        logits: [B, N, V] the target's raw logits at every node, in any floating-point type; rules compute in fp32.
+        scores: [B, N, V] the same after the request's logits processors, temperature included
+            (the same tensor as ``logits`` where there are none).
+        greedy: temperature 0: every draw is an argmax.
+        uniforms: [B, N, 3] independent uniforms in [0, 1); column 0 for the exact test or first draw at each node,
+            column 1 for a second draw, column 2 for a gate that opens at random. If greedy only column 2 is used,
+            and None will do for rules without such a gate.
+        budget_left: [B] nats that each row may still spend, on the CPU; None means the rule's own budget,
+            if it has one, for this round alone.
+        process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
+            None if there are no processors. Called at most once per round, and only by rules that compare processed
+            distributions or draw from a tree's q at temperature above 0.
+        answers: what each row has answered so far, the root included; only rules that look at it need it.
+    """
+
+    tree: DraftTree
+    logits: Tensor
+    scores: Tensor
+    greedy: bool
+    uniforms: Tensor | None = None
+    budget_left: Tensor | None = None
+    process_draft: Callable[[DraftTree], Tensor] | None = None
+    answers: Answers | None = None
+
+
+@dataclass
+class Verdict:
+    """A rule's answer, on the CPU. ``D`` = depth of the tree; emitted position j of a row is its j-th new token of this
+    round.
+
+    Attributes:
+        path: [B, D+1] node indices of the accepted path, root first, padded with its last node.
+        accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
+        tokens: [B, D+1] the emitted tokens: the accepted drafts, then the token that follows them, then padding 0.
+        sources: [B, D+1] :class:`Source` of each emitted token.
+        gate_open: [B, D+1] bool; was the token emitted from another law than the target's.
+        spent: [B, D+1] nats spent at that context (0 where the law was the target's).
+    """
+
+    path: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    sources: Tensor
+    gate_open: Tensor
+    spent: Tensor

@@ -1,0 +1,449 @@
+"""The optimal rule: optimality, limits, options, numbers. What is sampled: tests/test_rules_laws.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.special import rel_entr, softmax
+from torch import Tensor
+
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import RULES, Answers, Exact, Fuzzy, Law, Rule, Tilted, Verification, parse_rule
+from fsd_infer.rules.answers import repeating_tokens, repeats
+from fsd_infer.rules.contexts import Evidence
+from fsd_infer.rules.laws import log_excess, tilt
+from fsd_infer.rules.tilted import clipped
+from fsd_infer.tree import DraftTree, TreeRow
+from tests.test_rules_chain import chain_round
+from tests.tree_rounds import INF, assert_same, tree_round, verdict_of
+
+PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+# Every registered rule, over its parameters' range: none may lie above the frontier.
+SWEEPS = {
+    "exact": ["exact"],
+    "draft-only": ["draft-only"],
+    "fuzzy": [f"fuzzy:{name}:{t}" for name in ("js", "tv", "kl") for t in (0.02, 0.1, 0.3, 1, "inf")]
+    + [f"fuzzy:js:inf:floor={floor}" for floor in (0.1, 0.5)],
+    "fuzzy-strict": [f"fuzzy-strict:js:{t}" for t in (0.02, 0.1, 0.3, "inf")],
+    "random": [f"random:{rate}" for rate in (0.2, 0.5, 1)],
+    "tilted": [f"tilted:{price}{options}" for price in PRICES for options in ("", ":gate=0.1", ":floor=0.3")],
+}
+
+
+def law_table(rule: Rule, round: Verification) -> np.ndarray:
+    """[B, N, V] what the rule emits from at every node."""
+    at = Evidence(round, at_once=True).whole
+    return rule.law(at).log_probs(at).double().exp().view(*round.scores.shape).numpy()
+
+
+def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
+    """Token -> child."""
+    parents = tree.parents[row].tolist()
+    return {int(tree.tokens[row, c]): c for c in range(1, len(parents)) if parents[c] == node}
+
+
+def outcome(round: Verification, row: int, law: np.ndarray, node: int = 0) -> tuple[float, float]:
+    """(expected accepted drafts, KL(law || p)) of a round that is at ``node`` under a law [N, V]."""
+    below = children_of(round.tree, row, node)
+    if not below:
+        return 0.0, 0.0
+    p = softmax(round.scores[row, node].double().numpy())
+    drafts, nats = 0.0, float(rel_entr(law[node], p).sum())
+    for token, child in below.items():
+        further, cost = outcome(round, row, law, child)
+        drafts += law[node, token] * (1 + further)
+        nats += law[node, token] * cost if law[node, token] else 0.0
+    return drafts, nats
+
+
+def value(round: Verification, row: int, price: float, node: int = 0) -> float:
+    """V by the recursion that defines it."""
+    p = softmax(round.scores[row, node].double().numpy())
+    below = children_of(round.tree, row, node)
+    terms = [1 - sum(p[token] for token in below)]
+    terms += [p[token] * math.exp((1 + value(round, row, price, child)) / price) for token, child in below.items()]
+    return price * math.log(sum(terms))
+
+
+def small_round(seed: int, **options: object) -> Verification:
+    return tree_round(seed, batch=2, nodes=6, vocab=5, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("price", PRICES)
+def test_its_law_reaches_the_value_that_the_recursion_promises(price: float) -> None:
+    for seed in range(6):
+        round = small_round(seed, mask=seed % 2 == 1)
+        law = law_table(Tilted(price), round)
+        np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
+        for row in range(2):
+            drafts, nats = outcome(round, row, law[row])
+            assert drafts - price * nats == pytest.approx(value(round, row, price), abs=2e-5)
+
+
+def worth_of(round: Verification, logits: Tensor, price: float, node: int = 0) -> Tensor:
+    """E[drafts] - price · KL(law || p) of the law softmax(logits [N, V]) in row 0 from ``node`` on."""
+    below = children_of(round.tree, 0, node)
+    if not below:
+        return logits.new_zeros(())
+    log_r = logits[node].log_softmax(-1)
+    found = -price * (log_r.exp() * (log_r - round.scores[0, node].double().log_softmax(-1))).sum()
+    for token, child in below.items():
+        found = found + log_r[token].exp() * (1 + worth_of(round, logits, price, child))
+    return found
+
+
+@pytest.mark.parametrize("price", [0.2, 1.0, 3.0])
+def test_no_law_that_a_search_finds_is_better(price: float) -> None:
+    """Gradient ascent over all laws of a tree, from p and from a random law; and random laws."""
+    generator = np.random.default_rng(0)
+    for seed in range(2):
+        round = small_round(seed)
+        best, shape = value(round, 0, price), round.scores.shape[1:]
+
+        def loss(
+            logits: np.ndarray, round: Verification = round, shape: torch.Size = shape
+        ) -> tuple[float, np.ndarray]:
+            at = torch.tensor(logits).view(shape).requires_grad_()
+            found = -worth_of(round, at, price)
+            found.backward()
+            assert at.grad is not None
+            return float(found.detach()), at.grad.flatten().numpy()
+
+        for law in generator.dirichlet(np.ones(shape[1]), size=(50, shape[0])):
+            assert -loss(np.log(law.ravel()))[0] <= best
+        found = []
+        for start in (round.scores[0].double().numpy(), generator.normal(size=shape)):
+            found.append(-minimize(loss, start.ravel(), jac=True, method="BFGS", options={"gtol": 1e-8}).fun)
+        assert max(found) <= best + 1e-9
+        assert max(found) == pytest.approx(best, abs=1e-4)  # the bound is reached
+
+
+def test_every_rule_is_in_the_comparison() -> None:
+    assert set(SWEEPS) == set(RULES), "add the new rule to SWEEPS"
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_no_rule_lies_above_the_frontier(name: str) -> None:
+    """At any price λ, E[drafts] - λ·KL of any law is at most V: lines that bound the (KL, drafts) plane from above."""
+    touching = 0
+    for seed in range(8):
+        round = small_round(seed, mask=seed % 2 == 1)
+        for row in range(2):
+            lines = {price: value(round, row, price) for price in (*PRICES, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0)}
+            for spec in SWEEPS[name]:
+                drafts, nats = outcome(round, row, law_table(parse_rule(spec), round)[row])
+                assert all(drafts - price * nats <= bound + 2e-5 for price, bound in lines.items()), spec
+                touching += any(abs(drafts - price * nats - bound) < 2e-5 for price, bound in lines.items())
+    assert touching or name != "tilted"  # which alone is bound to reach it
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_drafts_and_divergence_fall_as_the_price_rises(mask: bool) -> None:
+    for seed in range(6):
+        round = small_round(seed, mask=mask)
+        points = [outcome(round, 0, law_table(Tilted(price), round)[0]) for price in PRICES]
+        exact = outcome(round, 0, law_table(Exact(), round)[0])
+        for (drafts, nats), (fewer, less) in pairwise([*points, exact]):
+            assert drafts >= fewer - 1e-6 and nats >= less - 1e-6
+        assert points[0][0] > exact[0] and exact[1] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_an_infinite_price_is_the_exact_rule_token_for_token(greedy: bool) -> None:
+    for seed in range(10):
+        for round in (tree_round(seed, greedy=greedy, mask=seed % 2 == 1), chain_round(seed, greedy=greedy)):
+            for options in ("", ":floor=0.1", ":gate=0.3", ":budget=1"):
+                assert_same(parse_rule(f"tilted:inf{options}")(round), Exact()(round))
+            almost = Tilted(1e9)(round)
+            assert torch.equal(almost.tokens, Exact()(round).tokens)
+            assert float(almost.spent.abs().max()) < 1e-6
+
+
+def no_width(round: Verification) -> Verification:
+    """A sampled chain's round as one of a deterministic chain."""
+    return replace(round, tree=replace(round.tree, q_scores=None))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_as_the_price_falls_a_chain_is_accepted_as_by_an_open_gate(greedy: bool) -> None:
+    for seed in range(10):
+        round = no_width(chain_round(seed, greedy=greedy))
+        assert_same(Tilted(1e-3)(round), Fuzzy("js", INF)(round))
+
+
+def reaches(round: Verification, row: int, node: int, depth: int) -> float:
+    """The chance that exact decoding comes from a node to that depth."""
+    if int(round.tree.depths[row, node]) == depth:
+        return 1.0
+    p = softmax(round.scores[row, node].double().numpy())
+    return sum(p[t] * reaches(round, row, c, depth) for t, c in children_of(round.tree, row, node).items())
+
+
+def test_as_the_price_falls_the_law_is_that_of_the_deepest_paths() -> None:
+    """p given that exact decoding accepts as many drafts as the tree is deep."""
+    for seed in range(6):
+        round = small_round(seed)
+        law = law_table(Tilted(1e-3), round)
+        for row in range(2):
+            deepest = int(round.tree.depths[row].max())
+
+            p = softmax(round.scores[row, 0].double().numpy())
+            wanted = np.zeros_like(p)
+            for token, child in children_of(round.tree, row, 0).items():
+                wanted[token] = p[token] * reaches(round, row, child, deepest) / reaches(round, row, 0, deepest)
+            np.testing.assert_allclose(law[row, 0], wanted, atol=1e-5)
+            assert Tilted(1e-3)(round).accepted[row] == deepest
+
+
+def ways(tree: DraftTree, row: int) -> list[list[int]]:
+    """Every way from the root down, to inner nodes too."""
+    found = [[0]]
+    for way in found:
+        found += [[*way, child] for child in children_of(tree, row, way[-1]).values()]
+    return found
+
+
+@pytest.mark.parametrize("step_by_step", [True, False])
+@pytest.mark.parametrize("options", ["", ":no_repeat=2", ":floor=0.2"])
+@pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
+def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, step_by_step: bool) -> None:
+    rule = parse_rule(f"tilted:{price}{options}")
+    assert isinstance(rule, Tilted)
+    lossy = 0
+    for seed in range(12):
+        round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
+        answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
+        verdict = verdict_of(rule, replace(round, answers=Answers(answers)), step_by_step)
+        again = repeats(Answers(answers), round.tree, rule.no_repeat) if rule.no_repeat else torch.zeros(6, 9).bool()
+        for row in range(6):
+            scores = round.scores[row]
+            worth = []
+            for way in ways(round.tree, row):
+                loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
+                if any(math.exp(-x) < rule.floor for x in loss) or INF in loss:
+                    continue
+                wins = sum(not again[row, node] for node in way[1:])
+                worth.append((wins - price * sum(loss), [round.tree.tokens[row, node] for node in way[1:]], loss))
+            best = max(worth, key=lambda one: one[0])
+            taken = int(verdict.accepted[row])
+            # where the best way ends, the target's own choice follows, which may be a draft that wins nothing
+            assert verdict.tokens[row, : len(best[1])].tolist() == best[1]
+            assert verdict.spent[row, : len(best[1])].tolist() == pytest.approx(best[2], abs=1e-5)
+            assert verdict.spent[row, len(best[1]) : taken + 1].sum() == 0
+            lossy += sum(best[2]) > 0
+    assert lossy > 5
+
+
+@pytest.mark.parametrize("price", [0.05, 0.3, 1.0, 4.0])
+def test_no_law_beats_the_clipped_one_on_a_sampled_chain(price: float) -> None:
+    """Σ min(r, q) - price · KL(r || p): found by a search over all r."""
+    generator = np.random.default_rng(1)
+    for _ in range(6):
+        p, q = generator.dirichlet(np.ones(5), size=2)
+
+        def worth(r: np.ndarray, p: np.ndarray = p, q: np.ndarray = q) -> float:
+            return float(np.minimum(r, q).sum() - price * rel_entr(r, p).sum())
+
+        logs = (torch.tensor(x).log()[None] for x in (p, q))
+        r = clipped(*logs, torch.full((1, 5), 1 / price, dtype=torch.float64)).exp()[0].numpy()
+        assert r.sum() == pytest.approx(1.0)
+        found = max(
+            -minimize(lambda x: -worth(softmax(x)), np.log(start), method="Nelder-Mead", options={"maxiter": 4000}).fun
+            for start in (p, q, r)
+        )
+        assert found <= worth(r) + 1e-9
+        for law in generator.dirichlet(np.ones(5), size=500):
+            assert worth(law) <= worth(r)
+        if price == 0.05:
+            assert worth(r) > worth(p) and np.abs(r - q).max() < np.abs(p - q).max()
+
+
+@pytest.mark.parametrize("price", [1e-3, 0.1, 1.0, 1e4])
+def test_the_clipped_law_is_one_whatever_the_numbers(price: float) -> None:
+    torch.manual_seed(3)
+    log_p = (torch.randn(64, 300) * torch.linspace(0.1, 30, 64)[:, None]).log_softmax(-1)
+    log_q = (log_p + torch.randn(64, 300) * 3).masked_fill(torch.rand(64, 300) < 0.3, -INF).log_softmax(-1)
+    log_p = log_p.masked_fill((torch.rand(64, 300) < 0.3) & (log_p < log_p.amax(-1, True)), -INF).log_softmax(-1)
+    gain = (torch.rand(64, 300) < 0.7).float() / price
+    log_r = clipped(log_p, log_q, gain)
+    assert not log_r.isnan().any() and (log_r.exp().sum(-1) - 1).abs().max() < 1e-5
+    assert (log_r == -INF)[log_p == -INF].all()
+    # by its definition: the token's ratio to p lies between those of the clip, and inside it r = q
+    ratio = (log_r.double() - log_p.double()).masked_fill(log_p == -INF, 0.0)
+    low = torch.where((log_r < log_q - 1e-4) & (log_p > -INF), ratio - gain, -INF).amax(-1)  # above: gain + ln 1/Z
+    high = torch.where((log_r > log_q + 1e-4) & (log_p > -INF), ratio, INF).amin(-1)  # below: ln 1/Z
+    both = low.isfinite() & high.isfinite()
+    if price >= 0.1:
+        assert both.any()
+        torch.testing.assert_close(low[both], high[both], atol=2e-3, rtol=1e-4)
+
+
+def precise_value(tree: DraftTree, row: int, p: list[list[Any]], price: Any, node: int) -> Any:
+    """As :func:`value`, in the digits of ``price``."""
+    below = children_of(tree, row, node)
+    if not below:
+        return mpmath.mpf(0)
+    rest = 1 - mpmath.fsum(p[node][token] for token in below)
+    worth = {token: 1 + precise_value(tree, row, p, price, child) for token, child in below.items()}
+    return price * mpmath.log(rest + mpmath.fsum(p[node][token] * mpmath.exp(v / price) for token, v in worth.items()))
+
+
+@pytest.mark.parametrize("price", ["0.001", "0.1", "1", "1000"])
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> None:
+    """Against 60 digits; p(C) and e^(1/price) leave the range of floats here."""
+    mpmath.mp.dps = 60
+    for seed in range(4):
+        base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
+        scores = base.scores * scale
+        round = replace(base, scores=scores)
+        at = Evidence(round, at_once=True).whole
+        law = Tilted(float(price)).law(at)
+        assert isinstance(law.bonus, Tensor) and not law.bonus.isnan().any()
+        exact = mpmath.mpf(price)
+        for row in range(2):
+            p = [[mpmath.exp(mpmath.mpf(x)) for x in line] for line in scores[row].double().tolist()]
+            p = [[x / mpmath.fsum(line) for x in line] for line in p]
+
+            for token, child in children_of(round.tree, row, 0).items():
+                if p[0][token] > 0:
+                    wanted = float((1 + precise_value(round.tree, row, p, exact, child)) / exact)
+                    assert float(law.bonus[row * 12, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
+        verdict = Tilted(float(price))(round)
+        assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
+
+
+def test_a_tilt_where_probabilities_underflow() -> None:
+    law = tilt([-2000.0, -2001.0], [INF, INF])
+    assert law is not None and law.cost == pytest.approx(2000 - math.log1p(math.exp(-1)))
+    assert law.children[0] == law.children[1] == law.cost and law.others == -INF
+    assert log_excess(-2000.0, law.children[0]) == pytest.approx(-math.log1p(math.exp(-1)))
+    assert tilt([-INF], [INF]) is None  # a forbidden child alone
+    small = tilt([-2000.0], [1.0])
+    assert small is not None and small.cost == 0.0 and small.others == 0.0
+    sure = tilt([0.0], [1000.0])
+    assert sure is not None and sure.children == [0.0] and sure.cost == 0.0
+
+
+def naive_repeats(text: list[int], n: int) -> bool:
+    """Is the n-gram that a text ends with in it before."""
+    return text[-n:] in [text[i : i + n] for i in range(len(text) - n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    answers: list[list[int]] = [[], [1], [1, 2], [0, 1] * 6, [], []]
+    grown = Answers(answers)
+    found = 0
+    for seed in range(12):
+        round = tree_round(seed, vocab=4, nodes=9)
+        for row, answer in enumerate(answers):
+            answer += torch.randint(0, 3, (1 + row * seed % 3,), generator=generator).tolist()
+            round.tree.tokens[row, 0] = answer[-1]
+        mask = repeats(grown, round.tree, n)
+        rows, nodes = torch.arange(6).repeat_interleave(9), torch.arange(9).repeat(6)
+        following = repeating_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
+        for row, answer in enumerate(answers):
+            for way in ways(round.tree, row):
+                text = answer + [int(round.tree.tokens[row, node]) for node in way[1:]]
+                if len(way) > 1:
+                    assert bool(mask[row, way[-1]]) == naive_repeats(text, n)
+                    found += int(mask[row, way[-1]])
+                for token in range(4):
+                    assert bool(following[row, way[-1], token]) == naive_repeats([*text, token], n)
+            assert not mask[row, 0]
+    assert found > 20
+    grown.select([3, 0])
+    answers[3].append(2)
+    assert [row[row >= 0].tolist() for row in grown.tokens] == [answers[3], answers[0]]
+
+
+def test_a_draft_that_repeats_is_emitted_only_where_exact_decoding_emits_it() -> None:
+    """One child per node, each a repetition: nothing to win, so the law is p."""
+    round = no_width(chain_round(0, length=3, vocab=6))
+    answers = [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()]  # ends before the draft begins once more
+    answers = [[*row, int(root)] for row, root in zip(answers, round.tree.tokens[:, 0])]
+    found = Tilted(0.1, no_repeat=2)(replace(round, answers=Answers(answers)))
+    assert_same(found, Exact()(round))
+    assert Tilted(0.1)(round).accepted.sum() > found.accepted.sum()
+    with pytest.raises(FsdError, match="looks at the answer so far; pass answers"):
+        Tilted(1.0, no_repeat=2)(round)
+
+
+def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
+    for seed in range(6):
+        round = tree_round(seed)
+        gated, free = Tilted(0.2, gate=0.1)(round), Tilted(0.2)(round)
+        at = Evidence(round, at_once=True).whole
+        near = (at.divergence("js") <= 0.1).view(6, 9)
+        for row in range(6):
+            for step in range(int(gated.accepted[row]) + 1):
+                node = int(gated.path[row, step])
+                assert not gated.gate_open[row, step] or near[row, node]
+        unknown = replace(round, tree=replace(round.tree, q_index=torch.full_like(round.tree.q_index, -1)))
+        assert_same(Tilted(0.2, gate=INF)(unknown), Exact()(unknown))
+        assert_same(Tilted(0.2)(unknown), free)  # without a gate nothing is asked of the drafter
+
+
+def test_what_only_fills_a_tree_up_wins_nothing() -> None:
+    """Padding hangs under nodes without q; a law that valued it would depend on the batch."""
+
+    def short() -> TreeRow:
+        return TreeRow([0, 2], [0, 0], [0.0, -0.1], [-1] * 2)
+
+    long = TreeRow([0, 1, 2, 3, 1], [0, 0, 1, 2, 3], [0.0, -0.1, -0.2, -0.3, -0.4], [-1] * 5)
+    logits = torch.randn(1, 5, 8)
+    none = torch.empty(2, 0, 8)
+    both = DraftTree.from_rows([long, short()], none)
+    alone = DraftTree.from_rows([short()], none[:1])
+    uniforms = torch.rand(1, 5, 3)
+    together = Verification(both, logits.expand(2, -1, -1), logits.expand(2, -1, -1), False, uniforms.expand(2, -1, -1))
+    single = Verification(alone, logits[:, :2], logits[:, :2], False, uniforms[:, :2])
+    for step_by_step in (True, False):
+        one, two = (verdict_of(Tilted(0.1), round, step_by_step) for round in (single, together))
+        assert two.tokens[1, :2].tolist() == one.tokens[0].tolist()
+        torch.testing.assert_close(two.spent[1, :2], one.spent[0])
+
+
+def test_sampled_drafts_take_no_law_over_children() -> None:
+    at = Evidence(chain_round(0), at_once=True).whole
+    with pytest.raises(FsdError, match="these drafts were sampled"):
+        Law.tilted(at, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tilted", "price is missing; tilted takes price, budget, floor, gate, divergence, no_repeat"),
+        ("tilted:0", "price must be above 0, not 0"),
+        ("tilted:-1", "price must be above 0, not -1"),
+        ("tilted:nan", "price must be a number, not 'nan'"),
+        ("tilted:1e400", "price must be a number, not '1e400'"),
+        ("tilted:1:floor=2", "floor must be between 0 and 1, not 2"),
+        ("tilted:1:floor=inf", "floor must be between 0 and 1, not inf"),
+        ("tilted:1:no_repeat=2.5", "no_repeat must be a whole number, not '2.5'"),
+        ("tilted:1:no_repeat=-1", "no_repeat must be at least 0, not -1"),
+        ("tilted:1:gate=-1", "gate must be at least 0, not -1"),
+        ("tilted:1:budget=-1", "budget must be at least 0, not -1"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(FsdError, match=message):
+        parse_rule(text)
+
+
+def test_records_say_what_it_is() -> None:
+    assert Tilted(2, no_repeat=4).describe() == {
+        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.0, "gate": None, "divergence": "js", "no_repeat": 4,
+        "budget_unit": "nats", "price_unit": "accepted drafts per nat",
+    }  # fmt: skip
+    assert Tilted(2, gate=0.3).describe()["unit"] == "nats"
