@@ -31,7 +31,7 @@ def count(commit: str | None) -> Counter[str]:
         ):
             continue
         text = (ROOT / name).read_text(encoding="utf-8") if commit is None else git("show", f"{commit}:{name}")
-        place = "text (.md)" if name.endswith(TEXT) else name.partition("/")[0] + "/"
+        place = "text (.md)" if name.endswith(TEXT) else (name.partition("/")[0] if "/" in name else ".") + "/"
         lines[place] += len(text.splitlines())
     return lines
 
