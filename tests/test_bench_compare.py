@@ -234,3 +234,9 @@ def test_bad_input_ends_in_one_line(
 def test_engine_that_is_missing_is_named(name: str) -> None:
     with pytest.raises(FsdError, match=f"method '{name}': (ModuleNotFoundError|PackageNotFoundError): "):
         ProcessMethod(name, [sys.executable, str(peers.HERE / peers.PEERS[name].script), "model"])
+
+
+def test_names_of_peers() -> None:
+    own = {"bf16", "gguf"}
+    assert set(peers.PEERS["llama.cpp"].modes) == own | {f"{name}+ngram" for name in own}
+    assert compare.PEER_METHODS[:3] == ["vllm", "vllm:ngram", "llama.cpp:bf16"]

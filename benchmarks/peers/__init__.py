@@ -98,7 +98,7 @@ PEERS = {
     ),
     "llama.cpp": Peer(
         {
-            f"{name}{drafts and '+ngram'}": [f"{{{name}}}", "--threads", "{THREADS}", *drafts]
+            f"{name}{'+ngram' if drafts else ''}": [f"{{{name}}}", "--threads", "{THREADS}", *drafts]
             for name in ("bf16", "gguf")
             for drafts in ([], ["--ngram", "simple"])
         },
@@ -108,7 +108,7 @@ PEERS = {
     ),
     "openvino": Peer(
         {
-            f"{name}{drafts and '+ngram'}": [f"{{{name}}}", "--threads", "{THREADS}", *drafts]
+            f"{name}{'+ngram' if drafts else ''}": [f"{{{name}}}", "--threads", "{THREADS}", *drafts]
             for name in ("f16", "gguf")
             for drafts in ([], ["--lookup"])
         },
