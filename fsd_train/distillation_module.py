@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ from fsd_infer.errors import DataError
 from fsd_infer.target import Target
 from fsd_train.data import on_host
 from fsd_train.features import FeatureStore
-from fsd_train.losses import DraftBatch, LMHead, build_loss
+from fsd_train.losses import DraftBatch, LMHead, LossOutput, build_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
+from fsd_train.options import TrainingOptions
 from fsd_train.safety import check_state, check_target, target_record
 from fsd_train.scheduled_module import ScheduledModule
 from fsd_train.slim import load_slim, move
 from fsd_train.unroll import supervised
-
-MAX_UNROLL = 7
 
 
 class _Frozen:
@@ -78,41 +76,27 @@ class DistillationModule(ScheduledModule, ABC):
     Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
     they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
 
-    A subclass saves its hyperparameters after this ``__init__``. Read here are ``target``, ``unroll_steps``,
-    ``step_decay``, ``optimizer``, ``lr``, ``weight_decay``, ``betas``, ``warmup_steps``, ``final_lr``, ``time_limit``,
-    ``ema_decay``, ``eval_steps`` and ``seed``, with the meaning that :class:`.EagleModule` gives them.
+    Args:
+        options: what the training of all drafters has in common.
 
     Attributes:
         head: the drafter in training; it has ``draft_ids``, the target's ids [Vd] that it drafts over, or None for all.
 
     Raises:
-        DataError: an option is out of its range.
+        UnknownNameError: no loss or rule of a given name.
+        DataError: arguments that the loss does not take.
     """
 
-    def __init__(
-        self,
-        *,
-        unroll_steps: int,
-        step_decay: float,
-        loss: str | Sequence[Mapping[str, Any]],
-        loss_args: dict[str, Any] | None,
-        optimizer: str,
-        lr: float,
-        eval_steps: int,
-        eval_rules: Sequence[str] | None,
-    ) -> None:
-        super().__init__()
-        if not 1 <= unroll_steps <= MAX_UNROLL:
-            raise DataError(f"unroll_steps must be between 1 and {MAX_UNROLL}, got {unroll_steps}.")
-        if not 0 < step_decay <= 1:
-            raise DataError(f"step_decay must be in (0, 1], got {step_decay}.")
-        self.check_optimizer(optimizer, lr)
-        self.loss = build_loss(loss, loss_args)
-        steps = max(unroll_steps, eval_steps)
+    options: TrainingOptions
+
+    def __init__(self, options: TrainingOptions) -> None:
+        super().__init__(options)
+        self.loss = build_loss(options.loss, options.loss_args)
+        steps = max(options.unroll_steps, options.eval_steps)
         self.val_loss = StepMean(1)
         self.val_agreement = StepMean(steps)
         self.val_chain = ExpectedTau()
-        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, steps)
+        self.val_rules = RuleMetrics(DEFAULT_RULES if options.eval_rules is None else options.eval_rules, steps)
         self._frozen = _Frozen()
 
     # what drafters differ in ---------------------------------------------------------------------------------------
@@ -161,10 +145,10 @@ class DistillationModule(ScheduledModule, ABC):
 
     def _load_target(self) -> Target:
         dtype = torch.bfloat16 if self._half else torch.float32
-        slim = None if self._runs_target else load_slim(self.hparams["target"], dtype)
+        slim = None if self._runs_target else load_slim(self.options.target, dtype)
         if slim is not None:
             return slim
-        target = Target.from_pretrained(self.hparams["target"], dtype=dtype, device="cpu")
+        target = Target.from_pretrained(self.options.target, dtype=dtype, device="cpu")
         target.check_lm_head()
         return target
 
@@ -197,10 +181,10 @@ class DistillationModule(ScheduledModule, ABC):
 
     def configure_callbacks(self) -> list[Callback]:
         callbacks = super().configure_callbacks()
-        if self.hparams["ema_decay"] is not None:
+        if self.options.ema_decay is not None:
             from lightning.pytorch.callbacks import EMAWeightAveraging
 
-            callbacks.append(EMAWeightAveraging(decay=self.hparams["ema_decay"], use_buffers=False))
+            callbacks.append(EMAWeightAveraging(decay=self.options.ema_decay, use_buffers=False))
         return callbacks
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -238,7 +222,7 @@ class DistillationModule(ScheduledModule, ABC):
             features = self.target.features(ids)
         if not len(positions):
             return None
-        decay = torch.tensor([self.hparams["step_decay"] ** step for step in range(steps)])
+        decay = torch.tensor([self.options.step_decay**step for step in range(steps)])
         following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
         at = to_device(positions, ids.device)
         return Supervised(
@@ -260,23 +244,46 @@ class DistillationModule(ScheduledModule, ABC):
         return self._trainer is None or self.trainer.world_size == 1
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
-        steps = self.hparams["unroll_steps"]
+        steps = self.options.unroll_steps
         drafts = self.training_drafts(batch, steps)
         if drafts is None:
-            return None if self._alone else self._idle(steps)
+            if self._alone:
+                return None
+            self._log_step(None, None)
+            return self._idle(steps)
         out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
-        self.log("loss", out.loss, prog_bar=True)
+        self._log_step(out, drafts.weights)
+        return out.loss
+
+    def _log_step(self, out: LossOutput | None, weights: Tensor | None) -> None:
+        """Log a batch's loss, its parts and agreements. Where loggers take it, loss and agreements are all ranks'.
+
+        Args:
+            out: None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
+            weights: [S, N].
+        """
+        steps = self.options.unroll_steps
+        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with one, agreeing rows, counted rows
+        if out is not None and weights is not None:
+            seen[0], seen[1] = out.loss.detach(), 1
+            if out.agreement is not None:
+                counted = weights > 0
+                seen[2:] = torch.cat([(out.agreement & counted).sum(1), counted.sum(1)])
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if not self._alone and (self.global_step + 1) % every == 0:
+            seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
+        self.log("loss", seen[0] / seen[1].clamp_min(1), prog_bar=True)
+        if out is None:
+            return
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:
-            counted = drafts.weights > 0
-            share = (out.agreement & counted).sum(1) / counted.sum(1).clamp_min(1)
-            for step, value in enumerate(share):
-                self.log(f"agreement_{step}", value, prog_bar=step == 0)
-        return out.loss
+            agreeing, counts = seen[2:].chunk(2)
+            for step, share in enumerate(agreeing / counts.clamp_min(1)):
+                self.log(f"agreement_{step}", share, prog_bar=step == 0)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        steps = max(self.hparams["unroll_steps"], self.hparams["eval_steps"])
+        steps = max(self.options.unroll_steps, self.options.eval_steps)
         drafts = self.draft(batch, steps)
         if drafts is None:
             if not self._alone:

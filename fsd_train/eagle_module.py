@@ -19,6 +19,7 @@ from fsd_infer.target import Target
 from fsd_train.data import on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
+from fsd_train.options import TrainingOptions
 from fsd_train.unroll import at_positions, chain_roots, unroll
 from fsd_train.vocabulary import choose_draft_ids
 
@@ -43,29 +44,14 @@ class EagleModule(DistillationModule):
         context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
             those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
         unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
-        step_decay: weight of step s is step_decay^s.
         chain_share: share of the batch's chains that run beyond step 0, drawn anew for every batch, in (0, 1]. The
             expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
             less.
-        loss: name of a loss, or a list of ``{name, weight, args}`` (see :class:`fsd_train.losses.MixLoss`). In
-            validation schedules are at their end and no tokens are left out, so that ``val_loss`` means one thing.
-        loss_args: arguments of a single loss.
+        loss: as in :class:`fsd_train.options.TrainingOptions`.
         noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
             feature_scale). Layout "eagle3" does not read those: there it must be 0.
-        optimizer: "adamw", or "muon" (matrices by Muon, vectors by AdamW).
         lr: peak learning rate.
-        weight_decay: of matrices; norms and biases have none.
-        betas: of AdamW.
-        warmup_steps: linear warm-up.
-        final_lr: learning rate at the end, as a share of ``lr``.
-        time_limit: minutes after which training ends, with the schedule finished: the cosine then follows whichever is
-            further, steps or time. None: steps only (reproducible to the bit).
-        ema_decay: decay of an exponential moving average of the weights, which is then what is validated and
-            exported; None for none.
-        eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
-        eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
-            :class:`fsd_train.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
-        seed: of initial weights and noise.
+        training: the other options of :class:`fsd_train.options.TrainingOptions`.
     """
 
     head: EagleHead
@@ -79,37 +65,18 @@ class EagleModule(DistillationModule):
         draft_vocab_size: int | None = None,
         context_ids: bool = False,
         unroll_steps: int = 1,
-        step_decay: float = 1.0,
         chain_share: float = 1.0,
         loss: str | list[dict[str, Any]] = "eagle",
-        loss_args: dict[str, Any] | None = None,
         noise: float = 0.0,
-        optimizer: str = "adamw",
         lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 100,
-        final_lr: float = 0.0,
-        time_limit: float | None = None,
-        ema_decay: float | None = None,
-        eval_steps: int = 4,
-        eval_rules: list[str] | None = None,
-        seed: int = 0,
+        **training: Any,
     ) -> None:
-        super().__init__(
-            unroll_steps=unroll_steps,
-            step_decay=step_decay,
-            loss=loss,
-            loss_args=loss_args,
-            optimizer=optimizer,
-            lr=lr,
-            eval_steps=eval_steps,
-            eval_rules=eval_rules,
-        )
+        super().__init__(TrainingOptions(target=target, unroll_steps=unroll_steps, loss=loss, lr=lr, **training))
         if noise < 0 or not 0 < chain_share <= 1:
             raise DataError(
                 f"noise must not be negative, and chain_share in (0, 1], got noise={noise}, chain_share={chain_share}."
             )
+        EagleConfig.check_names(head or {})  # before the target is loaded
         self.save_hyperparameters()
         self._own_ids: Tensor | None = None  # the head's draft_ids in host memory
 
@@ -122,7 +89,7 @@ class EagleModule(DistillationModule):
         options = dict(self.hparams["head"] or {})
         target = self.target
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.hparams["seed"])
+            torch.manual_seed(self.options.seed)
             config = EagleConfig.for_target(target, draft_vocab_size=self.hparams["draft_vocab_size"], **options)
             self._check(config)
             head = EagleHead(config).float()
@@ -155,7 +122,7 @@ class EagleModule(DistillationModule):
         if layers:
             target = self.target
             if any(parameter.is_meta for parameter in target.model.parameters()):
-                target = Target.from_pretrained(self.hparams["target"], dtype=target.dtype, device="cpu")
+                target = Target.from_pretrained(self.options.target, dtype=target.dtype, device="cpu")
             self.head.take_layers(target.layers(layers))
         if head:
             self.head.continue_from(load_head(head, self.target))
@@ -295,7 +262,7 @@ class EagleModule(DistillationModule):
 
     def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
-        seed = self.hparams["seed"] * 1_000_003 + self._batch_number
+        seed = self.options.seed * 1_000_003 + self._batch_number
         return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
 
     def _idle(self, steps: int) -> Tensor:
@@ -315,7 +282,7 @@ class EagleModule(DistillationModule):
         """Write the head where :func:`fsd_infer.heads.checkpoint.load_head` finds it."""
         record = {
             "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": {k: v for k, v in self.hparams.items() if _is_plain(v)},
+            "hyperparameters": {k: v for k, v in self.settings.items() if _is_plain(v)},
             **(extra or {}),
         }
         return save_head(directory, self.head, self.target.fingerprint(), extra=record)

@@ -104,7 +104,7 @@ def export_main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not isinstance(module, EagleModule):
         raise DataError("a small LM is exported in Hugging Face's format, which every engine reads: leave --to out.")
-    return _export_to(module.head, args.target or module.hparams["target"], args)
+    return _export_to(module.head, args.target or module.options.target, args)
 
 
 def _export_head(args: argparse.Namespace) -> int:

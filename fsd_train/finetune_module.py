@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
+from fsd_infer.errors import DataError
 from fsd_train.data import on_host
 from fsd_train.metrics import StepMean
+from fsd_train.options import ScheduleOptions
 from fsd_train.safety import check_state
 from fsd_train.scheduled_module import ScheduledModule
 from fsd_train.small_lm import SmallLM, trained_state
@@ -25,9 +27,8 @@ class FinetuneModule(ScheduledModule):
     Args:
         target: built-in name, directory or hub id of the model to start from.
         lora: options of ``peft.LoraConfig`` ({} for r 16, alpha 32, all linear layers); None trains all weights.
-        optimizer: "adamw", or, with ``lora``, "muon".
-        lr, weight_decay, betas, warmup_steps, final_lr, time_limit: as for EagleModule.
-        seed: of fresh adapters.
+        lr: peak learning rate.
+        schedule: the other options of :class:`fsd_train.options.ScheduleOptions`; optimizer muon with ``lora`` only.
     """
 
     head: SmallLM
@@ -36,17 +37,12 @@ class FinetuneModule(ScheduledModule):
         self,
         target: str,
         lora: dict[str, Any] | None = None,
-        optimizer: str = "adamw",
         lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 100,
-        final_lr: float = 0.0,
-        time_limit: float | None = None,
-        seed: int = 0,
+        **schedule: Any,
     ) -> None:
-        super().__init__()
-        self.check_optimizer(optimizer, lr)
+        super().__init__(ScheduleOptions(target=target, lr=lr, **schedule))
+        if self.options.optimizer == "muon" and lora is None:
+            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
         self.val_loss = StepMean(1)
         self.save_hyperparameters()
 
@@ -57,8 +53,8 @@ class FinetuneModule(ScheduledModule):
         lora = self.hparams["lora"]
         dtype = torch.bfloat16 if self._half and lora is not None else torch.float32
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.hparams["seed"])
-            self.head = SmallLM(self.hparams["target"], None, lora, dtype)
+            torch.manual_seed(self.options.seed)
+            self.head = SmallLM(self.options.target, None, lora, dtype)
 
     def setup(self, stage: str) -> None:
         """Make the model. Raises DataError if the data has token ids that the target lacks."""
@@ -107,7 +103,7 @@ class FinetuneModule(ScheduledModule):
         """Write what ``fsd_infer`` loads as a target, with a record of the training in training.json."""
         record = {
             "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": {name: value for name, value in self.hparams.items() if not name.startswith("_")},
+            "hyperparameters": self.settings,
             **(extra or {}),
         }
         return self.head.export(Path(directory), record)

@@ -21,6 +21,7 @@ from fsd_infer.target import Target
 from fsd_train.data import keep_on_host, on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
+from fsd_train.options import TrainingOptions
 from fsd_train.small_lm import LogitsHead, SmallLM, trained_state
 
 
@@ -46,14 +47,10 @@ class LMModule(DistillationModule):
         unroll_steps: drafts of a chain that the loss sees together, 1 to 7. The model reads the text itself, so a
             draft's distribution does not depend on the step; only losses that couple steps (``fsd``) gain by more
             than 1, at that many times the gradient's memory.
-        step_decay: weight of step s is step_decay^s.
         loss: name of a loss or a list as for EagleModule, without the feature term (a small LM has features of its
             own). The reference of ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter.
-        loss_args: arguments of a single loss.
-        optimizer: "adamw", or, with ``lora``, "muon".
-        lr, weight_decay, betas, warmup_steps, final_lr, time_limit, ema_decay, seed: as for EagleModule.
-        eval_steps: chain length looked at in validation (at least ``unroll_steps``).
-        eval_rules: as for EagleModule.
+        lr: peak learning rate.
+        training: the other options of :class:`fsd_train.options.TrainingOptions`; optimizer muon with ``lora`` only.
     """
 
     head: SmallLM
@@ -67,40 +64,20 @@ class LMModule(DistillationModule):
         on_policy_tokens: int = 128,
         on_policy_temperature: float = 1.0,
         unroll_steps: int = 1,
-        step_decay: float = 1.0,
         loss: str | list[dict[str, Any]] = "reverse_kl",
-        loss_args: dict[str, Any] | None = None,
-        optimizer: str = "adamw",
         lr: float = 1e-4,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 100,
-        final_lr: float = 0.0,
-        time_limit: float | None = None,
-        ema_decay: float | None = None,
-        eval_steps: int = 4,
-        eval_rules: list[str] | None = None,
-        seed: int = 0,
+        **training: Any,
     ) -> None:
+        super().__init__(TrainingOptions(target=target, unroll_steps=unroll_steps, loss=loss, lr=lr, **training))
         if not 0 <= on_policy <= 1 or on_policy_tokens < 1 or on_policy_temperature <= 0:
             raise DataError(
                 "on_policy is a probability, and on_policy_tokens and on_policy_temperature are positive; got "
                 f"{on_policy}, {on_policy_tokens} and {on_policy_temperature}."
             )
-        if optimizer == "muon" and lora is None:
+        if self.options.optimizer == "muon" and lora is None:
             raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
-        if ema_decay is not None and lora is not None:
+        if self.options.ema_decay is not None and lora is not None:
             raise DataError("ema_decay averages whole models: leave it out with lora.")
-        super().__init__(
-            unroll_steps=unroll_steps,
-            step_decay=step_decay,
-            loss=loss,
-            loss_args=loss_args,
-            optimizer=optimizer,
-            lr=lr,
-            eval_steps=eval_steps,
-            eval_rules=eval_rules,
-        )
         check_loss(self.loss)
         self.save_hyperparameters()
 
@@ -111,7 +88,7 @@ class LMModule(DistillationModule):
         if hasattr(self, "head"):
             return
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.hparams["seed"])  # of fresh adapters
+            torch.manual_seed(self.options.seed)  # of fresh adapters
             self.head = self.new_head()
 
     def new_head(self) -> SmallLM:
@@ -183,7 +160,7 @@ class LMModule(DistillationModule):
         share = self.hparams["on_policy"]
         if not share:
             return batch
-        seed = self.hparams["seed"] * 1_000_003 + self._batch_number
+        seed = self.options.seed * 1_000_003 + self._batch_number
         # the same on all ranks: one that samples would keep the others waiting
         if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
             return batch
@@ -237,7 +214,7 @@ class LMModule(DistillationModule):
         """
         record = {
             "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": {name: value for name, value in self.hparams.items() if not name.startswith("_")},
+            "hyperparameters": self.settings,
             "target": self.target.fingerprint(),
             **(extra or {}),
         }

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from fsd_infer.errors import DataError
-from fsd_train.optim import OPTIMIZERS, build_optimizer, cosine_factor
+from fsd_train.optim import build_optimizer, cosine_factor
+from fsd_train.options import ScheduleOptions
 from fsd_train.safety import CheckResume, StopOnNonFinite
 
 
 class ScheduledModule(LightningModule):
     """Trains the parameters of ``head`` that want gradients, by a warm-up and a half cosine over steps or minutes.
 
-    A subclass makes ``head`` in ``configure_model`` and saves its hyperparameters, of which these are read here:
-    ``optimizer``, ``lr``, ``weight_decay``, ``betas``, ``warmup_steps``, ``final_lr`` and ``time_limit`` (minutes; with
-    it the schedule goes by whichever of steps and time is further, and training stops when it is over).
+    A subclass makes ``head`` in ``configure_model``. With ``options.time_limit`` the schedule goes by whichever of
+    steps and time is further, and training stops when it is over.
+
+    Args:
+        options: what the training of all modules has in common.
     """
 
     head: Any
 
-    def __init__(self) -> None:
+    def __init__(self, options: ScheduleOptions) -> None:
         super().__init__()
+        self.options = options
         self._seconds_before = 0.0  # training time of the runs that this one resumes
         self._started: float | None = None
-
-    @staticmethod
-    def check_optimizer(optimizer: str, lr: float) -> None:
-        """Raise DataError for options that are out of range."""
-        if lr <= 0:
-            raise DataError(f"lr must be positive, got {lr}.")
-        if optimizer not in OPTIMIZERS:
-            raise DataError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}.")
 
     @property
     def _half(self) -> bool:
@@ -48,20 +44,26 @@ class ScheduledModule(LightningModule):
         """Matrices of ``head`` with a row per token, which optimisers for hidden layers leave alone."""
         return []
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All options by name, defaults included, for records."""
+        own = {name: value for name, value in self.hparams.items() if not name.startswith("_")}
+        return {**asdict(self.options), **own}
+
     def configure_callbacks(self) -> list[Callback]:
         return [CheckResume(), StopOnNonFinite()]
 
     def configure_optimizers(self) -> Any:
         parameters = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         optimizer = build_optimizer(
-            self.hparams["optimizer"], parameters, self.hparams["lr"], self.hparams["weight_decay"],
-            tuple(self.hparams["betas"]), self.tables,
+            self.options.optimizer, parameters, self.options.lr, self.options.weight_decay, self.options.betas,
+            self.tables,
         )  # fmt: skip
         total = float(self.trainer.estimated_stepping_batches)
 
         def factor(step: int) -> float:
             share = max(self._time_share, step / total if total < math.inf else 0.0)
-            return cosine_factor(step, self.hparams["warmup_steps"], share, self.hparams["final_lr"])
+            return cosine_factor(step, self.options.warmup_steps, share, self.options.final_lr)
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -73,7 +75,7 @@ class ScheduledModule(LightningModule):
 
     @property
     def _time_share(self) -> float:
-        limit = self.hparams["time_limit"]
+        limit = self.options.time_limit
         return 0.0 if limit is None else min(self._seconds / (60 * limit), 1.0)
 
     @property

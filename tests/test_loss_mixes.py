@@ -345,7 +345,7 @@ def test_a_missing_reference_is_told_and_a_checkpoint_loads_without_it(toys: Pat
     module.configure_model()
     state = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
     torch.save(state, tmp_path / "a.ckpt")
-    assert load_module(tmp_path / "a.ckpt").hparams["loss"] == "adaspec"
+    assert load_module(tmp_path / "a.ckpt").options.loss == "adaspec"
 
 
 def test_a_recipe_may_name_one_loss_or_list_several() -> None:

@@ -44,7 +44,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def step_on_meta(module: DistillationModule, data: AnswersDataModule) -> None:
     """One step with its gradients and the optimizer's, everything but the batch's view on the host on meta."""
     data.setup()
-    target = module._frozen.target = Target.from_pretrained(module.hparams["target"])
+    target = module._frozen.target = Target.from_pretrained(module.options.target)
     target.watch((module.hparams.get("head") or {}).get("fused_layers", []))
     module.configure_model()
     assert data.train_set is not None
@@ -56,7 +56,7 @@ def step_on_meta(module: DistillationModule, data: AnswersDataModule) -> None:
     target.model.to("meta")
     batch = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     batch["features"] = target.features(batch["input_ids"])
-    drafts = module.training_drafts(batch, module.hparams["unroll_steps"])
+    drafts = module.training_drafts(batch, module.options.unroll_steps)
     assert drafts is not None and drafts.weights.is_meta and not drafts.rows.counted.is_meta
     out = module.loss(drafts)
     out.loss.backward()

@@ -156,6 +156,12 @@ class EagleConfig:
         return cls(**values)
 
     @classmethod
+    def check_names(cls, options: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless :meth:`for_target` knows options of these names."""
+        names = {each.name for each in fields(cls)} - {"hidden_size", "vocab_size"} | {"intermediate_size"}
+        check_known("head option", options, names)
+
+    @classmethod
     def for_target(
         cls, target: Target, layer: str = "auto", intermediate_size: int | None = None, **options: Any
     ) -> EagleConfig:
@@ -172,8 +178,7 @@ class EagleConfig:
         Raises:
             CheckpointError: an option is unknown or out of its range.
         """
-        names = {each.name for each in fields(cls)} - {"hidden_size", "vocab_size"} | {"intermediate_size"}
-        check_known("head option", options, names)
+        cls.check_names(options)
         if options.get("layout") == "eagle3":
             layer = "llama"
             options = {"own_lm_head": True, **options}
