@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -155,9 +156,9 @@ def check_id(token: int, where: str, vocab_size: int) -> None:
         )
 
 
-def held_out(messages: Sequence[Mapping[str, str]] | Sequence[int], fraction: float) -> bool:
-    """Whether a prompt belongs to the validation split: by its hash, so equal prompts never stand on both sides."""
-    return stable_seed("validation", messages) / 2**31 < fraction
+def _point(prompt: Any) -> float:
+    """A prompt's place in [0, 1), by its hash: those below the fraction are held out, equal ones together."""
+    return stable_seed("validation", prompt) / 2**31
 
 
 def read_answers(
@@ -175,7 +176,8 @@ def read_answers(
             :func:`fsd_train.repository.find`.
         tokenizer: for rows without ids.
         max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
-        validation_fraction: share of the prompts that goes to the second dataset, all sequences of a row together.
+        validation_fraction: share of the prompts that goes to the second dataset, one at least unless it is 0; all
+            sequences of a row together.
         vocab_size: the target's; ids beyond it are an error. Without it see :meth:`AnswersDataset.check_ids`.
 
     Returns:
@@ -184,7 +186,8 @@ def read_answers(
     Raises:
         DataError: a malformed row, with file and line or row number, or no row at all.
     """
-    parts: tuple[list[Any], list[Any]] = ([], [])
+    found: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with its prompt's place between 0 and 1
+    read = left_out = 0
     highest = (-1, "")
     for path in paths:
         for row in read_rows(find(path)):
@@ -193,7 +196,9 @@ def read_answers(
             if vocab_size is not None:
                 check_id(*highest, vocab_size)
             kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
+            read += 1
             if not kept:
+                left_out += 1
                 continue
             # what was asked, without the answers: by text where there is one, since ids depend on the target
             asked = row_questions(row.values, row.where)
@@ -202,10 +207,26 @@ def read_answers(
             name = row.values.get("id")
             if not isinstance(name, str):
                 name = row_id(row.file.name, row.number, asked)
-            side = parts[held_out(key, validation_fraction)]
-            side += [(name, ids[:max_length], mask[:max_length]) for ids, mask in kept]
+            point = _point(key)
+            found += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
+    named = ", ".join(map(str, paths))
+    if not found:
+        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}).")
+    if left_out:
+        log.warning(
+            "%s: %d of %d rows have no answer in their first %d tokens and are left out: see data.max_length",
+            named,
+            left_out,
+            read,
+            max_length,
+        )
+    points = {point for point, _ in found}
+    border = validation_fraction
+    if border and len(points) > 1:
+        border = max(border, math.nextafter(min(points), 1.0))  # one at least is held out
+    parts = [[row for point, row in found if (point < border) is held] for held in (False, True)]
     if not parts[0]:
-        raise DataError(f"{', '.join(map(str, paths))}: no row to train on (max_length {max_length}).")
+        raise DataError(f"{named}: all {len(found)} rows were held out; lower validation_fraction, or give more rows.")
     return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)
 
 

@@ -15,7 +15,7 @@ from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import DataError
 from fsd_train.cli import COMMANDS
 from fsd_train.cli import main as cli
-from fsd_train.data import AnswersDataModule, collate, encode_row, held_out, read_answers
+from fsd_train.data import AnswersDataModule, collate, encode_row, read_answers
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
 from tests.text_toys import OTHERWISE, THINKING, save_tiny_chat_target, tiny_tokenizer, write_rows
 
@@ -143,8 +143,8 @@ def test_split_by_prompt(tmp_path: Path) -> None:
     twice = write_rows(tmp_path / "b.jsonl", [{"messages": [USER], "response": text} for text in ("it", "there", "is")])
     sides = read_answers([twice], tiny_tokenizer(), validation_fraction=0.0)
     assert [len(side) for side in sides] == [3, 0]
-    key = [("user", "x")]
-    assert [held_out(key, f) for f in (0.0, 1.0)] == [False, True]
+    few, held = read_answers([answers(tmp_path / "few.jsonl", 6)], validation_fraction=1e-6)
+    assert [len(few), len(held)] == [5, 1]  # one prompt at least
     # equal prompts fall on one side whatever the fraction
     for fraction in (0.2, 0.4, 0.6, 0.8):
         with_twin, other = read_answers([path, path], validation_fraction=fraction)
