@@ -225,6 +225,8 @@ class DecodedTau(Callback):
         temperature: of the decoding; 0 is greedy.
         tree: depth, width and nodes of the draft tree; default as in decoding on this device.
         seed: of the draws.
+        best: directory for the head of the step with the highest accepted length under the first rule, as
+            :class:`ExportHead` writes it; its training checkpoint lies beside it as ``<best>.ckpt``.
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class DecodedTau(Callback):
         temperature: float = 0.0,
         tree: dict[str, int] | None = None,
         seed: int = 0,
+        best: str | None = None,
     ) -> None:
         if prompts < 1 or max_new_tokens < 2 or temperature < 0:
             raise DataError(
@@ -248,6 +251,7 @@ class DecodedTau(Callback):
         self.every_n_train_steps = every_n_train_steps
         self.prompts, self.max_new_tokens, self.temperature, self.seed = prompts, max_new_tokens, temperature, seed
         self.tree = None if tree is None else TreeShape(**tree)
+        self.best = best
         self.points: dict[str, list[tuple[int, float]]] = {}
         self._full: Target | None = None
         self._last = 0
@@ -262,7 +266,13 @@ class DecodedTau(Callback):
         if stage != "fit":
             return
         if not getattr(getattr(trainer, "datamodule", None), "validation_set", None):
-            raise DataError("DecodedTau needs validation rows: set data.validation_fraction or data.validation_files.")
+            share = getattr(getattr(trainer, "datamodule", None), "validation_fraction", 0)
+            raise DataError(
+                f"DecodedTau decodes validation prompts, and there are none (validation_fraction {share} of one prompt "
+                "holds out none): add rows, set data.validation_files, or leave the callback out."
+                if share
+                else "DecodedTau needs validation rows: set data.validation_fraction or data.validation_files."
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._prompts(trainer, pl_module.target)  # type: ignore[arg-type]  # none fits: better said now than in hours
@@ -297,10 +307,21 @@ class DecodedTau(Callback):
             self.points.setdefault(name, []).append((self._last, value))
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self._last)
+        if self.best is not None:
+            self._keep_best(trainer, pl_module)
         for callback in _callbacks(trainer):
             if isinstance(callback, TokenRate):
                 callback.pause()
         return values
+
+    def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export and save the weights if no earlier ones decoded as well."""
+        taus = [value for _, value in self.points[f"decoded_tau/{self.rules[0]}"]]
+        if taus[-1] <= max(taus[:-1], default=0.0):
+            return
+        with _averaged(trainer, pl_module):
+            ExportHead(self.best).write(trainer, pl_module)
+        trainer.save_checkpoint(f"{self.best}.ckpt")
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """The values by name, for the weights as they are."""
@@ -328,7 +349,7 @@ class DecodedTau(Callback):
         if not any(parameter.is_meta for parameter in own.model.parameters()):
             return own
         if self._full is None:
-            name = pl_module.hparams["target"]
+            name = pl_module.options.target
             self._full = Target.from_pretrained(name, dtype=own.dtype, device=pl_module.device)
             speed_up(self._full.model)
         return self._full

@@ -357,6 +357,7 @@ trainer:
         auto_insert_metric_name: false
         every_n_train_steps: {every}
         save_last: true
+        enable_version_counter: false
     - class_path: fsd_train.callbacks.ExportHead
       init_args:
         directory: {run}/head
@@ -366,6 +367,7 @@ trainer:
         every_n_train_steps: {500 if small else 2000}
         prompts: 8
         max_new_tokens: 64
+        best: {run}/best
     - class_path: fsd_train.callbacks.LossCurve
       init_args:
         path: {run}/curves.png

@@ -120,6 +120,7 @@ def train_command(seconds: int) -> list[str]:
     overrides = {
         "trainer.max_steps": max(10, round(seconds * STEPS_PER_SECOND)),
         "trainer.max_time": time_limit(seconds),
+        "overwrite": "true",
         "trainer.limit_val_batches": 0,
         "trainer.log_every_n_steps": 2,
         "trainer.enable_checkpointing": "false",

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.registry import Registry
 from fsd_infer.target import Target
+from fsd_train.options import TrainingOptions
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from torch.distributed.device_mesh import DeviceMesh
 
 _MARK = "fsd_sharded_optimizer"  # in checkpoints of ShardedStrategy
 DEEPSPEED_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
 
 
-def named_strategy(name: str) -> str | Strategy:
+def named_strategy(name: str, accelerator: str = "auto") -> str | Strategy:
     """The strategy for a name in a recipe; names that mean to us what they mean to Lightning come back as they are.
 
     - ``fsdp`` is :class:`ShardedStrategy`. Lightning's own refuses CPUs and clipping by norm.
-    - ``deepspeed_stage_1`` to ``_3``: Lightning's, told that batches have no fixed size (the number is used for
-      DeepSpeed's throughput log only; ours is a budget of tokens).
+    - ``deepspeed_stage_1`` to ``_3``: Lightning's, on a CPU :func:`cpu_deepspeed`; told that batches have no fixed
+      size (the number is used for DeepSpeed's throughput log only; ours is a budget of tokens).
+
+    Args:
+        name: in the recipe.
+        accelerator: Trainer's, "auto" for CUDA where there is a device.
 
     Raises:
+        UnknownNameError: there is no such strategy.
         DataError: DeepSpeed is asked for and not installed.
     """
     if name == "fsdp":
@@ -43,8 +52,32 @@ def named_strategy(name: str) -> str | Strategy:
             raise DataError(f"strategy {name} needs DeepSpeed: pip install 'fsd-toolkit[deepspeed]'.")
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
-        return DeepSpeedStrategy(stage=DEEPSPEED_STAGES[name], logging_batch_size_per_gpu=1)
+        options: Any = {"stage": DEEPSPEED_STAGES[name], "logging_batch_size_per_gpu": 1}
+        on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+        return cpu_deepspeed(**options) if on_cpu else DeepSpeedStrategy(**options)
+    if name not in ("auto", *StrategyRegistry.available_strategies()):
+        usual: Registry[None] = Registry("strategy")
+        for each in ("auto", "ddp", "fsdp", *DEEPSPEED_STAGES):
+            usual.register(each)(None)
+        usual.get(name)
     return name
+
+
+def cpu_deepspeed(**options: Any) -> Strategy:
+    """Lightning's DeepSpeedStrategy without its insistence on CUDA: DeepSpeed itself runs on CPUs, by gloo."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+        def setup_environment(self) -> None:
+            DDPStrategy.setup_environment(self)
+
+        def setup_distributed(self) -> None:
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    return CPUDeepSpeedStrategy(process_group_backend="gloo", **options)
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -167,13 +200,12 @@ def whole_head(module: Any) -> Iterator[None]:
         module.head = head
 
 
-def check_ranks(module: LightningModule, trainer: Trainer) -> None:
-    """Raises DataError if options of the module do not go with the strategy."""
-    options: Any = module.hparams
-    if trainer.num_devices * trainer.num_nodes > 1 and options.get("time_limit") is not None:
+def check_ranks(options: TrainingOptions, trainer: Trainer) -> None:
+    """Raises DataError if options do not go with the strategy."""
+    if trainer.num_devices * trainer.num_nodes > 1 and options.time_limit is not None:
         raise DataError("time_limit goes by each process's own clock: with several devices give trainer.max_steps.")
     if isinstance(trainer.strategy, ShardedStrategy):
-        if options.get("ema_decay") is not None:
+        if options.ema_decay is not None:
             raise DataError("ema_decay does not work with strategy fsdp: unset it, or use ddp.")
-        if options.get("optimizer") == "muon":
+        if options.optimizer == "muon":
             raise DataError("optimizer muon needs whole matrices, which fsdp does not keep: use adamw, or ddp.")

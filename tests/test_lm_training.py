@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from fsd_infer.errors import CheckpointError, DataError, UnknownNameError, Vocab
 from fsd_infer.target import Target
 from fsd_infer.targets.adapters import is_adapter
 from fsd_train.callbacks import DecodedTau, ExportHead
-from fsd_train.cli import class_paths
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.export import export_main
+from fsd_train.fit import class_paths
 from fsd_train.lm_module import LMModule
 from tests.train_toys import VOCAB, save_toy_target, toy_model, write_answers
 
@@ -153,7 +154,7 @@ def test_any_loss_trains_it(toys: Path, options: dict[str, Any], monkeypatch: py
     optimizer = torch.optim.AdamW(module.head.parameters(), lr=3e-3)
     losses = []
     for _ in range(6):
-        drafts = module.draft(batch, module.hparams["unroll_steps"])
+        drafts = module.draft(batch, module.options.unroll_steps)
         assert drafts is not None
         loss = module.loss(drafts).loss
         losses.append(float(loss))
@@ -251,7 +252,7 @@ def test_on_policy_share_is_that_of_batches(toys: Path) -> None:
     module, batch = ready(toys, on_policy=0.4, on_policy_tokens=1), batch_of(toys, 1)
     sampled = 0
     for number in range(40):
-        module.hparams["seed"] = number
+        module.options = replace(module.options, seed=number)
         state = torch.get_rng_state()
         fresh = module.maybe_on_policy(batch)
         assert torch.equal(torch.get_rng_state(), state)

@@ -310,7 +310,7 @@ def test_checkpoints_of_another_strategy_are_refused(toys: Path, single: dict[st
     done = subprocess.run(
         [sys.executable, "-m", "fsd_train.cli", *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 1 and "written by another strategy" in done.stderr
+    assert done.returncode == 2 and "written by another strategy" in done.stderr
 
 
 @pytest.mark.slow
@@ -332,9 +332,9 @@ def test_checkpoints_of_another_target_or_order_are_refused(
     resume = ["--ckpt_path", str(tmp_path / "first" / "ckpt" / "last.ckpt")]
     other = save_toy_target(tmp_path / "target", seed=1)
     done = run(tmp_path / "target-run", RANKS, *resume, "--model.target", str(other))
-    assert done.returncode == 1 and "another target" in done.stderr
+    assert done.returncode == 2 and "another target" in done.stderr
     done = run(tmp_path / "devices-run", 1, *resume)
-    assert done.returncode == 1 and f"replicas ({RANKS}, now 1)" in done.stderr
+    assert done.returncode == 2 and f"replicas ({RANKS}, now 1)" in done.stderr
 
 
 @pytest.mark.slow

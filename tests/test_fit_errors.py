@@ -1,0 +1,245 @@
+"""Whatever a recipe or an option of `fsd-train fit` says, it ends in one line and status 2, or is understood.
+
+Hypothesis spoils a recipe that works: values of other kinds, misspelt keys, missing parts, other YAML. None may end in
+a traceback, and none may be called a bug of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsd_train.cli import main
+from fsd_train.fit import readable
+from tests.train_toys import make_toys
+
+CASES = [pytest.param(200, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toys(tmp_path_factory.mktemp("toys"), rows=12)
+
+
+def recipe(toys: Path, out: Path) -> dict[str, Any]:
+    callbacks: list[dict[str, Any]] = [
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"dirpath": str(out / "checkpoints"), "every_n_train_steps": 1},
+        },
+        {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(out / "head")}},
+        {
+            "class_path": "fsd_train.callbacks.DecodedTau",
+            "init_args": {"prompts": 1, "max_new_tokens": 4, "rules": ["exact"]},
+        },
+    ]
+    return {
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "max_steps": 1, "max_epochs": -1, "logger": False, "strategy": "auto",
+            "precision": "32-true", "limit_val_batches": 0, "default_root_dir": str(out), "callbacks": callbacks,
+            "enable_progress_bar": False, "check_val_every_n_epoch": None,
+        },
+        "model": {
+            "target": str(toys / "target"), "head": {"final_norm": True, "num_layers": 1}, "draft_vocab_size": 40,
+            "unroll_steps": 2, "loss": "eagle", "loss_args": {"w_feature": 0.1}, "optimizer": "adamw", "lr": 0.001,
+            "betas": [0.9, 0.95], "warmup_steps": 0, "seed": 0, "eval_rules": ["exact"],
+        },
+        "data": {
+            "train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.3, "batch_tokens": 256,
+            "max_length": 64, "features": str(toys / "features"),
+        },
+    }  # fmt: skip
+
+
+def call(argv: list[str]) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr)"""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(argv)
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def one_line_or_well(argv: list[str], said: str = "") -> int:
+    """Run; whatever comes of it is well or told in one line. Returns the exit status."""
+    status, _, err = call(argv)
+    last = err.strip().splitlines()[-1] if err.strip() else ""
+    assert status in (0, 2), f"{argv}: {err}"
+    assert "Traceback" not in err and "a bug" not in err, f"{argv}: {err}"
+    if status == 2:
+        assert last.startswith("fsd-train fit: ") and len(last) < 2500, err
+        others = [line for line in err.strip().splitlines()[:-1] if not line.startswith(("warning", "EagleModule"))]
+        assert len(others) <= 2, f"{argv}: {err}"
+    assert said in last, f"{argv}: {last}"
+    return status
+
+
+NAMED: dict[str, tuple[list[str], str]] = {
+    "key of the model": (["--model.lrr", "3"], "Did you mean 'model.lr'?"),
+    "key of the head": (["--model.head.finl_norm", "true"], "Did you mean 'final_norm'?"),
+    "key of the data": (["--data.batch_token_s", "3"], "Did you mean 'data.batch_tokens'?"),
+    "key of the trainer": (["--trainer.precison", "3"], "Did you mean 'trainer.precision'?"),
+    "section": (["--modl.lr", "3"], "Did you mean 'model'?"),
+    "optimizer as Lightning's CLI has it": (["--optimizer", "AdamW"], "there is no option 'optimizer'"),
+    "lr_scheduler": (["--lr_scheduler", "StepLR"], "there is no option 'lr_scheduler'"),
+    "strategy": (["--trainer.strategy", "dpp"], "unknown strategy 'dpp'. Did you mean 'ddp'?"),
+    "accelerator": (["--trainer.accelerator", "gpu"], "no such device"),
+    "loss": (["--model.loss", "eagel"], "Did you mean 'eagle'?"),
+    "argument of a loss": (["--model.loss_args.w_featur", "1"], "has no argument w_featur"),
+    "rule": (["--model.eval_rules", "[fuzy:js:0.3]"], "Did you mean 'fuzzy'?"),
+    "number": (["--model.lr", "fast"], "model.lr: Expected a float. Got value: fast"),
+    "range": (["--model.lr", "-1"], "lr must be above 0"),
+    "infinite": (["--model.lr", ".inf"], "lr must be above 0"),
+    "precision": (["--trainer.precision", "bf17"], "trainer.precision: bf17 is none of"),
+    "nothing": (["--model.lr", "null"], "model.lr"),
+    "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
+    "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
+    "features": (["--data.features", "nowhere"], "nowhere is not a feature cache"),
+    "checkpoint": (["--ckpt_path", "none.ckpt"], "none.ckpt: no such checkpoint"),
+    "configuration": (["--config", "none.yaml"], "does not exist"),
+    "callback": (["--trainer.callbacks+", "fsd_train.callbacks.ExportHed"], "ExportHed"),
+    "devices": (["--trainer.devices", "0"], "devices"),
+    "steps": (["--trainer.max_steps", "-7"], "max_steps"),
+    "validation interval": (
+        ["--trainer.check_val_every_n_epoch", "1", "--trainer.val_check_interval", "10000",
+         "--trainer.limit_val_batches", "1"], "val_",
+    ),
+    "draft vocabulary": (["--model.draft_vocab_size", "100"], "draft_vocab_size"),
+    "unwritable": (["--trainer.default_root_dir", "/dev/null/x"], "/dev/null is a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_mistakes_are_named(name: str, toys: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(toys, tmp_path / "run")))
+    extra, said = NAMED[name]
+    one_line_or_well(["fit", "--config", str(path), *extra], said)
+
+
+def test_an_empty_file_of_answers_is_told_before_the_target_is_loaded(toys: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text("")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(toys, tmp_path / "run")))
+    argv = ["fit", "--config", str(path), "--data.train_files", f"[{tmp_path / 'none.jsonl'}]"]
+    one_line_or_well([*argv, "--model.target", "nowhere/at-all/x"], "none.jsonl: no row")
+
+
+def test_a_single_prompt_leaves_decoded_tau_nothing(toys: Path, tmp_path: Path) -> None:
+    row = (toys / "answers.jsonl").read_text().splitlines()[0]
+    (tmp_path / "one.jsonl").write_text(row + "\n")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(toys, tmp_path / "run")))
+    argv = ["fit", "--config", str(path), "--data.train_files", f"[{tmp_path / 'one.jsonl'}]"]
+    one_line_or_well(argv, "validation_fraction 0.3 of one prompt holds out none")
+
+
+def test_help_shows_the_options_of_model_and_data() -> None:
+    status, out, _ = call(["fit", "--help"])
+    assert status == 0
+    for option in ("--model.unroll_steps", "--model.warmup_steps", "--data.batch_tokens", "--trainer.max_steps"):
+        assert option in out
+    assert "--optimizer" not in out and "--overwrite" in out and "linear warm-up" in " ".join(out.split())
+
+
+def places(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to all values in nested mappings and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*prefix, key)
+        yield from places(inner, (*prefix, key))
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([10**20, -(10**20)]), st.floats(),
+    st.text(max_size=6), st.sampled_from(["", "none", "1e400", "0_1", "/dev/null", "~", "a.b.C", "[", "{}", "\udc80"]),
+    st.lists(st.integers(-1, 3), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@st.composite
+def spoilt(draw: Any, keys: list[tuple[Any, ...]]) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """What is done to a recipe: (operation, where, value)."""
+    operations = st.sampled_from(["set", "set", "drop", "rename", "add"])
+    return [
+        (draw(operations), draw(st.sampled_from(keys)), draw(VALUES)) for _ in range(draw(st.integers(1, 2)))
+    ]  # fmt: skip
+
+
+def spoil(config: Any, changes: list[tuple[str, tuple[Any, ...], Any]]) -> Any:
+    for operation, path, value in changes:
+        holder = config
+        try:
+            for key in path[:-1]:
+                holder = holder[key]
+            if operation == "set":
+                holder[path[-1]] = value
+            elif operation == "drop":
+                del holder[path[-1]]
+            elif operation == "rename":
+                holder[f"{path[-1]}x"] = holder.pop(path[-1])
+            else:
+                holder[str(value)] = value
+        except (KeyError, IndexError, TypeError, AttributeError):
+            continue  # an earlier change took it away
+    return config
+
+
+KEYS = list(places(recipe(Path("toys"), Path("out"))))
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_spoilt_recipes(cases: int, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=cases, deadline=None, derandomize=True, database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+    @given(changes=spoilt(KEYS))
+    def check(changes: list[tuple[str, tuple[Any, ...], Any]]) -> None:
+        out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        config = spoil(copy.deepcopy(recipe(toys, out)), changes)
+        if isinstance(config.get("trainer"), dict):
+            config["trainer"]["max_steps"] = config["trainer"].get("max_steps", 1) and 1  # what is understood ends soon
+        path = out / "recipe.yaml"
+        path.write_text(json.dumps(config))
+        statuses[one_line_or_well(["fit", "--config", str(path)])] += 1
+
+    check()
+    assert statuses[2] >= cases / 2, statuses  # or this tests little
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "- 3", "a: [", "{", "null", "fit:\n  model: 3", "&a [*a]", "model: !!python/object:a.b {}", "\x00"],
+)
+def test_other_yaml(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    one_line_or_well(["fit", "--config", str(path)])
+    path.write_bytes(b"\xff\xfe" + text.encode())
+    one_line_or_well(["fit", "--config", str(path)])
+
+
+def test_what_the_parser_says_is_made_readable() -> None:
+    known = ["model", "model.lr", "model.head", "data.features", "trainer.max_steps"]
+    assert readable("unrecognized arguments: --model.lrr=3 x", known).endswith("Did you mean 'model.lr'?")
+    assert readable("Subcommand 'fit' does not accept option 'traner.max_steps'", known).endswith("'trainer'?")
+    assert readable("the following arguments are required: fit.model.target", known).startswith("missing: model.target")
+    assert readable("something\n new", known) == "something new"

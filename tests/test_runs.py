@@ -1,0 +1,182 @@
+"""A run's directories, as a user meets them: nothing is overwritten unasked, and `auto` goes on where a run stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fsd_infer.heads.checkpoint import load_head
+from fsd_train.cli import main
+from tests.train_toys import make_toys
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toys(tmp_path_factory.mktemp("toys"))
+
+
+class Run:
+    """`fsd-train fit` in one directory, with checkpoints every 5 steps."""
+
+    def __init__(self, toys: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self.capsys = root, capsys
+        self.checkpoints, self.head, self.best = root / "checkpoints", root / "head", root / "best"
+        callbacks: list[dict[str, Any]] = [
+            {
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {
+                    "dirpath": str(self.checkpoints), "filename": "step-{step}", "auto_insert_metric_name": False,
+                    "every_n_train_steps": 5, "save_last": True, "save_top_k": -1, "enable_version_counter": False,
+                },
+            },
+            {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(self.head)}},
+            {
+                "class_path": "fsd_train.callbacks.DecodedTau",
+                "init_args": {
+                    "every_n_train_steps": 5, "prompts": 3, "max_new_tokens": 16, "best": str(self.best),
+                    "rules": ["exact"],
+                },
+            },
+        ]  # fmt: skip
+        config = {
+            "trainer": {
+                "accelerator": "cpu", "devices": 1, "max_epochs": -1, "default_root_dir": str(root), "logger": False,
+                "limit_val_batches": 0, "callbacks": callbacks,
+            },
+            "model": {"target": str(toys / "target"), "draft_vocab_size": 40, "lr": 1e-2, "warmup_steps": 2},
+            "data": {
+                "train_files": [str(toys / "answers.jsonl")], "features": str(toys / "features"),
+                "validation_fraction": 0.2, "batch_tokens": 512,
+            },
+        }  # fmt: skip
+        root.mkdir(parents=True, exist_ok=True)
+        self.recipe = root / "recipe.yaml"
+        self.recipe.write_text(yaml.safe_dump(config))
+
+    def fit(self, steps: int, *more: str) -> tuple[int, str]:
+        """(exit status, standard error)"""
+        self.capsys.readouterr()
+        status = main(["fit", "--config", str(self.recipe), "--trainer.max_steps", str(steps), *more])
+        return status, self.capsys.readouterr().err
+
+    def files(self) -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()}
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.checkpoints.glob("*.ckpt"))
+
+    def step(self, name: str = "last.ckpt") -> int:
+        return int(torch.load(self.checkpoints / name, weights_only=True)["global_step"])
+
+
+def test_a_run_is_neither_mixed_up_nor_overwritten(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(toys, tmp_path / "run", capsys)
+    assert run.fit(10)[0] == 0
+    assert run.names() == ["last.ckpt", "step-10.ckpt", "step-5.ckpt"] and run.step() == 10
+
+    # the same command once more: refused, and nothing touched
+    before = run.files()
+    status, err = run.fit(10)
+    assert status == 2 and "--ckpt_path auto" in err and "--overwrite true" in err and "checkpoint: last.ckpt" in err
+    assert run.files() == before
+
+    # the head alone is protected too
+    moved, best = run.checkpoints.rename(tmp_path / "elsewhere"), run.best.with_suffix(".ckpt")
+    best = best.rename(moved / "best")
+    for more in ((), ("--ckpt_path", "auto")):
+        status, err = run.fit(10, *more)
+        assert status == 2 and f"a run is in {run.head} already" in err
+    best.rename(run.best.with_suffix(".ckpt"))
+    moved.rename(run.checkpoints)
+
+    # it goes on from the newest; one name stays one file
+    status, err = run.fit(20, "--ckpt_path", "auto")
+    assert status == 0 and "10 of them done" in err
+    assert run.step() == 20 and run.names() == ["last.ckpt", *(f"step-{n}.ckpt" for n in (10, 15, 20, 5))]
+
+    # an older one is refused while newer ones are there, and so is another run's
+    status, err = run.fit(25, "--ckpt_path", str(run.checkpoints / "step-10.ckpt"))
+    assert status == 2 and "is newer than" in err
+    other = Run(toys, tmp_path / "other", capsys)
+    assert other.fit(5)[0] == 0
+    status, err = run.fit(25, "--ckpt_path", str(other.checkpoints / "last.ckpt"))
+    assert status == 2 and "another run's" in err
+    assert run.step() == 20
+
+    # unless what is newer may go
+    assert run.fit(15, "--ckpt_path", str(run.checkpoints / "step-10.ckpt"), "--overwrite", "true")[0] == 0
+    assert run.names() == ["last.ckpt", "step-10.ckpt", "step-15.ckpt", "step-5.ckpt"] and run.step() == 15
+
+    # a fresh start in the same place
+    head = (run.head / "model.safetensors").read_bytes()
+    assert run.fit(5, "--model.seed", "1", "--overwrite", "true")[0] == 0
+    assert run.names() == ["last.ckpt", "step-5.ckpt"] and run.step() == 5
+    assert (run.head / "model.safetensors").read_bytes() != head
+
+
+def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(toys, tmp_path / "run", capsys)
+    status, err = run.fit(10, "--ckpt_path", "auto")
+    assert status == 0 and "from the beginning" in err  # there is none yet
+    for name in ("last.ckpt", "step-10.ckpt"):  # killed while it was saved
+        path = run.checkpoints / name
+        path.write_bytes(path.read_bytes()[:1000])
+    (tmp_path / "run" / "best.ckpt").unlink()
+    status, err = run.fit(15, "--ckpt_path", "auto")
+    assert status == 0 and "step-10.ckpt is truncated" in err and "5 of them done" in err
+    assert run.step() == 15
+    for path in run.checkpoints.glob("*.ckpt"):
+        path.write_bytes(b"no checkpoint")
+    (tmp_path / "run" / "best.ckpt").unlink(missing_ok=True)
+    status, err = run.fit(20, "--ckpt_path", "auto")
+    assert status == 2 and "truncated or no Lightning checkpoint" in err
+
+
+def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(toys, tmp_path / "run", capsys)
+    assert run.fit(15)[0] == 0
+    assert run.fit(30, "--ckpt_path", "auto")[0] == 0
+    state = torch.load(run.checkpoints / "last.ckpt", weights_only=True)
+    key = next(name for name in state["callbacks"] if name.startswith("DecodedTau"))
+    taus: dict[int, float] = dict(state["callbacks"][key]["points"]["decoded_tau/exact"])
+    assert sorted(taus) == [5, 10, 15, 20, 25, 30]
+    first_best = next(step for step in sorted(taus) if taus[step] == max(taus.values()))
+    kept = torch.load(tmp_path / "run" / "best.ckpt", weights_only=True)
+    assert kept["global_step"] == first_best
+    head = load_head(run.best)
+    torch.testing.assert_close(head.fc.weight.float(), kept["state_dict"]["head.fc.weight"], atol=1e-2, rtol=2**-7)
+    assert json.loads((run.best / "config.json").read_text())["training"]["steps"] == first_best
+
+
+def test_what_is_exported_can_be_read_by_others(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(toys, tmp_path / "run", capsys)
+    before = os.umask(0o022)
+    try:
+        assert run.fit(5)[0] == 0
+    finally:
+        os.umask(before)
+    files = [path for head in (run.head, run.best) for path in head.iterdir()]
+    assert files and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o644"}
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "head", "best"])
+def test_directories_that_cannot_be_written_are_named_at_once(
+    place: str, toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(toys, tmp_path / "run", capsys)
+    config = yaml.safe_load(run.recipe.read_text())
+    (tmp_path / "file").write_text("in the way")
+    config["trainer"]["callbacks"][["checkpoints", "head", "best"].index(place)]["init_args"].update(
+        {{"checkpoints": "dirpath", "head": "directory", "best": "best"}[place]: str(tmp_path / "file" / "x")}
+    )
+    run.recipe.write_text(yaml.safe_dump(config))
+    status, err = run.fit(5)
+    assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
