@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -206,14 +206,15 @@ class Enumeration:
 
     Args:
         toy: the models.
-        kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
+        kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted; or a law as a function of p, q and the drafted
+            children, None in place of these where a draft is sampled and tested against the law.
         divergence, threshold, gate_on, rate, budget, price, floor, no_repeat: the rule's parameters.
     """
 
     def __init__(
         self,
         toy: Toy,
-        kind: str,
+        kind: str | Callable[[np.ndarray, np.ndarray, list[int] | None], np.ndarray],
         divergence: str = "js",
         threshold: float = 0.0,
         gate_on: str = "raw",
@@ -283,7 +284,7 @@ class Enumeration:
             "exact": [(1.0, False)],
             "random": [(self.rate, True), (1 - self.rate, False)],
             "draft-only": [(1.0, True)],
-        }.get(self.kind, [(1.0, bool(self.wants[context]))])
+        }.get(str(self.kind), [(1.0, callable(self.kind) or bool(self.wants[context]))])
         found: Kernel = []
         for weight, gate in opens:
             if self.toy.sampled:
@@ -322,7 +323,10 @@ class Enumeration:
         p, q = self.p[context], self.q[context]
         drafted = self.ranking[context][: len(self.children[node])]
         law, cost = p, 0.0
-        if self.kind == "tilted":
+        if callable(self.kind):
+            law = self.kind(p, q, drafted.tolist())
+            cost = rel_entr(law, p).sum()
+        elif self.kind == "tilted":
             tilted = p.copy()
             for token, child in self._favoured(context, node).items():
                 tilted[token] *= math.exp(self._worth(text, context, token, child) / self.price)
@@ -350,8 +354,8 @@ class Enumeration:
         return law(brentq(lambda z: law(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
 
     def _chain(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray, gate: bool, left: float) -> Iterator:
-        if self.kind == "tilted":  # the exact test against the law
-            law = self._clipped(text, p, q)
+        if self.kind == "tilted" or callable(self.kind):  # the exact test against the law
+            law = self.kind(p, q, None) if callable(self.kind) else self._clipped(text, p, q)
             cost = rel_entr(law, p).sum()
             law, cost = (law, cost) if gate and cost <= left else (p, 0.0)
             yield from ((min(law[x], q[x]), x, True, cost) for x in range(V))

@@ -23,6 +23,9 @@ SPECS = [
     "random:0.5",
     "draft-only",
     "fuzzy:js:0.3:budget=0.4",
+    "exact:block=true",
+    "threshold:0.4:0.8",
+    "cactus:0.1",
 ]
 
 

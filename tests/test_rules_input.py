@@ -86,7 +86,7 @@ def test_a_gate_that_the_reduced_vocabulary_keeps_shut_says_so_once(name: str) -
         (lambda: parse_rule("fuzzy:js:-1"), "threshold must be at least 0"),
         (lambda: parse_rule("fuzzy:js:much"), "threshold must be a number, not 'much'"),
         (lambda: parse_rule("fuzzy:js:0.3:size=2"), "cannot use 'size=2'; fuzzy takes divergence, threshold"),
-        (lambda: parse_rule("exact:0.3"), "exact takes no parameters"),
+        (lambda: parse_rule("exact:0.3"), "block must be true or false"),
         (lambda: parse_rule("random"), "rate is missing"),
         (lambda: parse_rule("random:0.1:rate=0.2"), "rate is given twice"),
     ],
@@ -144,4 +144,4 @@ def test_records_say_everything() -> None:
     assert FuzzyStrict("tv", 0.5).describe()["rule"] == "fuzzy-strict"
     assert RandomGate(0.5).describe() == {"rule": "random", "rate": 0.5, "budget": None, "budget_unit": "nats"}
     assert DraftOnly().describe()["rule"] == "draft-only"
-    assert Exact().describe() == {"rule": "exact"}
+    assert Exact().describe() == {"rule": "exact", "block": False}

@@ -35,6 +35,14 @@ SWEEPS = {
     "fuzzy-strict": [f"fuzzy-strict:js:{t}" for t in (0.02, 0.1, 0.3, "inf")],
     "random": [f"random:{rate}" for rate in (0.2, 0.5, 1)],
     "tilted": [f"tilted:{price}{options}" for price in PRICES for options in ("", ":gate=0.1", ":floor=0.3")],
+    "lenient": [f"lenient:{x}" for x in (0.1, 0.3, 0.6, 0.9)],
+    "typical": ["typical", *(f"typical:{x}:{y}" for x in (0.01, 0.3) for y in (0.1, 0.5, 1))],
+    "relaxed": [f"relaxed:{k}:{delta}" for k in (1, 2, 4) for delta in (0.05, 0.2, 0.6)],
+    "threshold": [f"threshold:{x}:{y}" for x in (0.1, 0.4, 1) for y in (0.3, 0.8, 1)],
+    "cactus": [f"cactus:{delta}" for delta in (0.01, 0.1, 0.5, 2)],
+    "cascade-token": [f"cascade-token:{alpha}" for alpha in (0, 0.3, 0.8, 1)],
+    "ensemble": [f"ensemble:{weight}" for weight in (0.1, 0.5, 0.9)],
+    "fly": [],  # temperature 0 only
 }
 
 

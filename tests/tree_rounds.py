@@ -26,6 +26,10 @@ SPECS = [
     "tilted:1",
     "tilted:0.3:budget=0.4",
     "tilted:0.5:floor=0.2:gate=0.1",
+    "threshold:0.4:0.8",
+    "typical",
+    "cascade-token",
+    "ensemble:0.7",
 ]
 
 

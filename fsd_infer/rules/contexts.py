@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu import ops
+from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.rules.answers import Answers, repeating_tokens, repeats
@@ -296,6 +297,16 @@ class Contexts:
     def child_log_p(self) -> Tensor:
         """[R, N] ln p of each child's token, -inf at other nodes."""
         return self.log_p_max[:, None] - self.regret
+
+    @cached_property
+    def child_mass(self) -> Tensor:
+        """[R] p(C), the probability of the children together, in the device's widest type."""
+        return self.child_log_p.to(wide(self.rows.device)).exp().sum(-1).clamp_max(1.0)
+
+    @property
+    def whole(self) -> Contexts:
+        """All nodes of all rows of the batch, in order: R = B·N. For work that :meth:`once_per_round` does."""
+        return self._evidence.whole
 
     @property
     def node_regret(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fsd_infer.rules.base import RULES, Rule
@@ -14,7 +15,7 @@ from fsd_infer.rules.parameters import parameter
 @dataclass(frozen=True)
 class DraftOnly(Rule):
     """y ~ q at every context that has children of known distribution, y ~ p elsewhere: where the drafts end, and where
-    they come from a drafter without distributions (n-gram lookup).
+    they come from a drafter without distributions (n-gram lookup). Exact at budget = 0 only.
 
     Args:
         budget: nats that may be spent per request; None for no limit. Where it does not suffice the exact rule decides.
@@ -23,4 +24,4 @@ class DraftOnly(Rule):
     budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
-        return Law.dense(at, at.q_scores)
+        return Law.trusting(at, -math.inf)

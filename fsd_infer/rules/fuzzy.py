@@ -59,11 +59,11 @@ class DivergenceGate(Rule):
 @RULES.register("fuzzy")
 @dataclass(frozen=True)
 class Fuzzy(DivergenceGate):
-    """The "or" rule: a draft is accepted if the exact rule accepts it or the gate is open.
+    """The "or" rule: a draft is accepted if the exact rule accepts it or the gate is open. Exact at threshold = 0.
 
     On a deterministic tree: y ~ p; if the gate is open and y is no child, y ~ p restricted to the children C, so the
     law is p(. | C) and its cost -ln p(C). A sampled draft is accepted where the gate is open, so the law is q there.
-    A token that the processed target forbids is never emitted. T = 0 is the exact rule, token for token.
+    A token that the processed target forbids is never emitted.
     """
 
     def law(self, at: Contexts) -> Law:
@@ -73,24 +73,15 @@ class Fuzzy(DivergenceGate):
 @RULES.register("fuzzy-strict")
 @dataclass(frozen=True)
 class FuzzyStrict(DivergenceGate):
-    """The rule as first published: where the gate is open the token is the drafter's, y ~ q, elsewhere y ~ p.
+    """The rule as first published: where the gate is open the token is the drafter's, y ~ q, elsewhere y ~ p. Exact at
+    threshold = 0, but on sampled chains it accepts next to nothing there.
 
     On a tree a y that is no child is emitted and ends the round, open gate or not. It may emit tokens that the
     processed target forbids; its cost KL(q || p) is infinite then, so that a budget excludes it. With a floor, a y ~ q
-    below it is replaced by y ~ p. T = 0 is the exact rule but on sampled chains, where it accepts next to nothing.
+    below it is replaced by y ~ p.
     """
 
     def law(self, at: Contexts) -> Law:
-        law = Law.dense(at, self._open(at)).where(self.gate(at))
+        law = Law.trusting(at, self.cutoff(at)).where(self.gate(at))
         # a closed gate draws y ~ p whatever the draft is, and goes down if that is what was drawn
         return law.closed_by(Acceptance(torch.zeros_like(at.rows), at.p)) if at.sampled else law
-
-    def _open(self, at: Contexts) -> Tensor:
-        """[R, V] ln of q, or of q with what is below the floor handed to p."""
-        if not self.floor:
-            return at.q_scores
-        below = at.log_p < at.log_p_max[:, None] + math.log(self.floor)
-        if at.greedy:
-            refused = below.gather(1, at.q_scores.argmax(-1, keepdim=True))
-            return torch.where(refused, at.scores, at.q_scores)
-        return (at.q.masked_fill(below, 0.0) + at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True) * at.p).log()

@@ -39,7 +39,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Law:
-    """What is emitted at R contexts. Made by one of the four constructors.
+    """What is emitted at R contexts. Made by one of the constructors.
 
     Attributes:
         applies: [R] bool; elsewhere, and where what is left of a budget does not pay for it, the law is the target's.
@@ -99,13 +99,36 @@ class Law:
         limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
         if at.sampled:
             passes = (at.log_p >= limit) & (at.p > 0)
-            kept = torch.where(passes, at.q, torch.minimum(at.p, at.q))
-            residual = (at.p - at.q).clamp_min(0.0)
-            share = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0) / residual.sum(-1, keepdim=True).clamp_min(1e-30)
-            return cls.dense(at, (kept + share * residual).log()).where(passes.any(-1))
+            return cls.keeping(at, torch.where(passes, at.q, torch.minimum(at.p, at.q))).where(passes.any(-1))
         if isinstance(cutoff, float) and cutoff == -math.inf:
             return cls.tilted(at, math.inf)
         return cls.tilted(at, torch.zeros_like(at.regret).masked_fill(at.child_log_p >= limit, math.inf))
+
+    @classmethod
+    def keeping(cls, at: Contexts, kept: Tensor) -> Law:
+        """A sampled draft x is kept with probability kept(x)/q(x), else y is drawn from the usual residual (p - q)+.
+
+        Args:
+            at: contexts whose children were sampled.
+            kept: [R, V] between min(p, q) and q.
+        """
+        residual = (at.p - at.q).clamp_min(0.0)
+        share = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0) / residual.sum(-1, keepdim=True).clamp_min(1e-30)
+        return cls.dense(at, (kept + share * residual).log())
+
+    @classmethod
+    def trusting(cls, at: Contexts, cutoff: Tensor | float) -> Law:
+        """y ~ q, but what q gives to tokens with ln p below ``cutoff`` [R] is drawn from p: q(y) + η·p(y) where ln p(y)
+        reaches it, η·p(y) elsewhere, η what q gives to the latter. At temperature 0 the drafter's token if it is above.
+        """
+        if isinstance(cutoff, float) and cutoff == -math.inf:
+            return cls.dense(at, at.q_scores)
+        below = at.log_p < (cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff)
+        if at.greedy:
+            refused = below.gather(1, at.q_scores.argmax(-1, keepdim=True))
+            return cls.dense(at, torch.where(refused, at.scores, at.q_scores))
+        from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
+        return cls.dense(at, (at.q.masked_fill(below, 0.0) + from_p * at.p).log())
 
     def where(self, holds: Tensor) -> Law:
         """The same law where ``holds`` [R] bool is true, and the target's elsewhere."""
@@ -131,6 +154,16 @@ class Law:
     def closed_by(self, acceptance: Acceptance) -> Law:
         """The same law, with a test of its own of sampled drafts where the law is the target's."""
         return replace(self, closed_acceptance=acceptance)
+
+
+def lift(at: Contexts, chance: Tensor) -> Tensor:
+    """[R, N] the bonus under which some child is emitted with probability ``chance`` [R] instead of p(C), and r ∝ p
+    among the children as well as among all other tokens.
+
+    ``chance`` is at least :attr:`Contexts.child_mass`, in its type.
+    """
+    bonus = (torch.logit(chance) - torch.logit(at.child_mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
+    return bonus.masked_fill(chance >= 1, math.inf)[:, None].expand(at.children.shape)
 
 
 @dataclass(frozen=True, slots=True)

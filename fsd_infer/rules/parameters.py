@@ -100,7 +100,9 @@ class Parameter:
             bounded = self.low > -math.inf and self.high < math.inf
             least = f"above {self.above:g}" if self.above > -math.inf else f"at least {self.low:g}"
             most = f"at most {self.high:g}"
-            open_end = self.high == math.inf
+            if self.above > -math.inf and self.high < math.inf:
+                least += f" and {most}"
+            open_end = self.high == math.inf or self.above > -math.inf
             span = f"between {self.low:g} and {self.high:g}" if bounded else least if open_end else most
             raise self._error("a number" if math.isnan(number) and span == "at least -inf" else span, value)
         if math.isinf(number) and not self.infinite:

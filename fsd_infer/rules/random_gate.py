@@ -14,7 +14,7 @@ from fsd_infer.rules.parameters import parameter
 @RULES.register("random")
 @dataclass(frozen=True)
 class RandomGate(Rule):
-    """`fuzzy`, but each gate opens with probability ``rate``, independently of the models.
+    """`fuzzy`, but each gate opens with probability ``rate``, independently of the models. Exact at rate = 0.
 
     Args:
         rate: in [0, 1].

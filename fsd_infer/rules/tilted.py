@@ -26,11 +26,12 @@ from fsd_infer.rules.parameters import parameter
 @dataclass(frozen=True)
 class Tilted(Rule):
     """r(y) ∝ p(y)·e^(v(y)/price), v(y) the accepted drafts that y is worth: no rule accepts more for its divergence.
+    Exact at price = inf.
 
     On a tree v(c) = 1 + V(c) for a child c and 0 for every other token. With the children C of a node n,
     V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)), and 0 at leaves; at temperature 0
     V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain r = clip(q, p/Z, p·e^(1/price)/Z), and drafts are
-    tested against r. Needs no q on trees. Exact at price = inf; as the price falls to 0, p given that the walk takes
+    tested against r. Needs no q on trees. As the price falls to 0, p given that the walk takes
     one of the tree's deepest paths.
 
     Args:

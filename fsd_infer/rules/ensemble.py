@@ -1,0 +1,33 @@
+"""Target and drafter averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameter
+
+
+@RULES.register("ensemble")
+@dataclass(frozen=True)
+class Ensemble(Rule):
+    """The exact test against v = weight·p + (1 - weight)·q. Exact at weight = 1.
+
+    Needs q: exact where the drafts come without (n-gram lookup). A sampled draft is tested against v, on a tree y is
+    drawn from it; at temperature 0 v's likeliest token. From transformers (`assistant_ensemble_weight`, no default),
+    after arXiv:2604.07622.
+
+    Args:
+        weight: of the target, in (0, 1].
+        budget: nats that may be spent per request; None for no limit.
+    """
+
+    weight: float = parameter(above=0, high=1)
+    budget: float | None = parameter(None, low=0, infinite=True)
+
+    def law(self, at: Contexts) -> Law:
+        if self.weight == 1:
+            return Law.target(at)
+        return Law.dense(at, (self.weight * at.p + (1 - self.weight) * at.q).log())

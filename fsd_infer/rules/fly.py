@@ -1,0 +1,47 @@
+"""FLy: a mismatch is let through where the target is unsure and agrees with the drafts that follow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fsd_infer.errors import FsdError
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameter
+from fsd_infer.rules.tilted import best_path
+
+
+@RULES.register("fly")
+@dataclass(frozen=True)
+class Fly(Rule):
+    """Temperature 0 only. Where the target's token is not drafted, a draft passes if -Σ p ln p over the target's three
+    likeliest tokens is at least `entropy` and the next window - 1 drafts below it are all the target's own choice.
+    Exact at entropy = inf, and on trees less deep than the window.
+
+    Of several the likeliest is emitted. Refused above temperature 0. From arXiv:2511.22972; defaults of its code.
+
+    Args:
+        window: drafts looked at, the mismatch included.
+        entropy: nats.
+        budget: nats of regret that may be spent per request; None for no limit.
+    """
+
+    window: int = parameter(6, low=1)
+    entropy: float = parameter(0.3, low=0, infinite=True)
+    budget: float | None = parameter(None, low=0, infinite=True)
+
+    def law(self, at: Contexts) -> Law:
+        if not at.greedy:
+            raise FsdError("rule 'fly' compares drafts with the target's likeliest tokens: it needs temperature 0.")
+        agrees = at.is_draft & (at.node_regret == 0)
+        ones = torch.ones_like(at.node_regret)
+        run = at.once_per_round(("fly",), lambda: best_path(at.tree.ancestors, ones, agrees))
+        passes = at.of_children(run, -1.0) >= self.window - 1
+        log_p = at.log_p_max[:, None] + (best := at.scores.topk(3).values) - best[:, :1]
+        unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
+        bonus = torch.zeros_like(at.regret).masked_fill(passes, math.inf)
+        return Law.tilted(at, bonus).where(unsure & ~(at.regret == 0).any(-1))

@@ -1,0 +1,38 @@
+"""Lenience: drafts are tested as if the drafter had been less sure of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law, lift
+from fsd_infer.rules.parameters import parameter
+
+
+@RULES.register("lenient")
+@dataclass(frozen=True)
+class Lenient(Rule):
+    """Accept a draft with probability min(1, p/(lenience·q)), so that no token's probability exceeds p/lenience. Exact
+    at lenience = 1.
+
+    A sampled draft that fails is replaced from (p - q)+. On a tree some child is emitted with probability
+    min(1, p(C)/lenience). At temperature 0 the likeliest token of that law. From Leviathan et al. (arXiv:2211.17192,
+    appendix), which sets no default; DistillSpec's lossy mode (arXiv:2310.08461).
+
+    Args:
+        lenience: in (0, 1].
+        budget: nats that may be spent per request; None for no limit.
+    """
+
+    lenience: float = parameter(above=0, high=1)
+    budget: float | None = parameter(None, low=0, infinite=True)
+
+    def law(self, at: Contexts) -> Law:
+        if self.lenience == 1:
+            return Law.target(at)
+        if at.sampled:
+            return Law.keeping(at, torch.minimum(at.q, at.p / self.lenience))
+        return Law.tilted(at, lift(at, (at.child_mass / self.lenience).clamp_max(1.0)))

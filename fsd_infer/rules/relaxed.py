@@ -1,0 +1,46 @@
+"""Relaxed acceptance: a draft passes if it is among the target's best tokens and not much worse than the best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameter
+
+_ROUNDING = 1e-5  # of ln p, so that the k-th token itself is not shut out
+
+
+@RULES.register("relaxed")
+@dataclass(frozen=True)
+class Relaxed(Rule):
+    """A draft passes if it is among the target's k likeliest tokens and p(x) >= p_max - delta. Exact at k = 0; at
+    temperature 0, where the likeliest passing child is emitted and p is that of temperature 1, at k = 1 or delta = 0
+    too.
+
+    A sampled draft that does not pass is still tested exactly. On a tree p is restricted to the children that pass.
+    From TensorRT-LLM (`relaxed_topk`, `relaxed_delta`; greedy only), the defaults those it recommends for reasoning.
+
+    Args:
+        k: how many of the target's tokens may pass.
+        delta: how much less likely than the best, in [0, 1].
+        relative: p(x) >= delta·p_max instead.
+        budget: nats that may be spent per request; None for no limit.
+    """
+
+    k: int = parameter(10, low=0)
+    delta: float = parameter(0.6, low=0, high=1)
+    relative: bool = False
+    budget: float | None = parameter(None, low=0, infinite=True)
+
+    def law(self, at: Contexts) -> Law:
+        if self.k == 0:
+            return Law.target(at)
+        best = at.scores.topk(min(self.k, at.scores.shape[-1])).values
+        among_best = at.log_p_max + best[:, -1] - best[:, 0]
+        p_max = at.log_p_max.exp()
+        near_best = (p_max * self.delta if self.relative else (p_max - self.delta).clamp_min(0.0)).log()
+        return Law.passing(at, torch.maximum(among_best, near_best) - _ROUNDING)

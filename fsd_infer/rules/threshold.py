@@ -1,0 +1,46 @@
+"""SGLang's two thresholds: a draft passes if it is likely enough, or if its odds pass after being raised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law, lift
+from fsd_infer.rules.parameters import parameter
+
+
+@RULES.register("threshold")
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """A draft passes if p(x) >= single; else it is tested as exact decoding would, with p/acc in place of p. Exact at
+    single = acc = 1, the defaults.
+
+    On a tree p is restricted to the children that pass; where none does, some child is emitted with probability
+    min(1, p(C)/acc). From SGLang (`--speculative-accept-threshold-single`, `-acc`), whose tree test goes down equally
+    often, but prefers earlier siblings, and which ignores both at temperature 0, where this is the likeliest token of
+    the law made from p at temperature 1.
+
+    Args:
+        single: in [0, 1]; 1 for no such threshold.
+        acc: in (0, 1].
+        budget: nats that may be spent per request; None for no limit.
+    """
+
+    single: float = parameter(1.0, low=0, high=1)
+    acc: float = parameter(1.0, above=0, high=1)
+    budget: float | None = parameter(None, low=0, infinite=True)
+
+    def law(self, at: Contexts) -> Law:
+        if self.single == self.acc == 1:
+            return Law.target(at)
+        cutoff = math.log(self.single) if 0 < self.single < 1 else math.inf if self.single else -math.inf
+        if at.sampled:
+            passes = (at.log_p >= cutoff) & (at.p > 0)
+            return Law.keeping(at, torch.where(passes, at.q, torch.minimum(at.q, at.p / self.acc)))
+        passes = at.children & (at.child_log_p >= cutoff)
+        lifted = lift(at, (at.child_mass / self.acc).clamp_max(1.0)).masked_fill(passes.any(-1, keepdim=True), 0.0)
+        return Law.tilted(at, lifted.masked_fill(passes, math.inf))

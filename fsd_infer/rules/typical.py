@@ -1,0 +1,36 @@
+"""Typical acceptance: a draft passes if the target finds it plausible, given how unsure it is itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameter
+
+
+@RULES.register("typical")
+@dataclass(frozen=True)
+class Typical(Rule):
+    """A draft passes if p(x) >= min(epsilon, delta·e^-H(p)), H the entropy. Exact at epsilon = delta = inf.
+
+    A sampled draft that does not pass is still tested exactly. On a tree p is restricted to the children that pass; at
+    temperature 0 the likeliest of them is emitted, and p is that of temperature 1. From Medusa (arXiv:2401.10774),
+    which has no sampled drafts, is exact at temperature 0, and sets these defaults.
+
+    Args:
+        epsilon: the bound on p(x) where the target is sure of itself.
+        delta: the bound relative to e^-H.
+        budget: nats that may be spent per request; None for no limit.
+    """
+
+    epsilon: float = parameter(0.09, low=0, infinite=True)
+    delta: float = parameter(0.3, low=0, infinite=True)
+    budget: float | None = parameter(None, low=0, infinite=True)
+
+    def law(self, at: Contexts) -> Law:
+        log_epsilon, log_delta = (math.log(x) if x > 0 else -math.inf for x in (self.epsilon, self.delta))
+        entropy = -(at.p * at.log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
+        return Law.passing(at, (log_delta - entropy).clamp_max(log_epsilon))
