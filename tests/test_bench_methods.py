@@ -59,6 +59,11 @@ def test_what_a_method_says() -> None:
     assert (plain.name, plain.kind, plain.drafter) == ("plain", "plain", None)
     assert (fuzzy.name, fuzzy.kind, fuzzy.argument) == ("fuzzy:js:0.3:budget=2", "fuzzy", "js:0.3:budget=2")
     assert (head.name, head.text, head.drafter) == ("head", "exact@/a=b/c@d:e", "/a=b/c@d:e")
+    shaped = parse_methods(["exact@a@b@6x4x9x0.5", "tilted:2@shipped+lookup@8x2x16"])
+    assert [(spec.drafter, spec.tree) for spec in shaped] == [
+        ("a@b", TreeShape(6, 4, 9, 0.5)),
+        ("shipped+lookup", TreeShape(8, 2, 16)),
+    ]
     assert (server.name, server.kind, server.argument) == ("vLLM 8", "server", "http://u@h:8000/v1?x=1#m/n")
 
 

@@ -7,6 +7,7 @@ A method is written as text, ``[label=]kind[:parameters]``; the label is what ta
 ``exact``, ``fuzzy:js:0.3``  any rule, with the run's drafter
 ``exact@DRAFTER``          any rule with a drafter of its own, whatever ``load_drafter`` takes: ``exact@none``,
                            ``fuzzy:js:0.3@heads/mine``
+``exact@shipped@8x2x16``   with a tree of its own, too: depth, width, nodes and perhaps ``x0.5``, where drafting stops
 ``hf-generate``            transformers' ``generate``
 ``hf-lookup:8``            the same with prompt lookup of so many tokens (8)
 ``hf-assisted:DIR``        the same with an assistant model
@@ -32,6 +33,7 @@ from fsd_infer.bench.hf import GenerateMethod
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.process import ProcessMethod
 from fsd_infer.bench.server import Server, ServerMethod
+from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError, UnknownNameError
 from fsd_infer.numerals import read_int
 from fsd_infer.registry import Registry
@@ -42,6 +44,7 @@ __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", 
 
 LOOKUP_TOKENS, MOST_LOOKUP = 8, 1024
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
+_SHAPED = re.compile(r"(.+)@(\d{1,4})x(\d{1,4})x(\d{1,4})(?:x([01]|0?\.\d{1,9}))?", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Spec:
         kind: a name in METHODS or RULES.
         argument: what follows the first colon.
         drafter: of a rule, what follows "@"; None: the run's drafter.
+        tree: of that drafter, what follows a second "@"; None: the run's tree.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Spec:
     kind: str
     argument: str
     drafter: str | None = None
+    tree: TreeShape | None = None
 
 
 class Kind(ABC):
@@ -203,7 +208,11 @@ def _parse(text: str) -> Spec:
     if at and not drafter:
         raise FsdError(f"method {rest!r}: name the drafter after '@', e.g. exact@none.")
     parse_rule(rule)
-    return Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None)
+    tree = None
+    if shaped := _SHAPED.fullmatch(drafter):
+        drafter, depth, width, nodes, stop = shaped.groups()
+        tree = TreeShape(int(depth), int(width), int(nodes), float(stop or 0))
+    return Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None, tree)
 
 
 def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
@@ -227,6 +236,6 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
             made[spec.name] = METHODS.get(spec.kind).make(spec, models)
         else:
             rule = parse_rule(spec.text.partition("@")[0])
-            drafter = models.load(spec.drafter or models.drafter)
+            drafter = models.load(spec.drafter or models.drafter, spec.tree)
             made[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
     return [made[spec.name] for spec in specs]

@@ -36,7 +36,7 @@ class Models:
     first_drafter: str | None = "none"
     reference_loaded: bool = False
     decoder_loaded: bool = False
-    _drafters: dict[str | None, Drafter] = field(default_factory=dict)
+    _drafters: dict[tuple[str | None, TreeShape | None], Drafter] = field(default_factory=dict)
 
     @cached_property
     def decoder(self) -> FuzzyDecoder:
@@ -50,15 +50,15 @@ class Models:
             cuda_graphs=self.cuda_graphs,
             quantize=self.quantize,
         )
-        self._drafters[self.first_drafter] = made.drafter
+        self._drafters[self.first_drafter, None] = made.drafter
         return made
 
-    def load(self, drafter: str | None) -> Drafter:
-        """The drafter of that name (see ``load_drafter``), loaded and packed once."""
+    def load(self, drafter: str | None, tree: TreeShape | None = None) -> Drafter:
+        """The drafter of that name (see ``load_drafter``), loaded and packed once; None: with the run's tree."""
         decoder = self.decoder
-        if drafter not in self._drafters:
-            self._drafters[drafter] = decoder.load_drafter(drafter, self.tree)
-        return self._drafters[drafter]
+        if (drafter, tree) not in self._drafters:
+            self._drafters[drafter, tree] = decoder.load_drafter(drafter, tree or self.tree)
+        return self._drafters[drafter, tree]
 
     @cached_property
     def reference(self) -> tuple[Any, Any]:
