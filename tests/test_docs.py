@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import torch
+
 from fsd_infer.engine import decode
+from fsd_infer.rules import Tilted, Verification
+from fsd_infer.rules.contexts import Evidence
+from fsd_infer.rules.tilted import clipped
+from fsd_infer.tree import DraftTree
 
 LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?!return)\S.*batch\..*\n)+", re.MULTILINE)
 
@@ -52,3 +59,25 @@ for greedy in (True, False):
     assert done.returncode == 0, done.stderr
     textbook = next(block for block in blocks if "Law.passing" in block)
     assert len([line for line in textbook.splitlines() if line.strip()]) <= 12
+
+
+def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "optimal-rule.md").read_text(encoding="utf-8")
+    root, below = torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), torch.tensor([0.2, 0.1, 0.6, 0.1]).log()
+    logits = torch.stack([root, below, below])[None]
+    tree = DraftTree.chain(torch.tensor([[0, 1, 2]]), logits[:, :2])
+    at = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)), at_once=True).whole
+    law = Tilted(1.0).law(at).log_probs(at).exp()
+    b, c = float(law[0, 1]), float(law[1, 2])
+    drafts, value = b * (1 + c), math.log(0.7 + 0.3 * math.exp(1 + math.log(0.4 + 0.6 * math.e)))
+    shown = [f"r(c) = 0.6·e / Z = {c:.4f}", f"/ Z = {b:.4f}", f"{drafts:.4f}; exact", f"V = {value:.4f}"]
+    shown += [f"({drafts:.4f} − {value:.4f}) / λ | {drafts - value:.4f}"]
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]).double(), torch.tensor([[0.2, 0.2, 0.6]]).double()
+    r = clipped(p.log(), q.log(), torch.full_like(p, math.log(2))).exp()
+    shown += [
+        "r = (" + ", ".join(f"{x:.4g}" for x in r[0].tolist()) + ")",
+        f"= {float(r.minimum(q).sum()):.4f} instead",
+    ]
+    shown += [f"= {float((r * (r / p).log()).sum()):.4f} nats"]
+    for text in shown:
+        assert text in page, text
