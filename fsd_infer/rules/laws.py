@@ -123,10 +123,12 @@ class Law:
         """
         if isinstance(cutoff, float) and cutoff == -math.inf:
             return cls.dense(at, at.q_scores)
-        below = at.log_p < (cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff)
+        limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
         if at.greedy:
-            refused = below.gather(1, at.q_scores.argmax(-1, keepdim=True))
+            choice, best = (at.scores.gather(1, x) for x in (at.q_scores.argmax(-1, True), at.likeliest[:, None]))
+            refused = at.log_p_max[:, None] + choice - best < limit
             return cls.dense(at, torch.where(refused, at.scores, at.q_scores))
+        below = at.log_p < limit
         from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
         return cls.dense(at, (at.q.masked_fill(below, 0.0) + from_p * at.p).log())
 
