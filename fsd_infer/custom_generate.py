@@ -23,6 +23,7 @@ from fsd_infer.generation_options import check_config, check_inputs, refusal
 from fsd_infer.rules import Rule, RuleLike, parse_rules
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import pad_id
+from fsd_infer.tuning.calibrated import CALIBRATED, calibrated
 
 
 def generate(
@@ -48,7 +49,8 @@ def generate(
         streamer: as of ``generate``. It gets the prompt, every token, and ``end()`` also where an error is raised.
         drafter: see :func:`load_drafter`; None: the shipped head if the model is a built-in target. A name is loaded
             on every call, so pass a Drafter object in a loop.
-        rule: acceptance rule or its name, or a list of them, one per prompt.
+        rule: acceptance rule or its name, or a list of them, one per prompt; or "calibrated", see
+            ``FuzzyDecoder.generate``.
         stopping_criteria: they are called with the text alone, ``scores`` is None. Stop strings need an explicit
             ``StopStringCriteria``: ``generate`` keeps the tokenizer from custom loops.
         seed: of the draws at temperature > 0.
@@ -77,7 +79,7 @@ def generate(
             outcome = decode_prepared(
                 target,
                 load_drafter(drafter, target),
-                parse_rules(rule),
+                chosen_rules(rule),
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -133,10 +135,15 @@ def ending(streamer: Any) -> Iterator[Any]:
             streamer.end()
 
 
+def chosen_rules(rule: RuleLike) -> list[Rule] | None:
+    """Rules as :func:`decode_prepared` takes them; errors as of :func:`.parse_rules`."""
+    return None if isinstance(rule, str) and rule == CALIBRATED else parse_rules(rule)
+
+
 def decode_prepared(
     target: Target,
     drafter: Drafter,
-    rules: list[Rule],
+    rules: list[Rule] | None,
     input_ids: Tensor,
     *,
     logits_processor: LogitsProcessorList | None,
@@ -154,7 +161,7 @@ def decode_prepared(
 
     Args:
         target, drafter: what decodes.
-        rules: one for all prompts, or one per prompt.
+        rules: one for all prompts, or one per prompt; None: the one that was calibrated for drafter and temperature.
         input_ids: [B, T], with padding.
         logits_processor, stopping_criteria, generation_config, attention_mask, model_inputs: as prepared.
         streamer: gets the prompt, if ``show_prompt``, and the tokens; the caller ends it.
@@ -166,6 +173,10 @@ def decode_prepared(
     made_for: Target = getattr(drafter, "target", None) or target
     if made_for.model is not target.model:
         raise ModelLoadError("the drafter was made for another model object than the one that generates.")
+    if rules is None:
+        temperature = generation_config.temperature if generation_config.do_sample else 0.0
+        rule, drafter = calibrated(drafter, made_for, 1.0 if temperature is None else temperature)
+        rules = [rule]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     check_config(generation_config, target.model.generation_config)
     check_inputs(input_ids, mask, model_inputs)

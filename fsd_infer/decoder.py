@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fsd_infer.chat.encoding import encode_chat, encode_text
 from fsd_infer.cpu.ops import speed_up
-from fsd_infer.custom_generate import decode_prepared, ending, generate
+from fsd_infer.custom_generate import chosen_rules, decode_prepared, ending, generate
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
@@ -23,7 +23,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.generation_options import check_overrides
-from fsd_infer.rules import RuleLike, parse_rules
+from fsd_infer.rules import RuleLike
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import left_pad, pad_id
@@ -233,7 +233,8 @@ class FuzzyDecoder:
         Args:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T].
             rule: a rule or its name, e.g. ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one
-                per prompt.
+                per prompt; or "calibrated": what `fsd-infer calibrate` wrote beside the drafter for the request's
+                temperature.
             generation_config: as in transformers; default the model's own.
             drafter: another drafter for this call.
             seed: of the draws at temperature > 0; default torch's global generator.
@@ -255,7 +256,7 @@ class FuzzyDecoder:
                 [self.encode(prompt, chat) for prompt in _as_list(prompts)],
                 dict(generation_config=generation_config, **overrides),
                 drafter=self.drafter if drafter is None else drafter,
-                rules=parse_rules(rule),
+                rules=chosen_rules(rule),
                 seed=seed,
                 streamer=streamer,
                 measure_log_likelihood=measure_log_likelihood,

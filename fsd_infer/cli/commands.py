@@ -86,6 +86,8 @@ def chosen_rule(args: argparse.Namespace) -> Any:
 
     given = {"divergence": args.divergence, "threshold": args.threshold, "budget": args.budget, "gate_on": args.gate}
     given = {name: value for name, value in given.items() if value is not None}
+    if args.rule == "calibrated" and not given:  # the decoder knows where it lies
+        return args.rule
     rule: Any = parse_rule(args.rule)
     fields = {field.name for field in dataclasses.fields(rule)}
     for name in given:
@@ -206,6 +208,30 @@ def sweep(args: argparse.Namespace) -> int:
     page = Path(args.html or file.with_suffix(".html"))
     write_page(file, page)
     print(f"answers: {file}\nreport: {page}", file=sys.stderr)
+    return 0
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """`fsd-infer calibrate`."""
+    from fsd_infer.cli.report import calibration_lines
+    from fsd_infer.evidence.calibrate import NATS, SCORE, SPEED, Promise
+    from fsd_infer.evidence.calibrate import calibrate as run_calibrate
+    from fsd_infer.evidence.settings import SweepOptions
+
+    loss, nats, speed = args.at_most_score_loss, args.at_most_nats, args.at_least_speed
+    if loss is not None:
+        promise = Promise(SCORE, loss / 100)
+    else:
+        promise = Promise(NATS, nats) if nats is not None else Promise(SPEED, speed)
+    _set_threads(args.threads)
+    options = SweepOptions(
+        prompts=_words(args.prompts), rules=_words(args.rules), temperatures=[args.temperature], examples=4,
+        **_sweep_options(args),
+    )  # fmt: skip
+    record = run_calibrate(
+        options, promise, args.output, confidence=args.confidence, verify=_words(args.verify or ""), progress=True
+    )
+    print(calibration_lines(record))
     return 0
 
 

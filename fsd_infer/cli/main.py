@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", _generate_options, "answer one prompt"),
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
         ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
+        ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
@@ -168,6 +169,24 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines; a killed run goes on there")
     parser.add_argument("--html", metavar="FILE", help="the report (default: beside the output)")
     parser.add_argument("--examples", type=whole_number(0, 1000), default=4, metavar="N", help="prompts it shows")
+    _evidence_options(parser)
+
+
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=commands.calibrate)
+    promise = parser.add_argument_group("promise").add_mutually_exclusive_group(required=True)
+    promise.add_argument("--at-most-score-loss", type=real_number, metavar="POINTS", help="below exact, of 100")
+    promise.add_argument("--at-most-nats", type=real_number, metavar="NATS", help="spent in any answer")
+    promise.add_argument("--at-least-speed", type=real_number, metavar="TIMES", help="exact's tokens per second")
+    parser.add_argument("--confidence", type=real_number, default=0.9, help="that the promise holds (%(default)s)")
+    parser.add_argument(
+        "--rules", required=True, help="as for sweep; lists from careful to bold: tilted:4/2/1,fuzzy:js:0.1/0.2/0.3"
+    )
+    parser.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--verify", metavar="FILE,...", help="other prompts to verify on (default: half of --prompts)")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="sweeps, reports and record; a killed run goes on"
+    )
     _evidence_options(parser)
 
 

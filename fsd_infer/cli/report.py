@@ -266,3 +266,19 @@ def legend(colour: bool) -> str:
     return "tokens by source: " + ", ".join(
         show_accepted([MEANINGS[source]], [source], colour) for source in (Source.TARGET, Source.EXACT, Source.GATE)
     )
+
+
+def calibration_lines(record: dict[str, Any]) -> str:
+    """What calibrate found: the setting, and the promise on both sets of prompts."""
+    lines = [f"{record['promise']['text']}, confidence {record['confidence']:g}: {record['setting']}"]
+    for name in ("calibration", "verification"):
+        found = record[name]
+        if not found["prompts"]:
+            continue
+        parts = [f"{name} on {found['prompts']} prompts: {'kept' if found['kept'] else 'NOT kept'}"]
+        if found["score_difference"] is not None:
+            parts.append("score " + _mean(found["score_difference"], 100.0, 1) + " points")
+        parts += [f"speed {_sum_ratio(found['speed'])} x", f"tau {_sum_ratio(found['tau'])} x"]
+        parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**found["nats_per_answer"]))
+        lines.append("; ".join(parts))
+    return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])

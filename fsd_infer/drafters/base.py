@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -111,9 +112,15 @@ class DraftSession(ABC):
 
 
 class Drafter(ABC):
-    """Weights and options of one way to draft."""
+    """Weights and options of one way to draft.
+
+    Attributes:
+        name: which way.
+        directory: where its files lie, None if it has none.
+    """
 
     name: str = ""
+    directory: Path | None = None
 
     @property
     @abstractmethod

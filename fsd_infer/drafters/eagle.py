@@ -127,7 +127,7 @@ class EagleDrafter(Drafter):
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
         """Load a head checkpoint; raises CheckpointError or VocabularyMismatchError if it does not fit the target."""
         made = cls(load_head(directory, target), target, shape)
-        made.public = is_public(directory)
+        made.public, made.directory = is_public(directory), Path(directory)
         return made
 
     def reshaped(self, shape: TreeShape) -> EagleDrafter:

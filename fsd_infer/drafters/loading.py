@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
@@ -75,7 +76,9 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             f"unknown drafter {str(drafter)!r}: it is no directory and no hub id (owner/model), and none of shipped, "
             f"none, {', '.join(FREE)}, X+lookup and X+recycle (X any other of these)."
         ) from None
-    return LMDrafter(model, target, *chain_of(tree, target))
+    made = LMDrafter(model, target, *chain_of(tree, target))
+    made.directory = Path(drafter) if os.path.isdir(drafter) else None
+    return made
 
 
 def _load_free(name: str, target: Target, tree: TreeShape | None) -> Drafter:
@@ -93,4 +96,6 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
         return _load_free(side, target, tree)
     shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
-    return GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes)
+    made = GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes)
+    made.directory = onto.directory
+    return made

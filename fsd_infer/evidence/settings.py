@@ -71,7 +71,7 @@ class SweepOptions:
 
     Attributes:
         prompts: files of prompts, see :func:`fsd_infer.chat.encoding.read_prompts`.
-        rules: see :func:`parse_settings`; random gates are added where none is named.
+        rules: see :func:`parse_settings`.
         temperatures: 0 is greedy.
         target, drafter, dtype, device, quantize: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
         tree: of settings without a tree of their own.
@@ -82,6 +82,7 @@ class SweepOptions:
         score: kind of reference, see :mod:`fsd_infer.bench.score`.
         examples: prompts whose answers the report shows.
         distances: prompts at which the divergence of target and drafter is recorded, untimed.
+        controls: add random gates where none is named.
     """
 
     prompts: Sequence[str | Path]
@@ -100,11 +101,12 @@ class SweepOptions:
     score: str = AUTO
     examples: int = 4
     distances: int = 16
+    controls: bool = True
 
     def settings(self) -> list[Setting]:
         """Errors as of :func:`parse_settings`."""
-        controls = [] if any(text.startswith("random") for text in self.rules) else [CONTROLS]
-        return parse_settings([*self.rules, *controls])
+        known = not self.controls or any(text.startswith("random") for text in self.rules)
+        return parse_settings(self.rules if known else [*self.rules, CONTROLS])
 
     def check(self) -> None:
         """Raises FsdError for what can be refused before anything is loaded."""

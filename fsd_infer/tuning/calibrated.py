@@ -1,0 +1,95 @@
+"""The setting that ``rule="calibrated"`` stands for: it lies beside the drafter, with the promise that it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.drafters import Drafter, TreeShape
+from fsd_infer.errors import CheckpointError, FsdError
+from fsd_infer.files import read_json, write_json
+from fsd_infer.rules import Rule, parse_rule
+from fsd_infer.target import Target
+from fsd_infer.tuning.autotune import head_of
+
+CALIBRATED = "calibrated"
+FILE = "calibrated.json"
+_ADVICE = "Delete it and calibrate again with `fsd-infer calibrate`."
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """One setting.
+
+    Attributes:
+        temperature: at which it was measured; 0 is greedy.
+        rule: as text.
+        tree: of the drafter; None for its default.
+        promise: {"kind", "value"}.
+        evidence: what it was calibrated and verified on, and what was found.
+    """
+
+    temperature: float
+    rule: str
+    tree: TreeShape | None
+    promise: dict[str, Any]
+    evidence: dict[str, Any]
+
+
+def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Path:
+    """Add a setting to the drafter's file, in place of an earlier one of the same target and temperature.
+
+    Raises:
+        FsdError: the directory cannot be written.
+        CheckpointError: the file there is damaged.
+    """
+    file = directory / FILE
+    entries = _entries(file) if file.exists() else []
+    own = {"target": target.weights_digest(), **asdict(setting)}
+    same = ("target", "temperature")
+    entries = [entry for entry in entries if any(entry.get(key) != own[key] for key in same)]
+    try:
+        write_json(file, {"version": 1, "settings": [*entries, own]}, indent=1)
+    except OSError as error:
+        raise FsdError(f"{file} cannot be written ({error.strerror or error}): copy the drafter elsewhere.") from error
+    return file
+
+
+def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Rule, Drafter]:
+    """The rule of the drafter's file for this target and temperature, and the drafter with the tree measured with it.
+
+    Raises:
+        FsdError: a drafter without a directory, or nothing calibrated for this target and temperature.
+        CheckpointError: the file is damaged.
+    """
+    if drafter.directory is None:
+        raise FsdError(f"rule 'calibrated' lies beside a drafter's files, and {drafter.name} has none: name a rule.")
+    file = drafter.directory / FILE
+    if not file.exists():
+        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-infer calibrate`, or name a rule.")
+    entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
+    known = [entry["temperature"] for entry in entries]
+    if temperature not in known:
+        found = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
+        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {found}).")
+    entry = entries[known.index(temperature)]
+    try:
+        rule, tree = parse_rule(entry["rule"]), entry["tree"]
+        shape = None if tree is None else TreeShape(**tree)
+    except (KeyError, TypeError, FsdError) as error:
+        raise CheckpointError(f"{file}: damaged ({error}). {_ADVICE}") from error
+    head = head_of(drafter)
+    if shape is not None and head is drafter:
+        drafter = head.reshaped(shape)
+    return rule, drafter
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    found = read_json(file, _ADVICE, CheckpointError)
+    entries = found.get("settings") if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("temperature"), (int, float)) for entry in entries
+    ):
+        raise CheckpointError(f"{file}: expected a list of settings. {_ADVICE}")
+    return entries

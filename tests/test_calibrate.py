@@ -1,0 +1,189 @@
+"""Calibration: tests that keep their level, promises that are kept on other prompts, and what is stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.bench.base import Answer, TimedRun, Turn
+from fsd_infer.cli.main import main
+from fsd_infer.drafters import TreeShape
+from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.evidence.calibrate import NATS, SCORE, SPEED, Promise, calibrate, certify, loss_p_value, split
+from fsd_infer.evidence.settings import SweepOptions, parse_settings
+from fsd_infer.evidence.summary import At
+from fsd_infer.tuning.calibrated import FILE, Calibrated, calibrated, write_calibrated
+from tests.bench_toys import Toy, save_toy
+from tests.text_toys import write_rows
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    made = save_toy(tmp_path_factory.mktemp("toy"))
+    write_rows(made.prompts, [{"question": f"the cat sat on {n} mats", "answer": str(n)} for n in range(12)])
+    return made
+
+
+def options(toy: Toy, **changes: Any) -> SweepOptions:
+    values: dict[str, Any] = dict(
+        prompts=[toy.prompts], rules=["fuzzy:js:0.02/0.3"], temperatures=[0.0], target=str(toy.target),
+        drafter=str(toy.drafter), dtype="fp32", max_new_tokens=6, examples=0, distances=0,
+    )  # fmt: skip
+    return SweepOptions(**{**values, **changes})
+
+
+# the level of the test ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lost", "won"), [(0.02, 0.0), (0.03, 0.01), (0.06, 0.04), (0.15, 0.13)])
+@pytest.mark.parametrize("prompts", [60, 200, 800])
+def test_a_setting_that_just_breaks_the_promise_rarely_passes(lost: float, won: float, prompts: int) -> None:
+    """At the edge of the hypothesis, a true loss of 2 points, whatever the share of prompts that change."""
+    generator = np.random.default_rng(prompts)
+    draws = generator.random((3000, prompts))
+    losses = (draws < lost).astype(float) - (draws > 1 - won)
+    passed = np.mean([loss_p_value(one, 0.02) <= 0.1 for one in losses])
+    assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 3000)
+
+
+def test_a_harmless_setting_passes_once_there_are_prompts_enough() -> None:
+    assert loss_p_value(np.zeros(60), 0.02) > 0.1 and loss_p_value(np.zeros(160), 0.02) < 0.1
+    generator = np.random.default_rng(0)
+    draws = generator.random((500, 1500))
+    noisy = (draws < 0.03).astype(float) - (draws > 0.97)
+    assert np.mean([loss_p_value(one, 0.02) <= 0.1 for one in noisy]) > 0.8
+    assert loss_p_value(np.full(1000, 0.01), 0.02) < 0.1 < loss_p_value(np.full(1000, 0.03), 0.02), "ROUGE-L too"
+
+
+def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> At:
+    """Exact is always right; each setting is wrong on that share of the prompts."""
+    at = At(0.0)
+    for index in range(prompts):
+        runs = {"exact": TimedRun(1.0, 0.1, [Answer([1] * 10, 5, 9, score=1.0)])}
+        for name, share in losses.items():
+            right = float(index >= share * prompts)
+            seconds = 1.0 / (speeds or {}).get(name, 1.0)
+            runs[name] = TimedRun(seconds, 0.1, [Answer([1] * 10, 5, 9, score=right, divergence_spent=1.0)])
+        at.turns.append(Turn(index, 0, [index], runs))
+    return at
+
+
+def test_a_list_ends_at_its_first_failure() -> None:
+    settings = parse_settings(["fuzzy:js:0.1/0.2/0.3", "random:0.1/0.2"])
+    losses = {"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.2, "fuzzy:js:0.3": 0.0, "random:0.1": 0.3, "random:0.2": 0.0}
+    found = certify(fake(losses), settings, Promise(SCORE, 0.02), 0.9)
+    assert [one["setting"] for one in found] == ["exact", "fuzzy:js:0.1"], "0.3 was not tested: a list has one level"
+
+
+def test_speed_is_tested_from_bold_to_careful() -> None:
+    settings = parse_settings(["fuzzy:js:0.1/0.2/0.3"])
+    speeds = {"fuzzy:js:0.1": 1.2, "fuzzy:js:0.2": 1.6, "fuzzy:js:0.3": 2.0}
+    found = certify(fake(dict.fromkeys(speeds, 0.0), 50, speeds), settings, Promise(SPEED, 1.5), 0.9)
+    assert [one["setting"] for one in found] == ["fuzzy:js:0.3", "fuzzy:js:0.2"]
+
+
+# from prompts to a stored setting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("promise", [Promise(SCORE, 0.5), Promise(NATS, 0.4), Promise(SPEED, 0.05)])
+def test_promises_are_kept_on_the_other_half(toy: Toy, tmp_path: Path, promise: Promise) -> None:
+    drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
+    asked = options(toy, drafter=str(drafter))
+    record = calibrate(asked, promise, tmp_path / "out")
+    names = [one["setting"] for one in record["certified"]]
+    assert any(name.startswith("fuzzy") for name in names) and record["setting"] in names
+    assert record["calibration"]["kept"] and record["verification"]["kept"]
+    if record["setting"] != "exact":
+        found = json.loads((tmp_path / "out/verification.jsonl").read_text().splitlines()[0])
+        tried = json.loads((tmp_path / "out/calibration.jsonl").read_text().splitlines()[0])
+        assert not {row["text"] for row in found["prompts"]} & {row["text"] for row in tried["prompts"]}
+        assert "<svg" in (tmp_path / "out/verification.html").read_text()
+    if promise.kind == NATS:
+        assert all(name == "exact" or name.endswith(":budget=0.4") for name in names)
+        assert record["verification"]["prompts"] == 0 or record["verification"]["nats_per_answer"]["most"] <= 0.4
+    decoder = FuzzyDecoder.from_pretrained(str(toy.target), str(drafter), dtype=None)
+    made = decoder.generate("the cat", "calibrated", max_new_tokens=4, temperature=0)
+    wanted = decoder.generate("the cat", record["setting"], max_new_tokens=4, temperature=0)
+    assert made.stats.rule == wanted.stats.rule and made.sequences == wanted.sequences
+    assert json.loads((tmp_path / "out/record.json").read_text())["file"] == str(drafter / FILE) == record["file"]
+
+
+def test_halves_share_no_text(toy: Toy, tmp_path: Path) -> None:
+    twice = [{"question": f"how many {n % 20}?", "answer": "1"} for n in range(40)]
+    rows = write_rows(tmp_path / "twice.jsonl", [*twice, {"prompt": "no reference"}])
+    first, second = split(options(toy, prompts=[rows]), [], needs_score=True)
+    texts = [{row.messages[0]["content"] for row in half} for half in (first, second)]
+    assert not texts[0] & texts[1] and len(texts[0] | texts[1]) == 20 and len(first) + len(second) == 40
+    with pytest.raises(DataError, match=r"twice.jsonl:1: this prompt is among those to calibrate on"):
+        split(options(toy, prompts=[rows]), [rows], needs_score=False)
+    lone = write_rows(tmp_path / "lone.jsonl", [{"prompt": "x"}])
+    with pytest.raises(DataError, match="no prompts to"):
+        split(options(toy, prompts=[lone]), [], needs_score=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keywords", "message"),
+    [
+        ({"temperatures": [0.0, 0.7]}, {}, "one temperature at a time"),
+        ({}, {"confidence": 0.2}, "confidence must be at least 0.5"),
+        ({"rules": ["fuzzy:js:0.3:budget=2"]}, {}, "sets the budget itself"),
+        ({"drafter": "lookup"}, {}, "has no directory to write a setting to"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_first(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any], keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FsdError, match=message):
+        calibrate(options(toy, **changes), Promise(NATS, 1.0), tmp_path / "out", **keywords)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(FsdError, match="a promise of score must be between 0 and 1"):
+        Promise(SCORE, 2)
+
+
+def test_a_speed_that_nothing_reaches(toy: Toy, tmp_path: Path) -> None:
+    drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
+    with pytest.raises(FsdError, match="no candidate is certainly 1000 times as fast as exact; the best measured"):
+        calibrate(options(toy, drafter=str(drafter)), Promise(SPEED, 1000.0), tmp_path / "out")
+    assert not (drafter / FILE).exists()
+
+
+def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
+    drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
+    decoder = FuzzyDecoder.from_pretrained(str(toy.target), str(drafter))
+    with pytest.raises(FsdError, match=r"calibrated.json: nothing was calibrated yet"):
+        decoder.generate("the cat", "calibrated", max_new_tokens=2)
+    setting = Calibrated(0.7, "fuzzy:js:0.2", TreeShape(4, 1, 5), {"kind": SCORE, "value": 0.02}, {})
+    write_calibrated(drafter, decoder.target, setting)
+    write_calibrated(drafter, decoder.target, replace(setting, temperature=0.0, rule="random:0.5"))
+    write_calibrated(drafter, decoder.target, replace(setting, rule="fuzzy:js:0.4"))
+    assert len(json.loads((drafter / FILE).read_text())["settings"]) == 2, "the newest of a temperature"
+    rules = [calibrated(decoder.drafter, decoder.target, value)[0].describe() for value in (0.7, 0.0)]
+    assert rules[0]["threshold"] == 0.4 and rules[1]["rule"] == "random"
+    made = decoder.generate("the cat", "calibrated", max_new_tokens=2, do_sample=True, temperature=0.7, seed=1)
+    assert made.stats.rule["threshold"] == 0.4
+    with pytest.raises(FsdError, match=r"nothing was calibrated for temperature 1 \(there is: 0, 0.7\)"):
+        decoder.generate("the cat", "calibrated", max_new_tokens=2, do_sample=True, temperature=1.0)
+    with pytest.raises(FsdError, match="lies beside a drafter's files, and lookup has none"):
+        decoder.generate("the cat", "calibrated", drafter=decoder.load_drafter("lookup"), max_new_tokens=2)
+    (drafter / FILE).write_text('{"settings": 3}')
+    with pytest.raises(CheckpointError, match="expected a list of settings. Delete it"):
+        decoder.generate("the cat", "calibrated", max_new_tokens=2)
+
+
+def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
+    argv = ["--target", str(toy.target), "--drafter", str(drafter), "--dtype", "fp32"]
+    asked = ["--prompts", str(toy.prompts), "--limit", "8", "--rules", "fuzzy:js:0.3", "--max-new-tokens", "4"]
+    assert main(["calibrate", *argv, *asked, "--at-most-nats", "2", "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("at most 2 nats per answer, confidence 0.9: ") and "written to" in shown
+    assert main(["generate", *argv, "--prompt", "the cat", "--rule", "calibrated", "--max-new-tokens", "3"]) == 0
+    (stored,) = json.loads((drafter / FILE).read_text())["settings"]  # exact, if it was the fastest here
+    assert f"rule {stored['rule'].partition(':')[0]}" in capsys.readouterr().err
