@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=40, help="prompts (%(default)s)")
     parser.add_argument("--every", type=int, default=6, help="each so-many-th row (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (%(default)s)")
     parser.add_argument("--rules", help="these instead, comma-separated")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="directory of the record")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             resume=record.with_name(record.name + ".partial.jsonl").exists(),
             command=shown_command("benchmarks.compare_rules", argv), target=target, drafter=drafter,
             limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-            threads=args.threads, log_likelihood=True, score="none", baselines=["exact"],
+            threads=args.threads, batch_size=args.batch_size, log_likelihood=True, score="none", baselines=["exact"],
         )  # fmt: skip
     except FsdError as error:
         print(f"bench: {error}", file=sys.stderr)
