@@ -38,7 +38,7 @@ from fsd_infer.custom_generate import target_of
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.rules import Source
+from fsd_infer.rules import Source, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
@@ -367,6 +367,25 @@ def test_budget_is_kept_per_row(oracle: FuzzyDecoder) -> None:
     )
     exact = oracle.generate(tiny_prompts(), rule="exact", max_new_tokens=40, do_sample=False)
     assert zero.sequences == exact.sequences
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_prompt_may_have_a_rule_of_its_own(temperature: float, target: Target) -> None:
+    """One batch; at temperature 0 each answer is that of its rule alone, and budgets are each rule's own."""
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target))
+    decoder = FuzzyDecoder(target, EagleDrafter(head, target, TreeShape(depth=3, width=3, nodes=8)))
+    prompts, options = tiny_prompts(), {"max_new_tokens": 24, "temperature": temperature, "do_sample": temperature > 0}
+    rules = ["exact", "tilted:0.1:no_repeat=3", "tilted:0.1:budget=9", "draft-only"][: len(prompts)]
+    out = decoder.generate(prompts, rule=rules, seed=0, **options)
+    assert out.stats.rule["rows"] == [parse_rule(rule).describe() for rule in rules]
+    spent = [row.divergence_spent for row in out.stats.rows]
+    assert spent[0] == 0 and spent[1] > 0 and 0 < spent[2] <= 9
+    if temperature == 0:
+        for row, (prompt, rule) in enumerate(zip(prompts, rules)):
+            assert out.sequences[row] == decoder.generate([prompt], rule=rule, **options).sequences[0]
+    with pytest.raises(FsdError, match="2 rules for 3 prompts"):
+        decoder.generate(prompts[:3], rule=["exact", "tilted:1"], **options)
 
 
 def test_log_likelihood_and_counts(model: Any, oracle: FuzzyDecoder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -126,8 +127,16 @@ def waits_of(kind: str, greedy: bool) -> tuple[int, int]:
 @pytest.mark.filterwarnings("ignore:lm samples its drafts")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("kind", ["none", "eagle", "reduced", "lm", "lookup", "recycle", *GRAFTS])
-@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "draft-only", "random:0.5"])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        *product(
+            ["exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "draft-only", "random:0.5"],
+            ["none", "eagle", "reduced", "lm", "lookup", "recycle", *GRAFTS],
+        ),
+        *product(["tilted:1:gate=0.3:no_repeat=2"], ["eagle", "lm", "reduced+lookup+recycle"]),
+    ],
+)
 def test_a_round_waits_for_the_device_as_often_as_is_stated(
     rule: str, kind: str, greedy: bool, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
