@@ -90,6 +90,7 @@ class SlotCache(Cache):
         self.start: int | None = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
+        self.positions: Tensor | None = None
         self.text_length = 0
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
@@ -119,15 +120,17 @@ class SlotCache(Cache):
         made.parent = self, index
         return made
 
-    def set_write_slots(self, slots: Tensor, start: int | None, used: int) -> None:
+    def set_write_slots(self, slots: Tensor, start: int | None, used: int, positions: Tensor | None = None) -> None:
         """Say where the next forward writes.
 
         Args:
             slots: [B, M] slot of each new token.
             start: the first slot if all rows write the same run of slots (a plain slice then), else None.
             used: number of slots, from 0, that the forward attends to.
+            positions: [B, used] of what lies in those slots, new tokens included; None: of what the text holds, the
+                slots' own numbers.
         """
-        self.slots, self.start, self.used = slots, start, used
+        self.slots, self.start, self.used, self.positions = slots, start, used, positions
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers at once."""

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from fsd_infer.beams import BeamOptions, decode_beams
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request, decode
@@ -38,6 +39,7 @@ def generate(
     seed: int | None = None,
     stream_to: Any = None,
     max_cache_bytes: int | None = None,
+    beam_options: BeamOptions | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The loop for transformers: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
@@ -56,10 +58,11 @@ def generate(
         seed: of the draws at temperature > 0.
         stream_to: another name for ``streamer``.
         max_cache_bytes: refuse a request whose key-value caches take more (CacheMemoryError); None: more than is free.
+        beam_options: with ``num_beams`` > 1, how beams are drafted.
 
     Returns:
         ids [B, prompt + longest answer], right-padded, as ``generate`` returns them; with ``return_dict_in_generate``
-        a ``GenerateDecoderOnlyOutput`` that also has ``stats``.
+        a ``GenerateDecoderOnlyOutput`` that also has ``stats``, and with beams ``sequences_scores``.
 
     Raises:
         FsdError: an argument of ``generate``, or a field of the configuration, that is not honoured; and as
@@ -88,16 +91,21 @@ def generate(
                 show_prompt=shown is None,
                 seed=seed,
                 max_cache_bytes=max_cache_bytes,
+                beam_options=beam_options,
                 **model_kwargs,
             )
     longest = max(len(sequence) for sequence in outcome.sequences)
     pad = pad_id(generation_config)
     answers = [sequence + [pad] * (longest - len(sequence)) for sequence in outcome.sequences]
+    if outcome.scores is not None:  # the prompts came once per beam
+        input_ids = input_ids[torch.arange(len(answers), device=input_ids.device) * len(input_ids) // len(answers)]
     sequences = torch.cat([input_ids, input_ids.new_tensor(answers)], dim=1)
     if not generation_config.return_dict_in_generate:
         return sequences
     output = GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     output["stats"] = outcome.stats
+    if outcome.scores is not None:
+        output["sequences_scores"] = torch.tensor(outcome.scores, device=input_ids.device)
     return output
 
 
@@ -154,6 +162,7 @@ def decode_prepared(
     seed: int | None = None,
     measure_log_likelihood: bool = False,
     max_cache_bytes: int | None = None,
+    beam_options: BeamOptions | None = None,
     attention_mask: Tensor | None = None,
     **model_inputs: Any,
 ) -> Outcome:
@@ -165,7 +174,7 @@ def decode_prepared(
         input_ids: [B, T], with padding.
         logits_processor, stopping_criteria, generation_config, attention_mask, model_inputs: as prepared.
         streamer: gets the prompt, if ``show_prompt``, and the tokens; the caller ends it.
-        seed, measure_log_likelihood, max_cache_bytes: see ``FuzzyDecoder.generate``.
+        seed, measure_log_likelihood, max_cache_bytes, beam_options: see ``FuzzyDecoder.generate``.
 
     Raises:
         FsdError: what would not be honoured; and as :func:`fsd_infer.engine.decode`.
@@ -180,6 +189,10 @@ def decode_prepared(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     check_config(generation_config, target.model.generation_config)
     check_inputs(input_ids, mask, model_inputs)
+    beams = generation_config.num_beams or 1
+    if beams == 1 and beam_options is not None:
+        raise FsdError("beam_options are about beams: set num_beams to more than 1, or leave them out.")
+    input_ids, mask = input_ids[::beams], mask[::beams]  # each prompt comes once per beam
     if streamer is not None and input_ids.shape[0] > 1:
         raise FsdError("a streamer shows one answer: pass one prompt.")
     criteria = list(stopping_criteria or [])
@@ -206,6 +219,8 @@ def decode_prepared(
         measure_log_likelihood=measure_log_likelihood,
         max_cache_bytes=max_cache_bytes,
     )
+    if beams > 1:
+        return decode_beams(made_for, drafter, rules, request, generation_config, beam_options)
     if streamer is not None and show_prompt:
         streamer.put(input_ids.cpu())
     answers = generation_config.num_return_sequences or 1  # per prompt, one behind the other

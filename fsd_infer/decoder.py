@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from fsd_infer.beams import BeamOptions
 from fsd_infer.chat.encoding import encode_chat, encode_text
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.custom_generate import chosen_rules, decode_prepared, ending, generate
@@ -42,13 +43,16 @@ class Generation:
         sequences: new tokens only, one list per prompt; with ``num_return_sequences`` so many, prompt after prompt.
         texts: the same decoded without special tokens (empty strings without a tokenizer).
         stats: see :class:`GenerationStats`.
-        records: per answer, per token: source, gate flag, nats spent.
+        records: per answer, per token: source, gate flag, nats spent. With beams of each prompt's best answer, as in
+            ``stats``, and without sources and gates.
+        scores: with beams of each answer the sum of its log-probabilities / length ** length_penalty, else None.
     """
 
     sequences: list[list[int]]
     texts: list[str]
     stats: GenerationStats
     records: list[RowRecord]
+    scores: list[float] | None = None
 
 
 class FuzzyDecoder:
@@ -226,6 +230,7 @@ class FuzzyDecoder:
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
+        beam_options: BeamOptions | None = None,
         **overrides: Any,
     ) -> Generation:
         """Decode one prompt or a batch of prompts of any lengths.
@@ -242,7 +247,8 @@ class FuzzyDecoder:
             chat: see :meth:`encode`.
             measure_log_likelihood: also record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
-            overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``stop_strings`` ... as in transformers.
+            beam_options: with ``num_beams`` > 1, how beams are drafted.
+            overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``num_beams`` ... as in transformers.
 
         Raises:
             UnknownNameError, FsdError: unknown rule or divergence, empty prompt, an option that is unknown or that
@@ -261,10 +267,11 @@ class FuzzyDecoder:
                 streamer=streamer,
                 measure_log_likelihood=measure_log_likelihood,
                 max_cache_bytes=max_cache_bytes,
+                beam_options=beam_options,
             )
             tokenizer = self.target.tokenizer
             texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
-        return Generation(outcome.sequences, texts, outcome.stats, outcome.records)
+        return Generation(outcome.sequences, texts, outcome.stats, outcome.records, outcome.scores)
 
     def _decode(self, ids: list[list[int]], options: dict[str, Any], **arguments: Any) -> Outcome:
         """Let transformers prepare the options, then decode; arguments as of :func:`decode_prepared`."""

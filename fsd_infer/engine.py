@@ -18,9 +18,9 @@ from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
-from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.errors import FsdError
 from fsd_infer.logits_processors import TreeProcessors
-from fsd_infer.prefill import read_prompts
+from fsd_infer.prefill import check_prompts, read_prompts
 from fsd_infer.rules import Answers, Rule, Verdict, Verification, apply_rules
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
@@ -61,11 +61,12 @@ class Request:
 
 @dataclass
 class Outcome:
-    """Answers (new tokens only), per-token records and statistics."""
+    """Answers (new tokens only), per-token records and statistics; of beams each answer's score too, else None."""
 
     sequences: list[list[int]]
     records: list[RowRecord]
     stats: GenerationStats
+    scores: list[float] | None = None
 
 
 @torch.inference_mode()
@@ -102,14 +103,6 @@ class _Batch:
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
-        for row, prompt in enumerate(request.prompts):
-            if not prompt:
-                raise FsdError(f"prompt {row} is empty: give at least one token.")
-            if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-                raise FsdError(
-                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, but {target.name} knows 0 to "
-                    f"{target.vocab_size - 1}: encode it with the target's own tokenizer."
-                )
         count = len(request.prompts)
         drafter = drafter.for_batch(count)
         self.target, self.drafter, self.request = target, drafter, request
@@ -117,7 +110,7 @@ class _Batch:
         if len(self.all_rules) != count:
             raise FsdError(f"{len(self.all_rules)} rules for {count} prompts: give one rule, or one per prompt.")
         self.rules = list(self.all_rules)  # of the rows that are still being decoded
-        self.limits = [_room(target, len(prompt), request.max_new_tokens) for prompt in request.prompts]
+        self.limits = check_prompts(target, request.prompts, request.max_new_tokens)
         self.processors = TreeProcessors(request.processors, count)
         self.device = target.device
         longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
@@ -317,21 +310,6 @@ def _described(rules: Sequence[Rule]) -> dict[str, object]:
     if all(rule == rules[0] for rule in rules):
         return rules[0].describe()
     return {"rule": "per row", "rows": [rule.describe() for rule in rules]}
-
-
-def _room(target: Target, prompt: int, max_new_tokens: int) -> int:
-    """How many tokens may follow a prompt of ``prompt`` tokens: max_new_tokens, or what the context leaves."""
-    if max_new_tokens < 1:
-        raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    limit = target.max_positions
-    if limit is None:
-        return max_new_tokens
-    if prompt >= limit:
-        raise ContextLengthError(
-            f"a prompt has {prompt} tokens, but {target.name} has a context of {limit} tokens, "
-            "and an answer needs room too: shorten the prompt."
-        )
-    return min(max_new_tokens, limit - prompt)
 
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:

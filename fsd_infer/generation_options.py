@@ -18,6 +18,7 @@ from fsd_infer.errors import FsdError
 # honoured, mostly because ``generate`` makes logits processors and stopping criteria of them
 _HONOURED = frozenset(
     """
+    num_beams early_stopping length_penalty
     max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample num_return_sequences
     temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size
     encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
@@ -26,10 +27,10 @@ _HONOURED = frozenset(
     return_dict_in_generate
     """.split()
 )
-# of no effect on what one beam answers, in ``generate`` neither
+# of no effect on the answers, in ``generate`` neither
 _WITHOUT_EFFECT = frozenset(
     """
-    use_cache compile_config disable_compile prefill_chunk_size early_stopping length_penalty decoder_start_token_id
+    use_cache compile_config disable_compile prefill_chunk_size decoder_start_token_id
     transformers_version _from_model_config
     """.split()
 )
@@ -42,7 +43,6 @@ _OF_SPEED = frozenset(
     """.split()
 )
 _INSTEAD = {
-    "num_beams": "set num_beams=1",
     "prompt_lookup_num_tokens": 'use drafter="lookup"',
     "max_matching_ngram_size": 'use drafter="lookup"',
     "assistant_model": "give the small model as drafter",

@@ -105,9 +105,12 @@ class TreeProcessors:
             for node_depth in tree.depths[row].unique().tolist():
                 nodes = (tree.depths[row] == node_depth).nonzero()[:, 0]
                 context = self._contexts(tree, row, nodes, text)
-                processors = [self._of_row(p, asked, len(nodes)) for p in self.processors]
-                scores[row, nodes] = _processed(processors, context, logits[row, nodes].clone())
+                scores[row, nodes] = self.texts(logits[row, nodes].clone(), context, asked)
         return scores
+
+    def texts(self, scores: Tensor, texts: Tensor, row: int) -> Tensor:
+        """Processed scores [M, V] of texts [M, T] that all go on from one row of the request."""
+        return _processed([self._of_row(p, row, len(texts)) for p in self.processors], texts, scores)
 
     def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
         """Processed scores of the drafter at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""

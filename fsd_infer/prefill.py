@@ -1,6 +1,8 @@
-"""Reading prompts: the target's features of all their tokens, and its logits at the last ones."""
+"""Prompts: whether they can be answered, and reading them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,12 +10,39 @@ from torch.nn import functional as F
 
 from fsd_infer.cache import SlotCache
 from fsd_infer.device.transfer import to_device
+from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.target import Target
 from fsd_infer.tree import at_nodes
 
 PREFILL_CHUNK = 512
 # Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
 READ_IN_TURN = {"cpu"}
+
+
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """How many tokens may follow each prompt: max_new_tokens, or what the context leaves.
+
+    Raises:
+        FsdError: an empty prompt, a token id that the target does not know, or max_new_tokens below 1.
+        ContextLengthError: a prompt that leaves no room in the target's context.
+    """
+    if max_new_tokens < 1:
+        raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+    limit = target.max_positions
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise FsdError(f"prompt {row} is empty: give at least one token.")
+        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            raise FsdError(
+                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, but {target.name} knows 0 to "
+                f"{target.vocab_size - 1}: encode it with the target's own tokenizer."
+            )
+        if limit is not None and len(prompt) >= limit:
+            raise ContextLengthError(
+                f"a prompt has {len(prompt)} tokens, but {target.name} has a context of {limit} tokens, "
+                "and an answer needs room too: shorten the prompt."
+            )
+    return [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
 
 
 def read_prompts(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

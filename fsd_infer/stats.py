@@ -17,7 +17,8 @@ class RowStats:
         new_tokens: answer length in tokens (an emitted end-of-sequence token counted).
         target_forwards: verifying forwards of the target, prefill not counted.
         tau: accepted length: tokens emitted per target forward, the target's own token counted, the prefill and its
-            one token left out. NaN if there was no verifying forward.
+            one token left out. With beams, steps of the search instead of tokens: all beams grow by one in each. NaN if
+            there was no verifying forward.
         gate_open_fraction: share of tokens emitted at a context whose gate was open.
         gate_accepted_fraction: share of tokens that only an open gate let through.
         divergence_spent: nats (temperature > 0: KL of the law to the target; 0: greedy regret), summed.
@@ -77,7 +78,8 @@ class GenerationStats:
     def tau(self) -> float:
         """Over all rows: tokens emitted by verifying forwards / verifying forwards."""
         forwards = self.target_forwards
-        return sum(row.new_tokens - 1 for row in self.rows) / forwards if forwards else float("nan")
+        emitted = sum(row.tau * row.target_forwards for row in self.rows if row.target_forwards)
+        return emitted / forwards if forwards else float("nan")
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,7 +114,10 @@ class GenerationStats:
 
 @dataclass
 class RowRecord:
-    """One answer while it grows: per emitted token its id, :class:`Source`, gate flag and nats spent."""
+    """One answer while it grows: per emitted token its id, :class:`Source`, gate flag and nats spent.
+
+    ``steps``: of a search with beams; None elsewhere, where each token is a step.
+    """
 
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
@@ -120,6 +125,7 @@ class RowRecord:
     spent: list[float] = field(default_factory=list)
     log_likelihoods: list[float] = field(default_factory=list)
     target_forwards: int = 0
+    steps: int | None = None
     finish_reason: str | None = None
     decode_seconds: float = 0.0
 
@@ -129,7 +135,7 @@ class RowRecord:
         return RowStats(
             new_tokens=count,
             target_forwards=forwards,
-            tau=(count - 1) / forwards if forwards else float("nan"),
+            tau=((count if self.steps is None else self.steps) - 1) / forwards if forwards else float("nan"),
             gate_open_fraction=_share(self.gates),
             gate_accepted_fraction=_share([source == Source.GATE for source in self.sources]),
             divergence_spent=float(sum(self.spent)),

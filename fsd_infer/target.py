@@ -301,7 +301,8 @@ class Target:
         Returns:
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
-        if self.graphs is not None and not keep:
+        scattered = cache.positions is not None and any(self.layer_windows.values())  # a recording does not know where
+        if self.graphs is not None and not keep and not scattered:
             logits, features = self.graphs(cache, visible, tokens, positions)
             return logits, features
         return self._forward(cache, visible, tokens, positions, keep)
@@ -313,7 +314,7 @@ class Target:
     def _forward(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
-        masks = self._windowed(visible, positions, cache.slots)
+        masks = self._windowed(visible, positions, cache)
         stack = ops.stack_of(self.decoder)
         if stack is not None and stack.takes(visible) and self._lm_head_is_plain:
             kinds = getattr(self.config, "layer_types", None) or ["all"] * self.config.num_hidden_layers
@@ -341,14 +342,16 @@ class Target:
         """Final features [B, M, H] and the outputs of watched layers -> [B, M, F]."""
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
-    def _windowed(self, visible: Tensor, positions: Tensor, slots: Tensor) -> dict[str, Tensor]:
+    def _windowed(self, visible: Tensor, positions: Tensor, cache: SlotCache) -> dict[str, Tensor]:
         """[B, M, S] masks by layer type; windows count positions, not slots (tree siblings share a position)."""
         masks = {}
         for kind, window in self.layer_windows.items():
             mask = visible
             if window is not None:
-                counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
-                at = counted.scatter(1, slots, positions)  # the text's tokens lie in the slots of their positions
+                at = cache.positions
+                if at is None:
+                    counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
+                    at = counted.scatter(1, cache.slots, positions)  # the text's tokens lie in the slots of theirs
                 mask = mask & (positions[:, :, None] - at[:, None, :] < window)
             masks[kind] = mask
         return masks

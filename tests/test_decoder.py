@@ -158,7 +158,7 @@ def test_half_precision_keeps_rotary_frequencies(tmp_path: Path) -> None:
     assert isinstance(drafter, EagleDrafter)
     fresh = EagleHead(drafter.head.config)
     assert drafter.head.fc.weight.dtype == torch.bfloat16
-    assert torch.equal(drafter.head.rotary.inv_freq, fresh.rotary.inv_freq)
+    assert torch.equal(drafter.head.rotary_emb.inv_freq, fresh.rotary_emb.inv_freq)
 
 
 def test_drafters_that_do_not_fit_are_named(target: Target, tmp_path: Path) -> None:

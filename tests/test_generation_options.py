@@ -72,7 +72,6 @@ SAMPLED: dict[str, Any] = {
     "eta_cutoff": 0.99999,
 }
 REFUSED: dict[str, Any] = {
-    "num_beams": 2,
     "num_beam_groups": 2,
     "diversity_penalty": 0.5,
     "penalty_alpha": 0.6,
@@ -102,7 +101,8 @@ REFUSED: dict[str, Any] = {
     "use_mtp": True,
 }
 ELSEWHERE = {  # with tests of their own, or of no public meaning
-    "stop_strings", "token_healing", "num_return_sequences", "compile_config", "continuous_batching_config",
+    "stop_strings", "token_healing", "num_return_sequences", "num_beams",
+    "compile_config", "continuous_batching_config",
     "_from_model_config",
 }  # fmt: skip
 

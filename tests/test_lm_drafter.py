@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import LMDrafter, TreeShape
-from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession, _warn_context
+from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession, warn_context
 from fsd_infer.errors import FsdError
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
@@ -113,7 +113,7 @@ def test_drafting_ends_with_the_small_models_context(
         return trees[-1][1]
 
     monkeypatch.setattr(LMSession, "draft", kept)
-    _warn_context.cache_clear()
+    warn_context.cache_clear()
     prompts = tiny_prompts()[:batch]
     with pytest.warns(UserWarning, match="context of 24") as warned:
         exact = decoder.generate(prompts, max_new_tokens=40, do_sample=False)

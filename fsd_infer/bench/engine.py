@@ -14,11 +14,13 @@ from fsd_infer.rules import Rule
 class EngineMethod(Method):
     """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``."""
 
-    def __init__(self, name: str, decoder: FuzzyDecoder, rule: Rule, drafter: Drafter) -> None:
-        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
+    def __init__(self, name: str, decoder: FuzzyDecoder, rule: Rule, drafter: Drafter, beams: int = 1) -> None:
+        self.name, self.decoder, self.rule, self.drafter, self.beams = name, decoder, rule, drafter, beams
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         self.drafter.forget()  # a prompt that is repeated must not be answered from memory
+        if self.beams > 1:
+            options = {**options, "num_beams": self.beams}
         start = time.perf_counter()
         made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
         seconds = time.perf_counter() - start
@@ -39,4 +41,9 @@ class EngineMethod(Method):
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 
     def describe(self) -> dict[str, Any]:
-        return {"by": "fsd_infer", "rule": self.rule.describe(), "drafter": self.drafter.describe()}
+        return {
+            "by": "fsd_infer",
+            "rule": self.rule.describe(),
+            "beams": self.beams,
+            "drafter": self.drafter.describe(),
+        }

@@ -52,22 +52,26 @@ class GenerateMethod(Method):
             raise FsdError(f"{self.name}: transformers speculates on one prompt at a time: --batch-size 1.")
         ids, mask = left_pad(prompts, self.pad, self.model.device)
         rounds = _Rounds()
+        beams = self.speculation.get("num_beams", 1) > 1
+        streamer = None if beams else rounds  # beams cannot be streamed: their prefill is not timed apart
         torch.manual_seed(seed)
         start = time.perf_counter()
         output = self.model.generate(
-            ids, attention_mask=mask, pad_token_id=self.pad, streamer=rounds, **options, **self.speculation
+            ids, attention_mask=mask, pad_token_id=self.pad, streamer=streamer, **options, **self.speculation
         ).tolist()
         seconds = time.perf_counter() - start
         first = (rounds.first or start + seconds) - start
-        return TimedRun(seconds, first, [self._answer(row[ids.shape[1] :], rounds, len(prompts)) for row in output])
+        return TimedRun(
+            seconds, first, [self._answer(row[ids.shape[1] :], rounds, beams or len(prompts) > 1) for row in output]
+        )
 
-    def _answer(self, tokens: list[int], rounds: _Rounds, batch: int) -> Answer:
+    def _answer(self, tokens: list[int], rounds: _Rounds, unseen: bool) -> Answer:
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
         tokens = tokens[:end]
-        if batch == 1:
-            forwards, verified = len(rounds.sizes) - 2, len(tokens) - rounds.sizes[1]
-        else:
+        if unseen:
             forwards = verified = len(tokens) - 1
+        else:
+            forwards, verified = len(rounds.sizes) - 2, len(tokens) - rounds.sizes[1]
         return Answer(tokens, forwards, verified, finish_reason="length" if end is None else "stop")
 
     def describe(self) -> dict[str, Any]:

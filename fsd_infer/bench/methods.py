@@ -11,6 +11,8 @@ A method is written as text, ``[label=]kind[:parameters]``; the label is what ta
 ``hf-generate``            transformers' ``generate``
 ``hf-lookup:8``            the same with prompt lookup of so many tokens (8)
 ``hf-assisted:DIR``        the same with an assistant model
+``hf-beams:4``             the same with so many beams
+``beams:4``                as many beams of this package, with the run's drafter; ``beams:4@none`` without
 ``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
 ``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_infer.bench.process`
 =========================  ============================================================================================
@@ -42,7 +44,8 @@ from fsd_infer.targets.loading import load_target
 
 __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 
-LOOKUP_TOKENS, MOST_LOOKUP = 8, 1024
+LOOKUP_TOKENS, MOST_LOOKUP, MOST_BEAMS = 8, 1024, 64
+DRAFTING = "beams"  # the kind besides rules that takes a drafter
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 _SHAPED = re.compile(r"(.+)@(\d{1,4})x(\d{1,4})x(\d{1,4})(?:x([01]|0?\.\d{1,9}))?", re.ASCII | re.DOTALL)
 
@@ -113,6 +116,22 @@ class _Lookup(Kind):
         return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
 
+class _HfBeams(Kind):
+    def check(self, spec: Spec) -> None:
+        if not 2 <= (read_int(spec.argument) or 0) <= MOST_BEAMS:
+            raise FsdError(f"method {spec.text!r}: give 2 to {MOST_BEAMS} beams, e.g. {spec.kind}:4.")
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        facts = {"num_beams": int(spec.argument)}
+        return GenerateMethod(spec.name, models.reference[0], facts, facts)
+
+
+class _Beams(_HfBeams):
+    def make(self, spec: Spec, models: Models) -> Method:
+        drafter = models.load(spec.drafter or models.drafter, spec.tree)
+        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, beams=int(spec.argument))
+
+
 class _Assisted(Kind):
     def check(self, spec: Spec) -> None:
         if not spec.argument:
@@ -165,6 +184,8 @@ for _name, _kind in (
     ("plain", _Plain()),
     ("hf-generate", _Generate()),
     ("hf-lookup", _Lookup()),
+    ("hf-beams", _HfBeams()),
+    ("beams", _Beams()),
     ("hf-assisted", _Assisted()),
     ("server", _Server()),
     ("command", _Command()),
@@ -195,24 +216,28 @@ def _parse(text: str) -> Spec:
     label = _LABEL.fullmatch(text) if "=" in kind else None
     name, rest = (label[1], label[2]) if label else (text, text)
     kind = re.split("[:@]", rest, maxsplit=1)[0]
-    if kind in METHODS:
+    if kind in METHODS and kind != DRAFTING:
         spec = Spec(name, rest, kind, rest[len(kind) + 1 :])
         if rest[len(kind) : len(kind) + 1] == "@":
             raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")
         METHODS.get(kind).check(spec)
         return spec
-    if kind not in RULES:
+    if kind not in RULES and kind != DRAFTING:
         known = [*METHODS.names(), *RULES.names()]
         raise UnknownNameError(f"unknown method {rest!r}. Known: {', '.join(known)}.")
     rule, at, drafter = rest.partition("@")
     if at and not drafter:
         raise FsdError(f"method {rest!r}: name the drafter after '@', e.g. exact@none.")
-    parse_rule(rule)
+    if kind in RULES:
+        parse_rule(rule)
     tree = None
     if shaped := _SHAPED.fullmatch(drafter):
         drafter, depth, width, nodes, stop = shaped.groups()
         tree = TreeShape(int(depth), int(width), int(nodes), float(stop or 0))
-    return Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None, tree)
+    spec = Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None, tree)
+    if kind == DRAFTING:
+        METHODS.get(kind).check(spec)
+    return spec
 
 
 def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
@@ -227,7 +252,7 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
     for spec in specs:
         if spec.kind == "server":
             made[spec.name] = METHODS.get(spec.kind).make(spec, models)
-    drafters = [spec.drafter or models.drafter for spec in specs if spec.kind in RULES]
+    drafters = [spec.drafter or models.drafter for spec in specs if spec.kind in RULES or spec.kind == DRAFTING]
     models.first_drafter = drafters[0] if drafters else "none"
     for spec in specs:
         if spec.name in made:

@@ -103,12 +103,18 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``FuzzyDecoder.generate``."""
     if not 0 <= args.temperature < math.inf:
         raise FsdError(f"--temperature must be 0 or above and finite, got {args.temperature}.")
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    if args.num_beams > 1:
+        for option in ("stream", "show_accepted"):
+            if getattr(args, option):
+                raise FsdError(f"--{option.replace('_', '-')} shows one growing answer: leave --num-beams out.")
+        options["num_beams"] = args.num_beams
     if args.temperature == 0:
         for option in ("top_p", "top_k"):
             if getattr(args, option) is not None:
                 raise FsdError(f"--{option.replace('_', '-')} has no effect at temperature 0: add --temperature.")
-        return {"max_new_tokens": args.max_new_tokens, "temperature": 0, "top_p": None, "top_k": None}
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperature": args.temperature}
+        return {**options, "temperature": 0, "top_p": None, "top_k": None}
+    options |= {"do_sample": True, "temperature": args.temperature}
     if args.top_p is not None:
         if not 0 < args.top_p <= 1:
             raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")

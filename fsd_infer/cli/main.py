@@ -92,6 +92,9 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
     request.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
+    request.add_argument(
+        "--num-beams", type=positive, default=1, metavar="W", help="beam search, or sampling, of width W"
+    )
     request.add_argument("--top-p", type=real_number, metavar="P")
     request.add_argument("--top-k", type=positive, metavar="K")
     request.add_argument("--seed", type=whole_number(0, MOST_SEED))

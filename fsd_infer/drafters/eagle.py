@@ -213,6 +213,19 @@ class EagleDrafter(Drafter):
         assert self.draft_ids is not None and self.lm_head is not None
         return ContextVocabulary(self.target, self.draft_ids, self.lm_head, self._drafted, batch)
 
+    def q_logits(self, outputs: Tensor, vocabulary: ContextVocabulary | None) -> Tensor:
+        """Outputs of the head [B, E, H] -> [B, E, Vd] in the target's data type.
+
+        ``vocabulary``: the batch's, from :meth:`context_vocabulary`.
+        """
+        read = self.head.readout(outputs)
+        if self.head.lm_head is not None:
+            logits: Tensor = self.head.lm_head(read)
+            return logits
+        if vocabulary is not None:
+            return vocabulary.logits(read)
+        return self.target.lm_logits(read, self.lm_head)
+
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
         sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
@@ -280,7 +293,7 @@ class EagleSession(DraftSession):
         levels: list[_Level] = []
         first = 1  # number of the first node of this depth
         for level in range(1, depth + 1):
-            logits = self._q_logits(features)  # [B, E, Vd]
+            logits = self.drafter.q_logits(features, self.vocabulary)  # [B, E, Vd]
             log_q, choice = ops.likeliest(logits, width)
             tokens = (choice if ids is None else ids[choice]).flatten(1)
             scores = (path_scores[..., None] + log_q).flatten(1)
@@ -297,17 +310,6 @@ class EagleSession(DraftSession):
             expanded = first + best
             first += tokens.shape[1]
         return _keep_best(to_device(roots, device), levels, self.drafter, ids)
-
-    def _q_logits(self, features: Tensor) -> Tensor:
-        """Outputs of the head [B, E, H] -> [B, E, Vd] in the target's data type."""
-        head = self.drafter.head
-        read = head.readout(features)
-        if head.lm_head is not None:
-            logits: Tensor = head.lm_head(read)
-            return logits
-        if self.vocabulary is not None:
-            return self.vocabulary.logits(read)
-        return self.drafter.target.lm_logits(read, self.drafter.lm_head)
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:

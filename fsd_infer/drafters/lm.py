@@ -38,7 +38,7 @@ def chain_of(tree: TreeShape | None, target: Target) -> tuple[int, float]:
 
 
 @cache
-def _warn_context(name: str, limit: int) -> None:
+def warn_context(name: str, limit: int) -> None:
     """Says once per small model that a text is too long for it."""
     warnings.warn(
         f"drafter {name} has a context of {limit} tokens, shorter than the text: from there on it drafts nothing. Use "
@@ -194,7 +194,7 @@ class LMSession(DraftSession):
         limit = drafter.model.max_positions
         reach = torch.full_like(self.lengths, drafter.depth)
         if limit is not None and int(self.lengths.max()) + drafter.depth > limit + 1:  # the last draft is not read
-            _warn_context(drafter.model.name, limit)
+            warn_context(drafter.model.name, limit)
             reach = reach.minimum(limit + 1 - self.lengths)
         return reach
 

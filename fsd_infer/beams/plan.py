@@ -1,0 +1,105 @@
+"""What to draft: a rehearsal of the search's next steps with the drafter's probabilities.
+
+A step can be taken from a forward if that has read the beams that the step before left. So what has to be drafted are
+not each beam's likeliest continuations but the beams of the next steps: candidates of all beams compete by the sum of
+the beam's real score and the drafter's log-probabilities, step by step, and the best of each step become nodes. Where
+the target has read a node in an earlier round, its own log-probabilities take part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from fsd_infer.beams.forest import Node
+from fsd_infer.beams.options import BeamOptions
+from fsd_infer.beams.proposers import Proposer
+from fsd_infer.beams.sampling import arrivals
+from fsd_infer.beams.search import Beam, Search, Terms
+
+Look = Callable[[Sequence[Sequence[Node]]], None]
+
+
+class Planner:
+    """Chooses the nodes of each round.
+
+    Args:
+        terms: of the request.
+        options: with ``depth`` and ``spread`` given.
+        proposer: the drafter at work.
+        look: fills in ``likely`` of nodes that the target has read, [B] rows.
+        successors: how many successors of a node are looked at.
+    """
+
+    def __init__(self, terms: Terms, options: BeamOptions, proposer: Proposer, look: Look, successors: int) -> None:
+        assert options.depth is not None and options.spread is not None
+        self.terms, self.proposer, self.look, self.successors = terms, proposer, look, successors
+        self.depth = options.depth
+        self.breadth = math.ceil(options.spread * terms.beams)
+        self.nodes = self.depth * self.breadth if options.nodes is None else options.nodes
+
+    @property
+    def most(self) -> int:
+        """Nodes of a round at most."""
+        return self.terms.beams + self.nodes
+
+    def plan(self, searches: Sequence[Search]) -> list[list[Node]]:
+        """The nodes that the target is to read for each search: beams that it has not read, then drafts, placed."""
+        new: list[list[Node]] = []
+        for search in searches:
+            live = [beam.node for beam in search.live]
+            if search.forest.room < self.most:
+                search.forest.trim(live)
+            new.append([node for node in live if node.logits is None])
+            for node in new[-1]:
+                search.forest.place(node)
+        missing = [len(row) for row in new]
+        frontiers = [list(search.live) for search in searches]
+        for level in range(1, self.depth + 1):
+            for row, search in enumerate(searches):
+                # after the last step nothing is read, so the last but one reads the last nodes
+                if search.length + level >= search.limit or len(new[row]) - missing[row] >= self.nodes:
+                    frontiers[row] = []
+            if not any(frontiers):
+                break
+            self._ask(frontiers)
+            for row, (search, frontier) in enumerate(zip(searches, frontiers, strict=True)):
+                frontiers[row] = []
+                for beam in self._next(frontier):
+                    if beam.node.slot < 0:
+                        if len(new[row]) - missing[row] >= self.nodes:
+                            continue
+                        search.forest.place(beam.node)
+                        new[row].append(beam.node)
+                    frontiers[row].append(beam)
+        return new
+
+    def _ask(self, frontiers: Sequence[Sequence[Beam]]) -> None:
+        """Have ``likely`` or ``proposed`` of all these nodes filled in."""
+        self.look([[beam.node for beam in row if beam.node.logits is not None] for row in frontiers])
+        asked = [[beam.node for beam in row if beam.node.logits is None] for row in frontiers]
+        for nodes, guesses in zip(asked, self.proposer.propose(asked, self.successors), strict=True):
+            for node, guess in zip(nodes, guesses, strict=True):
+                node.proposed = guess
+
+    def _next(self, frontier: Sequence[Beam]) -> list[Beam]:
+        """The likely beams of the step after these."""
+        lists = [beam.node.likely or beam.node.proposed or ([], []) for beam in frontier]
+        found = [
+            (beam.score + value, place, token)
+            for place, (beam, guess) in enumerate(zip(frontier, lists, strict=True))
+            for value, token in zip(*guess)
+        ]
+        found.sort(key=lambda draw: -draw[0])
+        if self.terms.draw is not None and found:
+            times = arrivals([beam.node for beam in frontier], [beam.score for beam in frontier], lists).tolist()
+            columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
+            found.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
+            drawn = self.terms.candidates * self.terms.beams
+            del found[2 * drawn :]
+            early = {draw[1:]: place / drawn for place, draw in enumerate(found)}
+            found.sort(key=lambda draw: -draw[0])
+            late = {draw[1:]: place / self.terms.beams for place, draw in enumerate(found)}
+            found.sort(key=lambda draw: max(early[draw[1:]], late[draw[1:]]))
+        going = [draw for draw in found if draw[2] not in self.terms.eos_token_ids][: self.breadth]
+        return [Beam(frontier[place].node.child(token), score) for score, place, token in going]

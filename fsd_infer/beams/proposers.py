@@ -1,0 +1,415 @@
+"""What drafters say follows the nodes of a forest, by kind of drafter.
+
+A :class:`Drafter` of the engine grows a tree under each of B texts. Beams need something simpler and more shared: the
+likely successors of any nodes of a forest, asked level by level. A drafter with a model keeps one cache row per prompt,
+whose slots are the forest's own; a table is looked up by each node's last tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from fsd_infer.beams.forest import Forest, Node, lay_out
+from fsd_infer.cpu import ops
+from fsd_infer.device.transfer import lists, to_device
+from fsd_infer.drafters import (
+    Drafter,
+    EagleDrafter,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    NoDrafter,
+    RecycleDrafter,
+)
+from fsd_infer.drafters.eagle import READ_AT_ONCE
+from fsd_infer.drafters.lm import warn_context
+from fsd_infer.drafters.lookup import LONGEST_MATCH, TextIndex
+from fsd_infer.drafters.recycle import Recycled
+from fsd_infer.errors import FsdError
+from fsd_infer.prefill import read_prompts
+from fsd_infer.tree import at_nodes
+
+Guess = tuple[list[float], list[int]]  # log-probabilities, falling, and their tokens
+
+
+class Proposer(ABC):
+    """A drafter at work on the forests of one batch of prompts."""
+
+    @abstractmethod
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        """The up to ``count`` likeliest successors of each node: [B] rows of nodes, some of them empty.
+
+        All are placed, the target has read none of them, and their parents were read by it or asked about.
+        """
+
+    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:  # noqa: B027
+        """The target has read these nodes, [B] rows. Ignored by default."""
+
+    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:  # noqa: B027
+        """These nodes, [B] rows, one below the other in each, have become part of every beam. Ignored by default."""
+
+    def select(self, rows: Tensor) -> None:  # noqa: B027
+        """Keep only these prompts [B'], ascending, on the CPU."""
+
+
+@dataclass
+class Begun:
+    """What a proposer gets to know of a batch of B prompts.
+
+    Attributes:
+        forests: of the prompts that are being answered; whoever made the list takes finished ones out.
+        slots: of a row of the cache.
+        tokens: [B, M] of the prompts, right-padded, on the CPU.
+        lengths: [B] how many of them are real, on the CPU.
+        features: [B, slots, F] the target's, by slot, filled in as it reads; None where no drafter asks for them.
+    """
+
+    forests: list[Forest]
+    slots: int
+    tokens: Tensor
+    lengths: Tensor
+    features: Tensor | None = None
+
+
+def needs_features(drafter: Drafter) -> bool:
+    """Does a drafter, or one that it is made of, read the target's features?"""
+    parts = (part for part in vars(drafter).values() if isinstance(part, Drafter))
+    return isinstance(drafter, EagleDrafter) or any(map(needs_features, parts))
+
+
+@singledispatch
+def proposer_of(drafter: Drafter, begun: Begun) -> Proposer:
+    """A drafter at work on a batch. Further kinds of drafters are added with ``proposer_of.register``.
+
+    Raises FsdError for a kind that is not known.
+    """
+    raise FsdError(
+        f"drafter {drafter.name or type(drafter).__name__!r} cannot draft for beams: choose another, or register a "
+        "Proposer for it with fsd_infer.beams.proposer_of."
+    )
+
+
+class _NoProposer(Proposer):
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        return [[([], []) for _ in row] for row in nodes]
+
+
+@proposer_of.register
+def _(drafter: NoDrafter, begun: Begun) -> Proposer:
+    return _NoProposer()
+
+
+# models ---------------------------------------------------------------------------------------------------------------
+
+
+class _ModelProposer(Proposer):
+    """A drafter with a model, which has to read a node, and all before it, to say what follows."""
+
+    def __init__(self, begun: Begun) -> None:
+        self.forests = begun.forests
+
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        if not any(nodes):
+            return [[] for _ in nodes]
+        values, tokens = self._likeliest(nodes, count)
+        count = values.shape[-1]
+        found: list[list[Guess]] = []
+        for row, of_values, of_tokens in zip(nodes, *lists(values.flatten(1), tokens.flatten(1)), strict=True):
+            parts = [slice(place * count, (place + 1) * count) for place in range(len(row))]
+            found.append([(of_values[part], of_tokens[part]) for part in parts])
+        return found
+
+    @abstractmethod
+    def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and tokens, [B, M, count] each: M the longest row's; what fills up others means nothing."""
+
+
+def _unread(nodes: Sequence[Node], known: int) -> list[Node]:
+    """The nodes, and those of their ancestors that are read less than ``known``, parents first."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        path = []
+        for ancestor in node.path():
+            if ancestor in found or ancestor.read >= known:
+                break
+            path.append(ancestor)
+        found.update(dict.fromkeys(reversed(path)))
+    return list(found)
+
+
+class _HeadProposer(_ModelProposer):
+    """An EAGLE-style head. It reads a node from its parent's feature: the target's where it is known, else its own."""
+
+    def __init__(self, drafter: EagleDrafter, begun: Begun) -> None:
+        super().__init__(begun)
+        self.drafter, self.begun = drafter, begun
+        self.device = drafter.target.device
+        batch = len(begun.forests)
+        self.cache = drafter.new_cache(batch, begun.slots)
+        self.vocabulary = drafter.context_vocabulary(batch)
+        if self.vocabulary is not None:
+            self.vocabulary.extend(begun.tokens, begun.lengths)
+        self.outputs: Tensor | None = None  # [B, slots, H] by slot
+        most = begun.tokens.shape[1] - 1
+        for start in range(0, most, READ_AT_ONCE):
+            count = min(READ_AT_ONCE, most - start)
+            slots = (start + torch.arange(count, device=self.device)).expand(batch, -1)
+            visible = torch.arange(start + count, device=self.device) <= slots[..., None]
+            tokens = to_device(begun.tokens[:, start + 1 : start + 1 + count], self.device)
+            features = self._of_target(self.features[:, start : start + count])
+            self.cache.set_write_slots(slots, start, start + count)
+            self._keep(slots + 1, drafter.run(self.cache, visible, tokens, features, slots))
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.select(rows)
+        self.outputs = None if self.outputs is None else self.outputs[to_device(rows, self.device)]
+        if self.vocabulary is not None:
+            self.vocabulary.select(rows)
+
+    def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
+        unread = [_unread(row, 2) for row in nodes]
+        for known in (True, False):
+            self._read([[node for node in row if node.follows_read is known] for row in unread], known)
+        most = max(map(len, nodes))
+        slots = torch.tensor([[node.slot for node in row] + [0] * (most - len(row)) for row in nodes])
+        assert self.outputs is not None
+        outputs = at_nodes(self.outputs, to_device(slots, self.device))
+        ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
+        logits = self.drafter.q_logits(outputs, self.vocabulary)
+        values, choice = ops.likeliest(logits, min(count, logits.shape[-1]))
+        return values, choice if ids is None else ids[choice]
+
+    @property
+    def features(self) -> Tensor:
+        assert self.begun.features is not None
+        return self.begun.features
+
+    def _read(self, nodes: Sequence[Sequence[Node]], known: bool) -> None:
+        """Read nodes from their parents' features: known ones, or the head's estimates."""
+        if not any(nodes):
+            return
+        if self.vocabulary is not None:
+            most = max(map(len, nodes))
+            tokens = torch.tensor([[node.token for node in row] + [0] * (most - len(row)) for row in nodes])
+            self.vocabulary.extend(tokens, torch.tensor([len(row) for row in nodes]))
+        layout = lay_out(self.forests, nodes, self.device)
+        if known:
+            features = self._of_target(at_nodes(self.features, layout.before))
+        else:
+            assert self.outputs is not None
+            features = at_nodes(self.outputs, layout.before)
+        # the head's slots and positions are those of the pairs (token, feature before it)
+        visible = layout.visible[..., 1:]
+        start = None if layout.start is None else layout.start - 1
+        self.cache.set_write_slots(layout.slots - 1, start, visible.shape[-1])
+        self._keep(layout.slots, self.drafter.run(self.cache, visible, layout.tokens, features, layout.positions - 1))
+        for row in nodes:
+            for node in row:
+                node.read = 2 if known else 1
+
+    def _of_target(self, features: Tensor) -> Tensor:
+        """Of the target's features what the head reads."""
+        return self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
+
+    def _keep(self, slots: Tensor, outputs: Tensor) -> None:
+        """Remember outputs [B, M, H] by slot."""
+        if self.outputs is None:
+            self.outputs = outputs.new_zeros(len(outputs), self.features.shape[1], outputs.shape[-1])
+        self.outputs.scatter_(1, slots[..., None].expand_as(outputs), outputs)
+
+
+@proposer_of.register
+def _(drafter: EagleDrafter, begun: Begun) -> Proposer:
+    return _HeadProposer(drafter, begun)
+
+
+class _LMProposer(_ModelProposer):
+    """A small LM. It reads a node once and for all."""
+
+    def __init__(self, drafter: LMDrafter, begun: Begun) -> None:
+        super().__init__(begun)
+        self.model, self.width = drafter.model, drafter.vocab_size
+        self.device = drafter.model.device
+        self.cache = drafter.model.new_cache(len(begun.forests), begun.slots)
+        limit = self.model.max_positions
+        self.limit = math.inf if limit is None else limit
+        if int(begun.lengths.max()) > self.limit:
+            self.limit = 0  # it cannot read all prompts, so none
+            warn_context(self.model.name, limit)
+        else:
+            read_prompts(self.model, self.cache, begun.tokens, begun.lengths)
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.select(rows)
+
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        within = [[node for node in row if node.position < self.limit] for row in nodes]
+        if sum(map(len, within)) < sum(map(len, nodes)):
+            warn_context(self.model.name, self.limit)
+        guesses = map(iter, super().propose(within, count))
+        return [
+            [next(found) if node.position < self.limit else ([], []) for node in row]
+            for row, found in zip(nodes, guesses, strict=True)
+        ]
+
+    def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
+        unread = [_unread(row, 2) for row in nodes]
+        layout = lay_out(self.forests, unread, self.device)
+        self.cache.set_write_slots(layout.slots, layout.start, layout.visible.shape[-1], layout.at)
+        logits, _ = self.model.forward(layout.tokens, layout.positions, layout.visible, self.cache)
+        for row in unread:
+            for node in row:
+                node.read = 2
+        places = [[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)]
+        most = max(map(len, places))
+        where = torch.tensor([row + [0] * (most - len(row)) for row in places])
+        logits = at_nodes(logits, to_device(where, self.device))[..., : self.width]
+        return ops.likeliest(logits, min(count, logits.shape[-1]))
+
+
+@proposer_of.register
+def _(drafter: LMDrafter, begun: Begun) -> Proposer:
+    return _LMProposer(drafter, begun)
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+class _LookupProposer(Proposer):
+    """What followed the last tokens earlier in the prompt, or in what all beams share."""
+
+    def __init__(self, drafter: LookupDrafter, begun: Begun) -> None:
+        self.indexes = []
+        for forest in begun.forests:
+            index = TextIndex(drafter.max_ngram, drafter.min_ngram, drafter.width)
+            for token in forest.prompt:
+                index.append(token)
+            self.indexes.append(index)
+        self.forests = begun.forests
+
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        found: list[list[Guess]] = []
+        for index, forest, row in zip(self.indexes, self.forests, nodes, strict=True):
+            found.append([])
+            for node in row:
+                missed, values, tokens = 1.0, [], []  # chance that all earlier candidates are wrong
+                for rank, (length, place) in enumerate(index.candidates(_tail(forest, node, LONGEST_MATCH))[:count]):
+                    chance = index.chances.chance(rank, length)
+                    values.append(math.log(missed * chance))
+                    tokens.append(index.text[place])
+                    missed *= 1.0 - chance
+                found[-1].append((values, tokens))
+        return found
+
+    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+        for index, row in zip(self.indexes, nodes, strict=True):
+            for node in row:
+                index.append(node.token)
+
+    def select(self, rows: Tensor) -> None:
+        self.indexes = [self.indexes[row] for row in rows.tolist()]
+
+
+@proposer_of.register
+def _(drafter: LookupDrafter, begun: Begun) -> Proposer:
+    return _LookupProposer(drafter, begun)
+
+
+class _RecycleProposer(Proposer):
+    """What the target found likely before after the same one or two tokens."""
+
+    def __init__(self, drafter: RecycleDrafter, begun: Begun) -> None:
+        self.forests = begun.forests
+        own = [Recycled(drafter.width, drafter.most) for _ in begun.forests]
+        self.recycled = [drafter.recycled] * len(own) if drafter.keep else own
+
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        found: list[list[Guess]] = []
+        for recycled, forest, row in zip(self.recycled, self.forests, nodes, strict=True):
+            found.append([])
+            for node in row:
+                options = recycled.candidates(_tail(forest, node, 2))
+                chances = [(recycled.chance(kind, bucket), token) for token, kind, bucket in options]
+                total = max(1.0, sum(chance for chance, _ in chances))
+                chances.sort(key=lambda option: -option[0])
+                del chances[count:]
+                found[-1].append(([math.log(chance / total) for chance, _ in chances], [token for _, token in chances]))
+        return found
+
+    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
+        for recycled, forest, row in zip(self.recycled, self.forests, nodes, strict=True):
+            for node in row:
+                if node.likely is not None:
+                    values, tokens = node.likely
+                    recycled.remember(_tail(forest, node, 2), tokens[: recycled.width], [min(x, 0.0) for x in values])
+
+    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+        for recycled, forest, row in zip(self.recycled, self.forests, nodes, strict=True):
+            for node in row:
+                if node.parent is not None:
+                    recycled.learn(_tail(forest, node.parent, 2), node.token)
+
+    def select(self, rows: Tensor) -> None:
+        self.recycled = [self.recycled[row] for row in rows.tolist()]
+
+
+@proposer_of.register
+def _(drafter: RecycleDrafter, begun: Begun) -> Proposer:
+    return _RecycleProposer(drafter, begun)
+
+
+def _tail(forest: Forest, node: Node, count: int) -> list[int]:
+    """The last ``count`` tokens of the text that ends with a node."""
+    tokens: list[int] = []
+    for ancestor in node.path():
+        tokens.append(ancestor.token)
+        if len(tokens) == count:
+            return tokens[::-1]
+    return forest.prompt[len(tokens) - count :] + tokens[::-1]
+
+
+# two of them ----------------------------------------------------------------------------------------------------------
+
+
+class _GraftedProposer(Proposer):
+    """The successors that either proposes. What both do has the chance 1 - (1 - a)(1 - b)."""
+
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        self.parts = parts
+
+    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
+        rows = zip(*(part.propose(nodes, count) for part in self.parts), strict=True)
+        return [[_united(guesses, count) for guesses in zip(*row, strict=True)] for row in rows]
+
+    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
+        for part in self.parts:
+            part.observe(nodes)
+
+    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+        for part in self.parts:
+            part.settle(nodes)
+
+    def select(self, rows: Tensor) -> None:
+        for part in self.parts:
+            part.select(rows)
+
+
+def _united(guesses: Sequence[Guess], count: int) -> Guess:
+    missed: dict[int, float] = {}
+    for guess in guesses:
+        for value, token in zip(*guess):
+            missed[token] = missed.get(token, 1.0) * (1.0 - math.exp(min(value, 0.0)))
+    best = sorted(((1.0 - chance, token) for token, chance in missed.items() if chance < 1.0), reverse=True)[:count]
+    return [math.log(chance) for chance, _ in best], [token for _, token in best]
+
+
+@proposer_of.register
+def _(drafter: GraftedDrafter, begun: Begun) -> Proposer:
+    return _GraftedProposer([proposer_of(part, begun) for part in (drafter.main, drafter.side)])

@@ -1,0 +1,443 @@
+"""Beam search with drafts finds what transformers' beam search finds: sequences, scores and order."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import fsd_infer
+from fsd_infer import Drafter, EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer.beams import BeamOptions
+from fsd_infer.drafters import DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer.errors import CacheMemoryError, NonFiniteLogitsError
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from tests.families import FAMILIES, VOCAB, noisy_model, tiny_model, tiny_prompts
+
+NO_FP64 = {"qwen3_moe", "mixtral", "gpt_oss"}  # torch has no grouped product in fp64
+
+
+@cache
+def doubled(family: str) -> Any:
+    """A random model in fp64: no two ways to compute its logits put nearly equal candidates in another order."""
+    model = tiny_model(family)
+    return model if family in NO_FP64 else model.double()
+
+
+def noisy_target(family: str) -> Target:
+    model = noisy_model(family)
+    return Target(model if family in NO_FP64 else model.double())
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return doubled("llama")
+
+
+@pytest.fixture(scope="module")
+def target(llama: Any) -> Target:
+    return Target(llama)
+
+
+def expected_beams(model: Any, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], list[float]]:
+    """transformers' answers, prompt by prompt, cut after the token that ends them, and their scores."""
+    sequences, scores = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, return_dict_in_generate=True, output_scores=True, do_sample=False, **options)
+        eos = options.get("eos_token_id")
+        ends = {eos} if isinstance(eos, int) else set(eos or ())
+        for row in out.sequences[:, len(prompt) :].tolist():
+            end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+            sequences.append(row[:end])
+        scores += out.sequences_scores.tolist()
+    return sequences, scores
+
+
+def check(decoder: FuzzyDecoder, prompts: list[list[int]], drafter: Drafter | None = None, **options: Any) -> Any:
+    """Answers, scores and order are transformers', alone and in a ragged batch. Returns the batch's Generation."""
+    theirs = {name: value for name, value in options.items() if name != "beam_options"}
+    sequences, scores = expected_beams(decoder.target.model, prompts, **theirs)
+    made = decoder.generate(prompts, drafter=drafter, do_sample=False, **options)
+    assert made.sequences == sequences
+    assert made.scores == pytest.approx(scores, abs=1e-4)
+    alone = decoder.generate(prompts[:1], drafter=drafter, do_sample=False, **options)
+    assert alone.sequences == sequences[: len(alone.sequences)]
+    return made
+
+
+def drafters_for(target: Target, family: str = "llama") -> dict[str, Drafter]:
+    head = EagleDrafter(EagleHead(EagleConfig.for_target(target, draft_vocab_size=64)), target)
+    return {
+        "none": NoDrafter(VOCAB),
+        "noisy": LMDrafter(noisy_target(family), target),
+        "head": head,
+        "lookup": LookupDrafter(VOCAB),
+        "recycle": RecycleDrafter(VOCAB),
+        "graft": GraftedDrafter(head, LookupDrafter(VOCAB)),
+    }
+
+
+# families and drafters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family: str) -> None:
+    """Windows shorter than the text, scaled and capped logits, eager attention: four beams of every family."""
+    target = Target(doubled(family))
+    decoder = FuzzyDecoder(target, LMDrafter(noisy_target(family), target))
+    options = dict(max_new_tokens=20, num_beams=4, num_return_sequences=4)
+    made = check(decoder, tiny_prompts((5, 21)), **options)
+    assert len({tuple(answer) for answer in made.sequences}) > 5
+    assert made.stats.tau > 1.3, "no drafted beam was of use: the comparison would be hollow"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
+    target = Target(doubled(family))
+    for length_penalty in (0.0, 1.0):
+        for drafter in drafters_for(target, family).values():
+            options = dict(num_beams=beams, num_return_sequences=beams, length_penalty=length_penalty)
+            check(FuzzyDecoder(target, drafter), tiny_prompts(), max_new_tokens=20, **options)
+
+
+@pytest.mark.parametrize("name", ["none", "noisy", "head", "lookup", "recycle", "graft"])
+@pytest.mark.parametrize("beams", [2, 8])
+def test_drafters(target: Target, name: str, beams: int) -> None:
+    drafter = drafters_for(target)[name]
+    options = dict(max_new_tokens=16, num_beams=beams, num_return_sequences=beams)
+    made = check(FuzzyDecoder(target, drafter), tiny_prompts(), **options)
+    if name in ("noisy", "lookup", "recycle"):  # a random head is of no use
+        assert made.stats.tau > 1.1
+
+
+def test_the_target_as_its_own_drafter_saves_most_forwards(target: Target) -> None:
+    decoder = FuzzyDecoder(target, LMDrafter(target, target))
+    made = check(decoder, tiny_prompts(), max_new_tokens=24, num_beams=4, beam_options=BeamOptions(depth=5, spread=1))
+    assert made.stats.tau > 5  # six steps per forward, but where an answer ends
+    row = made.stats.rows[0]
+    assert row.target_forwards == 4 and row.tau == pytest.approx(23 / 4)
+
+
+# what a request may ask -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+def test_early_stopping_and_length_penalty(target: Target, early_stopping: Any, length_penalty: float) -> None:
+    """Answers of different lengths end among the beams; when the search may stop is up to three rules."""
+    decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB))
+    options: dict[str, Any] = dict(num_beams=4, num_return_sequences=3, max_new_tokens=20)
+    prompts = tiny_prompts((5, 13, 9))
+    endless = decoder.generate(prompts, do_sample=False, **options).sequences
+    made = check(
+        decoder,
+        prompts,
+        early_stopping=early_stopping,
+        length_penalty=length_penalty,
+        eos_token_id=sorted({answer[place] for answer in endless for place in (6, 11)}),
+        **options,
+    )
+    if length_penalty < 2.0:  # which prefers long answers
+        assert min(len(answer) for answer in made.sequences) < 20, "no answer ended early"
+
+
+class Forbid(LogitsProcessor):
+    """Looks at the text: no token twice in a row."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+class Lift(LogitsProcessor):
+    """Makes a log-probability positive: a beam's score is no bound for what follows it any more."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        lifted = scores.clone()
+        lifted[:, 7] += 0.02 * (input_ids[:, -1] % 5 == 0) * 60
+        return lifted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.4),
+        dict(no_repeat_ngram_size=2),
+        dict(bad_words_ids=[[20], [50, 65]]),
+        dict(sequence_bias=[[[20], -2.0], [[50, 65], 3.0]]),
+        dict(min_new_tokens=6, eos_token_id=20),
+        dict(forced_eos_token_id=3, eos_token_id=3),
+        dict(suppress_tokens=[20, 50], renormalize_logits=True),
+        dict(exponential_decay_length_penalty=(3, 1.2), eos_token_id=20),
+        dict(prefix_allowed_tokens_fn=lambda row, text: [1 + int(text[-1]) % 7, 20, 30, 50 + int(text[-2]) % 9]),
+        dict(prefix_allowed_tokens_fn=lambda row, text: [20]),
+        dict(logits_processor=LogitsProcessorList([Forbid()])),
+        dict(logits_processor=LogitsProcessorList([Lift()])),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_processors(target: Target, options: dict[str, Any]) -> None:
+    decoder = FuzzyDecoder(target, LMDrafter(noisy_target("llama"), target))
+    returned = 1 if "prefix_allowed_tokens_fn" in options else 4  # transformers fills up with answers of no sense
+    check(decoder, tiny_prompts(), max_new_tokens=16, num_beams=4, num_return_sequences=returned, **options)
+
+
+class EndsIn(StoppingCriteria):
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+def test_stopping_criteria(target: Target) -> None:
+    """They see every candidate's whole text, and may end so many that fewer beams go on than were asked for."""
+    decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB))
+    for tokens in ([50, 65], list(range(0, VOCAB, 2))):
+        criteria = StoppingCriteriaList([EndsIn(tokens)])
+        prompts = tiny_prompts()
+        options: dict[str, Any] = dict(max_new_tokens=16, num_beams=4, stopping_criteria=criteria)
+        made = decoder.generate(prompts, do_sample=False, **options)
+        for prompt, answer in zip(prompts, made.sequences):
+            out = target.model.generate(torch.tensor([prompt]), do_sample=False, **options)
+            assert out[0, len(prompt) :].tolist()[: len(answer)] == answer
+            assert answer[-1] in tokens or len(answer) == 16
+
+
+def test_custom_generate_returns_what_generate_returns(llama: Any, target: Target) -> None:
+    """A left-padded batch, answers of different lengths, two of each prompt: the very tensor, padding and scores."""
+    prompts = tiny_prompts()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    options: dict[str, Any] = dict(
+        attention_mask=(ids != 0).long(), max_new_tokens=16, num_beams=4, num_return_sequences=2, do_sample=False,
+        eos_token_id=20, pad_token_id=1, return_dict_in_generate=True,
+    )  # fmt: skip
+    expected = llama.generate(ids, output_scores=True, **options)
+    made = llama.generate(ids, custom_generate=fsd_infer.generate, drafter=LookupDrafter(VOCAB), **options)
+    assert torch.equal(made.sequences, expected.sequences)
+    assert torch.allclose(made.sequences_scores, expected.sequences_scores, atol=1e-4)
+    assert len(made.stats.rows) == len(prompts)
+
+
+def test_context_ends_the_answers() -> None:
+    """Near the context's end, with a drafter whose own context ends before, nothing is read out of bounds."""
+    model = tiny_model("llama", max_position_embeddings=32).double()
+    small = tiny_model("llama", max_position_embeddings=27).double()
+    target = Target(model)
+    prompt = tiny_prompts((22,))[0]
+    expected, _ = expected_beams(model, [prompt], max_new_tokens=10, num_beams=4)
+    with pytest.warns(UserWarning, match="context of 27 tokens"):
+        drafter = LMDrafter(Target(small, name="small"), target)
+        made = FuzzyDecoder(target, drafter).generate([prompt], max_new_tokens=20, num_beams=4, do_sample=False)
+    assert made.sequences == expected and len(expected[0]) == 10
+    short = tiny_prompts((31,))[0]  # the small model cannot even read the prompt; one token fits
+    made = FuzzyDecoder(target, drafter).generate([short], max_new_tokens=20, num_beams=4, do_sample=False)
+    assert made.sequences == expected_beams(model, [short], max_new_tokens=1, num_beams=4)[0]
+
+
+def test_prompt_of_one_token(target: Target) -> None:
+    for drafter in drafters_for(target).values():
+        check(FuzzyDecoder(target, drafter), [[5], [7, 8, 9]], max_new_tokens=8, num_beams=4)
+
+
+def test_one_step(target: Target) -> None:
+    made = check(FuzzyDecoder(target, LookupDrafter(VOCAB)), tiny_prompts(), max_new_tokens=1, num_beams=4)
+    assert made.stats.target_forwards == 0
+
+
+def test_likelihood_is_the_score_without_length_penalty(target: Target) -> None:
+    decoder = FuzzyDecoder(target, LookupDrafter(VOCAB))
+    for length_penalty in (0.0, 1.0, 2.0):
+        options: dict[str, Any] = dict(max_new_tokens=12, num_beams=4, length_penalty=length_penalty, do_sample=False)
+        prompt = tiny_prompts((9,))
+        made = decoder.generate(prompt, measure_log_likelihood=True, **options)
+        text = torch.tensor([prompt[0] + made.sequences[0]])
+        log_p = target.model(text).logits.float().log_softmax(-1)[0, len(prompt[0]) - 1 : -1]
+        mean = log_p.gather(1, text[0, len(prompt[0]) :, None]).mean()
+        assert made.stats.rows[0].mean_log_likelihood == pytest.approx(float(mean), abs=1e-4)
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_and_refused_before_it_is_taken(target: Target) -> None:
+    decoder = FuzzyDecoder(target, LookupDrafter(VOCAB))
+    prompts = tiny_prompts((9,))
+    options: dict[str, Any] = dict(max_new_tokens=40, num_beams=4, do_sample=False)
+    made = decoder.generate(prompts, **options)
+    # prompt, four answers, twice a round's nodes, and the spare slot
+    slots = 9 + 4 * 40 + 2 * (4 * 6 + 4) + 1
+    assert made.stats.cache_bytes == slots * target.cache_bytes_per_token
+    with pytest.raises(CacheMemoryError, match=f"take {made.stats.cache_bytes} bytes"):
+        decoder.generate(prompts, max_cache_bytes=made.stats.cache_bytes - 1, **options)
+    decoder.generate(prompts, max_cache_bytes=made.stats.cache_bytes, **options)
+
+
+class Unknown(Drafter):
+    name = "unknown"
+    max_nodes, max_depth = 2, 1
+
+    def start(self, first_tokens: torch.Tensor, request: DraftRequest) -> DraftSession:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(rule="fuzzy:js:0.3"), "rule 'fuzzy' has no meaning with num_beams > 1"),
+        (dict(streamer=type("Shown", (), {"put": print, "end": lambda self: None})()), "beams change places"),
+        (dict(drafter=Unknown()), "drafter 'unknown' cannot draft for beams"),
+        (dict(num_beams=1, beam_options=BeamOptions()), "beam_options are about beams"),
+        (dict(num_return_sequences=5), "transformers refuses these options"),
+        (dict(measure_log_likelihood=True, repetition_penalty=2.0), "no log-likelihoods"),
+    ],
+)
+def test_refused(target: Target, arguments: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=4, num_beams=4, do_sample=False)
+    with pytest.raises(FsdError, match=message):
+        FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], **{**options, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(depth=-1), "depth >= 0"),
+        (dict(spread=0.5), "spread is at least 1"),
+        (dict(nodes=-1), "nodes must be at least 0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FsdError, match=message):
+        BeamOptions(**options)
+
+
+def test_broken_logits_are_named() -> None:
+    target = Target(tiny_model("llama"))
+    target.model.lm_head.weight.data[5] = float("nan")
+    with pytest.raises(NonFiniteLogitsError, match="row 0 are NaN or"):
+        FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=4, num_beams=4, do_sample=False)
+
+
+# beam sampling --------------------------------------------------------------------------------------------------------
+
+
+def law_of_beam_sampling(model: Any, prompt: list[int], beams: int, steps: int) -> dict[tuple[int, ...], float]:
+    """The best answer's law under transformers' beam sampling, by enumeration.
+
+    Each step draws 2 W candidates without replacement, by the joint weight of beam and token, and keeps the W best of
+    them; at the last step the first W that are drawn are the answers, the best of which is returned.
+    """
+    vocabulary = model.config.vocab_size
+    texts = [text for n in range(steps) for text in product(range(vocabulary), repeat=n)]
+    following = {
+        text: model(torch.tensor([prompt + list(text)])).logits[0, -1].double().log_softmax(-1).tolist()
+        for text in texts
+    }
+    states = {((0.0, ()),): 1.0}
+    answers: dict[tuple[int, ...], float] = defaultdict(float)
+    for step in range(steps):
+        last = step + 1 == steps
+        after: dict[Any, float] = defaultdict(float)
+        for live, chance in states.items():
+            candidates = [
+                (score + value, (*text, token)) for score, text in live for token, value in enumerate(following[text])
+            ]
+            weights = [math.exp(score) for score, _ in candidates]
+            for drawn in permutations(range(len(candidates)), min(beams if last else 2 * beams, len(candidates))):
+                left, probability = sum(weights), chance
+                for place in drawn:
+                    probability *= weights[place] / left
+                    left -= weights[place]
+                best = sorted((candidates[place] for place in drawn), reverse=True)[:beams]
+                if last:
+                    answers[best[0][1]] += probability
+                else:
+                    after[tuple(best)] += probability
+        states = after
+    return answers
+
+
+@torch.inference_mode()
+def test_beam_sampling_has_the_law_of_transformers(target: Target) -> None:
+    model = tiny_model("llama", vocab_size=4).double()
+    law = law_of_beam_sampling(model, [1, 2], beams=2, steps=3)
+    assert sum(law.values()) == pytest.approx(1.0)
+    small = Target(model)
+    decoder = FuzzyDecoder(small, LMDrafter(small, small))
+    count = 3000
+    options: dict[str, Any] = dict(max_new_tokens=3, num_beams=2, do_sample=True, top_k=0, temperature=1.0)
+    drawn = decoder.generate([[1, 2]] * count, seed=3, **options)
+    assert drawn.stats.tau > 1.3, "drafts are of use"
+    found = Counter(map(tuple, drawn.sequences))
+    assert set(found) <= set(law)
+
+    def statistic(expected: dict[tuple[int, ...], float]) -> float:
+        """Pearson's, less its mean, in standard deviations."""
+        cells = [(found[text], count * share) for text, share in expected.items() if count * share >= 5]
+        total = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+        return (total - len(cells)) / math.sqrt(2 * len(cells))
+
+    assert statistic(law) < 4
+    single = law_of_beam_sampling(model, [1, 2], beams=1, steps=3)
+    assert statistic(single) > 10, "the test would not notice samples of another law"
+
+
+@pytest.mark.parametrize("name", ["noisy", "head", "lookup", "graft"])
+def test_sampled_beams_do_not_depend_on_drafts(target: Target, name: str) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=16, num_beams=4, num_return_sequences=4, do_sample=True, seed=1)
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts(), **options)
+    made = FuzzyDecoder(target, drafters_for(target)[name]).generate(tiny_prompts(), **options)
+    assert made.sequences == plain.sequences
+    assert (
+        made.sequences
+        != FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts(), **{**options, "seed": 2}).sequences
+    )
+
+
+# the built-in model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(builtin_target_dir: Path) -> FuzzyDecoder:
+    return FuzzyDecoder.from_pretrained("smollm2-135m", "shipped", dtype=torch.float32, pack=False)
+
+
+def built_in(real: FuzzyDecoder, repo_root: Path, beams: int, count: int, tokens: int) -> float:
+    """Compare the built-in model in fp32 on ``count`` prompts; steps per forward."""
+    lines = (repo_root / "data" / "spec_bench_dev.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // count][:count]]
+    forwards = steps = 0
+    for prompt in [real.encode(text)[-200:] for text in texts]:
+        sequences, scores = expected_beams(
+            real.target.model, [prompt], max_new_tokens=tokens, num_beams=beams, num_return_sequences=beams
+        )
+        made = real.generate(
+            [prompt], max_new_tokens=tokens, num_beams=beams, num_return_sequences=beams, do_sample=False
+        )
+        assert made.sequences == sequences
+        assert made.scores == pytest.approx(scores, abs=1e-4)
+        forwards += made.stats.target_forwards
+        steps += made.records[0].steps
+    return steps / forwards
+
+
+@pytest.mark.slow
+def test_built_in_model(real: FuzzyDecoder, repo_root: Path) -> None:
+    assert built_in(real, repo_root, beams=4, count=3, tokens=12) > 1.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [2, 4, 8])
+def test_built_in_model_on_sixty_prompts(real: FuzzyDecoder, repo_root: Path, beams: int) -> None:
+    assert built_in(real, repo_root, beams=beams, count=60, tokens=32) > 1.6
