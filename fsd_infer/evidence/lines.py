@@ -11,6 +11,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.files import usable_name, write_text
 
 VERSION = 1
+KEYS = {"temperature", "prompt", "repeat", "setting"}  # that say which line it is
 
 
 class SweepFile:
@@ -74,15 +75,17 @@ def _whole_lines(path: Path) -> list[dict[str, Any]] | None:
         return None
     if not path.is_file():
         raise FsdError(f"{path} is no file: give another name.")
-    found = []
+    found: list[dict[str, Any]] = []
     for line in path.read_bytes().split(b"\n"):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(value, dict) or (found and not KEYS <= value.keys()):
             break
         found.append(value)
     if not found and not path.stat().st_size:
         return None
-    if not found or not isinstance(found[0], dict) or found[0].get("sweep") != VERSION:
+    if not found or found[0].get("sweep") != VERSION:
         raise FsdError(f"{path} is no file of a sweep and is not overwritten: give another name.")
     return found
