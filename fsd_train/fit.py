@@ -36,7 +36,7 @@ from fsd_train.strategies import check_ranks, named_strategy
 # what Lightning says that a user can do nothing about, or need not: by the beginning of the message
 _IDLE_WARNINGS = (
     "`isinstance(treespec, LeafSpec)`", "Checkpoint directory", "The 'train_dataloader' does not have many",
-    "The 'val_dataloader' does not have many",
+    "The 'val_dataloader' does not have many", "The number of training batches",
     "Experiment logs directory", "Total length of `list` across ranks is zero", "The dirpath has changed",
     "Precision bf16-mixed is not supported by the model summary", "There is a wandb run already",
 )  # fmt: skip

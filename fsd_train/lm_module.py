@@ -91,6 +91,19 @@ class LMModule(DistillationModule):
             torch.manual_seed(self.options.seed)  # of fresh adapters
             self.head = self.new_head()
 
+    def setup(self, stage: str) -> None:
+        """As for every drafter. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
+        super().setup(stage)
+        embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
+        data = self._datamodule
+        for rows in (data.train_set, data.validation_set) if hasattr(data, "check_ids") else ():
+            token, where = rows.highest
+            if token >= embedded:
+                raise DataError(
+                    f"{where}: token id {token} is beyond the embedding of drafter {self.head.name} ({embedded} rows): "
+                    "use a drafter with the target's whole vocabulary, or resize its embedding."
+                )
+
     def new_head(self) -> SmallLM:
         return SmallLM(self.hparams["drafter"], self.target, self.hparams["lora"])
 

@@ -20,6 +20,7 @@ from fsd_infer.errors import DataError, FsdError, ModelLoadError
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
 from fsd_train.losses.rows import default_chunk_size
+from fsd_train.repository import SHIPPED
 
 SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
 COVERAGE = 0.99
@@ -284,9 +285,17 @@ def _yaml(*names: str) -> str:
     return yaml.safe_dump(list(names), default_flow_style=True, allow_unicode=True, width=math.inf).strip()[1:-1]
 
 
-def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note: str = "") -> str:
-    """The recipe as YAML."""
-    run = f"runs/{slug(facts.name)}"
+def own_directory(name: str, roots: Sequence[Path] = (SHIPPED.parent.parent, SHIPPED)) -> str:
+    """Where a run for a target writes, unless a shipped recipe's run writes there: then a directory beside it."""
+    run = f"runs/{slug(name)}"
+    recipes = [path.read_text(encoding="utf-8") for root in roots for path in sorted(root.glob("recipes/*.yaml"))]
+    taken = any(re.search(rf"^ +default_root_dir: {re.escape(run)}$", text, flags=re.M) for text in recipes)
+    return f"{run}-new" if taken else run
+
+
+def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note: str = "", run: str = "") -> str:
+    """The recipe as YAML, of a run that writes to the directory ``run`` (by default named after the target)."""
+    run = run or f"runs/{slug(facts.name)}"
     answers = list(files) or [f"{run}/answers.jsonl"]
     rows = memory(facts, choices)
     total = sum(size for _, _, size in rows)
@@ -294,11 +303,7 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note
     table.append(f"#   {'together':<94}= {_gigabytes(total):>8}")
     small = facts.hidden_size <= SMALL
     cached = 2.0 * facts.hidden_size * 1e6
-    make_answers = (
-        ""
-        if files
-        else f"#   fsd-train regenerate --target {facts.name} --prompts PROMPTS.jsonl \\\n#     --output {answers[0]}\n"
-    )
+    make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"
     layer = ""
     if facts.family in EAGER_FAMILIES:
         layer = "    layer: llama            # the family's own layer needs eager attention, which keeps every score\n"
@@ -403,7 +408,7 @@ def recipe_for(name: str, files: Sequence[str] = ()) -> str:
     """A recipe for a target, and, given answers, for these. Raises as :func:`facts_of` and :func:`fit_to_data`."""
     facts = facts_of(name)
     choices = choose(facts)
-    return render(facts, fit_to_data(facts, choices, files) if files else choices, files)
+    return render(facts, fit_to_data(facts, choices, files) if files else choices, files, run=own_directory(name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -416,9 +421,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output and Path(args.output).exists():
         raise DataError(f"{args.output} exists already: give another name, or remove it.")
     text = recipe_for(args.target, args.data)
+    path = args.output or "RECIPE"
     if args.output is None:
         sys.stdout.write(text)
     else:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).write_text(text.replace("--config RECIPE", f"--config {args.output}"), encoding="utf-8")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text.replace("--config RECIPE", f"--config {path}"), encoding="utf-8")
+    config = yaml.safe_load(text)
+    regenerate = [] if args.data else [f"fsd-train regenerate --config {path} --prompts PROMPTS.jsonl"]
+    lines = [
+        f"{'wrote ' + path if args.output else 'the recipe'}: a head for {args.target}, "
+        f"{config['trainer']['max_steps']} steps, everything goes to {config['trainer']['default_root_dir']}. Next:",
+        *(f"  {line}" for line in [*regenerate, f"fsd-train fit --config {path}"]),
+    ]
+    print("\n".join(lines), file=sys.stderr)
     return 0

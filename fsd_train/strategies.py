@@ -73,6 +73,8 @@ def cpu_deepspeed(**options: Any) -> Strategy:
             DDPStrategy.setup_environment(self)
 
         def setup_distributed(self) -> None:
+            # DeepSpeed would compile collectives by shared memory, for minutes; gloo has them too
+            importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
             reset_seed()
             self.set_world_ranks()
             self._init_deepspeed_distributed()

@@ -198,7 +198,8 @@ def spoil(config: Any, changes: list[tuple[str, tuple[Any, ...], Any]]) -> Any:
     return config
 
 
-KEYS = list(places(recipe(Path("toys"), Path("out"))))
+# other numbers of devices start processes
+KEYS = [place for place in places(recipe(Path("toys"), Path("out"))) if place[-1] not in ("devices", "strategy")]
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -384,3 +384,17 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pyt
     assert cli([*argv, "--trainer.max_steps", "3", "--ckpt_path", str(tmp_path / "first.ckpt")]) == 0
     again = json.loads((tmp_path / "model" / "training.json").read_text())
     assert again["steps"] == 3 and again["hyperparameters"] == record["hyperparameters"]
+
+
+def test_an_embedding_smaller_than_the_vocabulary_is_named(toys: Path, tmp_path: Path) -> None:
+    small = toy_model(seed=1)
+    small.model.embed_tokens = torch.nn.Embedding(8, 32)
+    module, data = make(toys), rows(toys)
+    data.setup()
+    module._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    module.configure_model()
+    module.head.causal_lm.model.embed_tokens = small.model.embed_tokens
+    module.trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    module.trainer.datamodule = data
+    with pytest.raises(DataError, match=r"token id \d+ is beyond the embedding of drafter .*8 rows"):
+        module.setup("fit")

@@ -17,7 +17,16 @@ from safetensors.torch import save_file
 from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import DataError, ModelLoadError
 from fsd_train.cli import main as cli
-from fsd_train.new_recipe import TargetFacts, choose, covering_vocabulary, facts_of, memory, recipe_for, render
+from fsd_train.new_recipe import (
+    TargetFacts,
+    choose,
+    covering_vocabulary,
+    facts_of,
+    memory,
+    own_directory,
+    recipe_for,
+    render,
+)
 from tests.families import tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 
@@ -190,6 +199,17 @@ def test_new_recipe_can_be_trained(
     assert "decoded_tau/exact" in metrics.read_text()
     check_decoding(target, head)
     assert cli(wanted) == 2  # does not overwrite
+
+
+def test_new_recipe_says_what_comes_next_and_leaves_shipped_runs_alone(
+    targets: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own_directory("smollm2-135m") == "runs/smollm2-135m-new" and own_directory("a/Other") == "runs/other"
+    recipe = tmp_path / "new.yaml"
+    assert cli(["new-recipe", "--target", str(targets("llama")), "--output", str(recipe)]) == 0
+    said = capsys.readouterr().err
+    assert f"wrote {recipe}" in said and "everything goes to runs/" in said
+    assert f"fsd-train regenerate --config {recipe}" in said and f"fsd-train fit --config {recipe}" in said
 
 
 def test_names_read_back_from_a_recipe_as_they_were_given() -> None:
