@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from fsd_infer.chat.encoding import Message, end_of_turn
 from fsd_infer.decoder import FuzzyDecoder
@@ -28,13 +34,41 @@ _ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an a
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt to answer. ``prompt_ids`` come from `fsd_infer.chat.encoding.encode_chat`."""
+    """One prompt to answer.
+
+    Attributes:
+        id: of its answer; with ``/N`` at the end for turn N of a conversation, from the second on.
+        messages: the conversation so far.
+        prompt_ids: of `fsd_infer.chat.encoding.encode_chat`.
+        temperature, top_k, top_p: sampling; temperature 0 is greedy, top_k 0 and top_p 1 are off.
+        source: where it comes from, for statistics.
+        fields: of the prompt's row, kept in the answer's.
+        template: arguments of the chat template.
+        given: the answer that the row itself holds, if any.
+        rest: the exchanges that follow: (what is asked, the row's own answer).
+        turn: from 1.
+    """
 
     id: str
     messages: list[Message]
     prompt_ids: list[int]
     temperature: float
     source: str
+    top_k: int = 0
+    top_p: float = 1.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    given: Sequence[Message] = ()
+    rest: tuple[tuple[list[Message], list[Message]], ...] = ()
+    turn: int = 1
+
+    @property
+    def sampling(self) -> tuple[float, int, float]:
+        return self.temperature, self.top_k, self.top_p
+
+    @property
+    def first_id(self) -> str:
+        return self.id if self.turn == 1 else self.id.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -90,15 +124,20 @@ class LocalBackend:
     def _batch(self, batch: Sequence[Job]) -> list[Answer]:
         target, drafter = self.decoder.target, self.decoder.drafter
         drafter.forget()
-        temperature = batch[0].temperature
+        temperature, top_k, top_p = batch[0].sampling
         seed = stable_seed(self.seed, *(job.id for job in batch))
-        # Not by `generate`, which takes what a request leaves open from the model's generation config: the temperature
-        # alone shapes the distribution, so that the answers are the target's own.
+        # Not by `generate`, which takes what a request leaves open from the model's generation config: nothing but what
+        # the job says shapes the distribution.
+        warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature > 0 else []
+        if temperature > 0 and top_k:
+            warpers.append(TopKLogitsWarper(top_k))
+        if temperature > 0 and top_p < 1:
+            warpers.append(TopPLogitsWarper(top_p))
         request = Request(
             prompts=[job.prompt_ids for job in batch],
             max_new_tokens=self.max_new_tokens,
             greedy=temperature == 0,
-            processors=LogitsProcessorList([TemperatureLogitsWarper(temperature)]) if temperature > 0 else None,
+            processors=LogitsProcessorList(warpers) if warpers else None,
             eos_token_ids=self.eos_ids,
             generator=torch.Generator(target.device).manual_seed(seed),
         )
@@ -221,11 +260,13 @@ class EndpointBackend:
             "max_tokens": self.max_new_tokens,
             "temperature": job.temperature,
             **UNSHAPED,
+            "top_p": job.top_p,
         }
+        extensions = {**EXTENSIONS, "top_k": job.top_k} if job.top_k else EXTENSIONS
         if job.temperature > 0 and self.seed is not None:
             body["seed"] = stable_seed(self.seed, job.id)
         try:
-            reply = server.complete(body, EXTENSIONS)
+            reply = server.complete(body, extensions)
         except ServerError as error:
             if not error.may_pass:
                 raise

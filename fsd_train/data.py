@@ -203,7 +203,9 @@ def read_answers(
             # what was asked, without the answers: by text where there is one, since ids depend on the target
             asked = row_questions(row.values, row.where)
             ids, mask = kept[0]
-            key: Any = [(turn["role"], turn["content"]) for turn in asked] or ids[: mask.index(1)]
+            first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
+            # all turns of a conversation stand on one side, in one row or in several
+            key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
             name = row.values.get("id")
             if not isinstance(name, str):
                 name = row_id(row.file.name, row.number, asked)

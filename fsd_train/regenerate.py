@@ -14,111 +14,28 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from fsd_infer.chat.encoding import encode_chat, read_jsonl, read_prompts
+from fsd_infer.chat.encoding import read_jsonl
 from fsd_infer.chat.rows import rows_digest
 from fsd_infer.cli.options import MOST_SEED, positive, whole_number
-from fsd_infer.cli.run import Parser
+from fsd_infer.cli.run import Parser, one_line
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import read_json, write_json
 from fsd_infer.openai_client import API_KEY
 from fsd_infer.targets.loading import builtin_dir, is_builtin, parse_dtype
-from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, Job, LocalBackend, stable_seed
+from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, LocalBackend
+from fsd_train.plan import Plan, answer_line, next_turns, plan_jobs
+from fsd_train.repository import find
 
-WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be answered: ``batches`` in their final order, and how many prompts were ``read`` and ``too_long``."""
-
-    batches: list[list[Job]]
-    read: int
-    too_long: int
-
-    @property
-    def ids(self) -> set[str]:
-        return {job.id for batch in self.batches for job in batch}
-
-
-def plan_jobs(
-    paths: Sequence[str | Path],
-    tokenizer: Any,
-    *,
-    temperatures: Sequence[tuple[float, float]] = ((0.0, 1.0),),
-    max_prompt_tokens: int = 256,
-    limit: int | None = None,
-    limit_per_file: int | None = None,
-    seed: int = 0,
-    batch_size: int = 32,
-) -> Plan:
-    """Reads prompts and settles which are answered, at which temperature and in which batches.
-
-    Everything here depends on the arguments alone, never on what is already answered, so that a resumed run meets the
-    very batches it left. Rows are taken in an order shuffled by ``seed``: a prefix of the output is a fair sample.
-
-    Args:
-        paths: prompt files.
-        tokenizer: the target's.
-        temperatures: (temperature, weight) pairs; each row gets one by the hash of its id.
-        max_prompt_tokens: longer prompts (template included) are left out and counted.
-        limit, limit_per_file: how many rows to answer, overall and of each file.
-    """
-    chosen: list[Job] = []
-    known: set[str] = set()
-    read = too_long = 0
-    for path in paths:
-        rows = sorted(read_prompts(path), key=lambda row: _shuffle_key(seed, row.id))
-        taken = 0
-        for row in rows:
-            if limit_per_file is not None and taken >= limit_per_file:
-                break
-            read += 1
-            try:
-                prompt_ids = encode_chat(tokenizer, row.messages)
-            except DataError as error:
-                raise DataError(f"{path}:{row.line}: {error}") from error
-            if len(prompt_ids) > max_prompt_tokens:
-                too_long += 1
-            elif row.id not in known:  # the same file given twice
-                known.add(row.id)
-                taken += 1
-                chosen.append(Job(row.id, row.messages, prompt_ids, pick_temperature(row.id, temperatures), row.source))
-    chosen.sort(key=lambda job: _shuffle_key(seed, job.id))
-    return Plan(_batches(chosen[:limit], batch_size), read, too_long)
-
-
-def _shuffle_key(seed: int, row_id: str) -> tuple[int, str]:
-    return stable_seed(seed, "order", row_id), row_id
-
-
-def pick_temperature(row_id: str, temperatures: Sequence[tuple[float, float]]) -> float:
-    """One of the (temperature, weight) pairs' temperatures, drawn by the hash of the row's id."""
-    point = stable_seed("temperature", row_id) / 2**31 * sum(weight for _, weight in temperatures)
-    for temperature, weight in temperatures:
-        point -= weight
-        if point < 0:
-            return temperature
-    return temperatures[-1][0]
-
-
-def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
-    batches = []
-    for start in range(0, len(jobs), WINDOW * size):
-        window = jobs[start : start + WINDOW * size]
-        for temperature in sorted({job.temperature for job in window}):
-            same = sorted(
-                (job for job in window if job.temperature == temperature), key=lambda job: len(job.prompt_ids)
-            )
-            batches += [same[i : i + size] for i in range(0, len(same), size)]
-    return batches
+LONGEST = 2048  # tokens of prompt and answer, where no recipe says otherwise
 
 
 class AnswerFile:
@@ -160,6 +77,10 @@ class AnswerFile:
         file.flush()
         os.fsync(file.fileno())
 
+    def answers(self) -> dict[str, tuple[str, str]]:
+        """Response and finish_reason by id."""
+        return {row["id"]: (row["response"], row["finish_reason"]) for _, row in read_jsonl(self.path)}
+
     def _check_settings(self) -> None:
         if not self.meta_path.exists():
             if self.path.stat().st_size:
@@ -196,29 +117,13 @@ class AnswerFile:
         return done
 
 
-def answer_line(answer: Answer) -> bytes:
-    """One answer as a line of JSON, newline included."""
-    row = {
-        "id": answer.job.id,
-        "messages": answer.job.messages,
-        "response": answer.response,
-        "prompt_ids": answer.job.prompt_ids,
-        "response_ids": answer.response_ids,
-        "finish_reason": answer.finish_reason,
-        "temperature": answer.job.temperature,
-        "source": answer.job.source,
-        "ids_from": answer.ids_from,
-    }
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-
-
 def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool = True) -> Counter[str]:
     """Answers what of ``plan`` is not yet in ``output``.
 
     Returns:
-        Counts: answered (by this run), kept (from earlier ones), tokens, stop, length, too_long, read.
+        Counts: answered (by this run), kept (from earlier ones), tokens, stop, length.
     """
-    counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
+    counts: Counter[str] = Counter()
     with output.open() as (done, file):
         counts["kept"] = len(done & plan.ids)
         with tqdm(
@@ -245,19 +150,51 @@ def _temperature(text: str) -> tuple[float, float]:
     return pair
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text}: needs a JSON object")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of `fsd-train regenerate`."""
     p = Parser(prog="fsd-train regenerate", description=(__doc__ or "").replace("`", ""))
-    p.add_argument("--target", required=True, help="built-in name, directory or hub id of the target")
+    p.add_argument("--config", metavar="RECIPE", help="take target, output (data.train_files) and --max-length from it")
+    p.add_argument("--target", help="built-in name, directory or hub id of the target")
     p.add_argument(
         "--prompts", required=True, nargs="+", help="files or directories of prompts: see docs/training-data.md"
     )
-    p.add_argument("--output", required=True, help="a .jsonl file, or a directory that will hold answers.jsonl")
-    p.add_argument("--max-new-tokens", type=positive, default=192)
-    p.add_argument("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out and counted")
+    p.add_argument("--output", help="a .jsonl file, or a directory that will hold answers.jsonl")
     p.add_argument(
-        "--temperature", type=_temperature, nargs="+", default=[(0.0, 1.0)], metavar="T[:WEIGHT]",
-        help="one value, or several that rows are spread over: 0:0.7 0.8:0.3",
+        "--max-length",
+        type=positive,
+        metavar="TOKENS",
+        help=f"of prompt and answer; default: the recipe's data.max_length, else {LONGEST} or the target's context",
+    )
+    p.add_argument("--max-new-tokens", type=positive, metavar="TOKENS", help="default: half of --max-length")
+    p.add_argument(
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="TOKENS",
+        help="longer prompts are left out and counted; default: what --max-new-tokens leaves of --max-length",
+    )
+    p.add_argument(
+        "--temperature",
+        type=_temperature,
+        nargs="+",
+        default=[(0.0, 1.0)],
+        metavar="T[:WEIGHT]",
+        help="one value, or several that rows are spread over: 0:0.7 0.8:0.3 (default 0: greedy); rows may have "
+        "temperature, top_k and top_p of their own",
+    )
+    p.add_argument(
+        "--chat-template-args", type=_json_object, default={}, metavar="JSON",
+        help="""arguments of the chat template, such as '{"enable_thinking": false}'; rows may have tools and """
+        "chat_template_kwargs of their own",
     )  # fmt: skip
     p.add_argument("--limit", type=positive, help="answer so many prompts, a sample drawn by --seed")
     p.add_argument("--limit-per-file", type=positive)
@@ -291,12 +228,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{counts['answered']} answered ({counts['tokens']} tokens; {counts['stop']} ended by themselves, "
         f"{counts['length']} cut at the limit), {counts['kept']} kept from earlier runs, "
         f"{counts['too_long']} of {counts['read']} prompts left out as too long"
+        + (f", {counts['later']} later turns left out" if counts["later"] else "")
     )
     return 0
 
 
 def run(args: argparse.Namespace) -> Counter[str]:
     """`main` with parsed arguments. Raises FsdError on bad input."""
+    resolve(args)
     backend = _endpoint(args) if args.endpoint else _local(args)
     plan = plan_jobs(
         args.prompts,
@@ -307,16 +246,65 @@ def run(args: argparse.Namespace) -> Counter[str]:
         limit_per_file=args.limit_per_file,
         seed=args.seed,
         batch_size=args.batch_size,
+        template=args.chat_template_args,
     )
-    if isinstance(backend, LocalBackend):
-        window = backend.decoder.target.max_positions
-        longest = max((len(job.prompt_ids) for batch in plan.batches for job in batch), default=0)
-        if window is not None and longest + args.max_new_tokens > window:
-            raise ContextLengthError(
-                f"a prompt of {longest} tokens and {args.max_new_tokens} new ones exceed the target's context of "
-                f"{window}. Lower --max-prompt-tokens or --max-new-tokens."
-            )
-    return regenerate(plan, backend, AnswerFile(args.output, _settings(args)), progress=not args.quiet)
+    _say_what_is_left_out(plan, args)
+    window = _window(args.target)
+    longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)
+    if window is not None and longest + args.max_new_tokens > window:
+        raise ContextLengthError(
+            f"a prompt of {longest} tokens and {args.max_new_tokens} new ones exceed the target's context of "
+            f"{window}. Lower --max-prompt-tokens or --max-new-tokens."
+        )
+    if window is not None:  # earlier answers make later turns' prompts longer
+        plan = replace(plan, max_prompt_tokens=min(plan.max_prompt_tokens, window - args.max_new_tokens))
+    output = AnswerFile(args.output, _settings(args))
+    counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
+    while plan.batches:
+        counts.update(regenerate(plan, backend, output, progress=not args.quiet))
+        plan = next_turns(plan, output.answers(), backend.tokenizer)
+        counts["later"] += plan.too_long + plan.cut
+    return counts
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Fill in what is left open: from the recipe, else so that prompt and answer share LONGEST tokens or the context.
+
+    Raises:
+        DataError: neither the command line nor a recipe names the target or the output.
+    """
+    recipe: dict[str, Any] = {}
+    if args.config is not None:
+        try:
+            recipe = yaml.safe_load(find(args.config).read_text(encoding="utf-8"))
+            model, data = dict(recipe.get("model") or {}), dict(recipe.get("data") or {})
+        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+            raise DataError(f"{args.config}: no recipe ({one_line(str(error))}).") from error
+        args.target = args.target or model.get("init_args", model).get("target")
+        files = data.get("train_files") or []
+        answers = [
+            str(path) for path in (files if isinstance(files, list) else [files]) if f"{path}".endswith(".jsonl")
+        ]
+        args.output = args.output or (answers[0] if answers else None)
+        args.max_length = args.max_length or data.get("max_length")
+        if args.max_length is not None and (type(args.max_length) is not int or args.max_length < 2):
+            raise DataError(f"{args.config}: data.max_length must be a whole number from 2, got {args.max_length!r}.")
+    for name in ("target", "output"):
+        if not getattr(args, name):
+            raise DataError(f"no {name}: give --{name}, or a recipe that names it as --config.")
+    length = args.max_length or min(_window(args.target) or LONGEST, LONGEST)
+    args.max_new_tokens = args.max_new_tokens or max(1, length // 2)
+    args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
+
+
+def _say_what_is_left_out(plan: Plan, args: argparse.Namespace) -> None:
+    if not plan.too_long:
+        return
+    print(
+        f"{'warning: ' if 2 * plan.too_long > plan.read else ''}{plan.too_long} of {plan.read} prompts are longer than "
+        f"{args.max_prompt_tokens} tokens and are left out (--max-prompt-tokens)",
+        file=sys.stderr,
+    )
 
 
 def _local(args: argparse.Namespace) -> LocalBackend:
@@ -338,6 +326,15 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
     )  # fmt: skip
 
 
+def _window(target: str) -> int | None:
+    """Longest context by the target's config; None where it says nothing, or is not here."""
+    try:
+        config = AutoConfig.from_pretrained(builtin_dir(target) if is_builtin(target) else target)
+    except (OSError, ValueError, KeyError):
+        return None
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def _generation_config(directory: str | Path) -> GenerationConfig | None:
     """The target's, read as transformers does; None where there is a tokenizer alone."""
     try:
@@ -353,6 +350,7 @@ def _generation_config(directory: str | Path) -> GenerationConfig | None:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the answers depend on. Where they are made is not part of it, but batches and drafts shape local ones."""
     names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "limit_per_file", "seed"]
+    names.append("chat_template_args")
     settings = {name: getattr(args, name) for name in names}
     settings["backend"] = "endpoint" if args.endpoint else "local"
     if args.endpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from fsd_infer.errors import FsdError
 from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from fsd_train.backends import Answer, EndpointBackend, Job
 from fsd_train.cli import main as cli
-from fsd_train.regenerate import AnswerFile, answer_line, pick_temperature, plan_jobs
+from fsd_train.plan import answer_line, pick_temperature, plan_jobs
+from fsd_train.regenerate import AnswerFile
 from tests.openai_server import Reply, replying
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
 
@@ -201,7 +203,7 @@ def test_bad_rows_are_told_with_file_and_line(tmp_path: Path, target: Path, caps
 def test_prompts_beyond_the_context_are_refused(
     tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--max-new-tokens", "250"]
+    options = ["--max-new-tokens", "250", "--max-prompt-tokens", "100"]
     assert main(command(target, prompts_file(tmp_path, 2), tmp_path / "a.jsonl", *options)) == 2
     assert "exceed the target's context of 256" in capsys.readouterr().err
 
@@ -440,3 +442,122 @@ def test_answers_of_other_programs_are_not_appended_to(tmp_path: Path, target: P
     output.write_text('{"text": "mine"}\n')
     assert main(command(target, prompts, output)) == 2
     assert output.read_text() == '{"text": "mine"}\n'
+
+
+def test_every_turn_is_answered_with_the_targets_own_answers_before_it(tmp_path: Path, target: Path) -> None:
+    user = [{"role": "user", "content": text} for text in ("what is it", "on the mat")]
+    given = {"role": "assistant", "content": "there"}
+    asked = [{"role": "user", "content": f"{word} cat {word}"} for word in WORDS]
+    rows: list[dict[str, Any]] = [
+        {"id": f"talk{number}", "messages": [first, given, user[0], given, user[1]], "topic": "cats"}
+        for number, first in enumerate(asked)
+    ]
+    rows += [
+        {"id": 7, "turns": ["the mat", "is it there"]},
+        {"id": "tool", "messages": [user[0], given, {"role": "tool", "content": "it is"}]},
+    ]
+    prompts = write_rows(tmp_path / "p.jsonl", rows)
+    output = tmp_path / "a.jsonl"
+    argv = command(target, prompts, output, "--max-prompt-tokens", "200", "--max-new-tokens", "40")
+    assert main(argv) == 0
+    made = read(output)
+    ended = {name for name, row in made.items() if row["finish_reason"] == "stop"}
+    talks = [f"talk{number}" for number in range(len(asked))]
+    assert {*talks, "7", "tool", "tool/2"} <= set(made)
+    # a conversation goes on where its answer ended by itself
+    for talk in talks:
+        assert (f"{talk}/2" in made) == (talk in ended) and (f"{talk}/3" in made) == (f"{talk}/2" in ended)
+    assert ("7/2" in made) == ("7" in ended)
+    later = [name for name in made if "/" in name and not name.startswith("tool")]
+    assert later, "no answer ended: this tests little"
+    tokenizer = tiny_tokenizer()
+    for name, row in made.items():
+        assert row["prompt_ids"] == encode_chat(tokenizer, row["messages"])
+        if name.startswith("talk"):
+            assert row["topic"] == "cats"
+    for name in later:
+        base, turn = name.split("/")
+        before = made[base if turn == "2" else f"{base}/{int(turn) - 1}"]
+        own = {"role": "assistant", "content": before["response"]}
+        assert made[name]["messages"][:-1] == [*before["messages"], own]
+    # a tool's result follows the call that the row holds
+    assert made["tool/2"]["messages"] == rows[-1]["messages"]
+
+    # cut anywhere, it comes out the same
+    whole = output.read_bytes()
+    output.write_bytes(whole[: len(whole) * 2 // 3])
+    assert main(argv) == 0
+    assert output.read_bytes() == whole
+
+
+def test_rows_keep_their_ids_sampling_and_template(tmp_path: Path, target: Path) -> None:
+    rows = [
+        {"id": "a", "prompt": "the cat", "temperature": 0.7, "top_p": 0.5, "top_k": 3, "answer": [1, 2], "note": "x"},
+        {"id": "a", "prompt": "the mat"},
+        {"prompt": "it is", "tools": [{"name": "look"}], "chat_template_kwargs": {"loud": True}},
+    ]
+    prompts = write_rows(tmp_path / "p.jsonl", rows)
+    template = CHATML + "{% if loud %} what{% endif %}{% if tools %} {{ tools[0].name }}{% endif %}"
+    tokenizer = tiny_tokenizer(template)
+    plan = plan_jobs([prompts], tokenizer, temperatures=[(0.0, 1.0)], template={"loud": False})
+    by_text = {job.messages[0]["content"]: job for job in plan.jobs}
+    first, second, third = (by_text[row["prompt"]] for row in rows)
+    assert first.sampling == (0.7, 3, 0.5) and second.sampling == (0.0, 0, 1.0)
+    assert len({first.id, second.id}) == 2 and "a" in {first.id, second.id}
+    assert first.fields == {"answer": [1, 2], "note": "x"}
+    kept = json.loads(answer_line(Answer(first, "", [3], "stop")))
+    assert (kept["note"], kept["answer"], kept["temperature"], kept["top_k"], kept["top_p"]) == (
+        "x",
+        [1, 2],
+        0.7,
+        3,
+        0.5,
+    )
+    said = tokenizer.decode(third.prompt_ids)
+    assert "what" in said and "look" in said and "what" not in tokenizer.decode(first.prompt_ids)
+
+    with replying(completion) as (url, asked):
+        options = ["--endpoint", url, "--endpoint-model", "toy"]
+        assert main(command(target, prompts, tmp_path / "a.jsonl", *options)) == 0
+    shaped = next(request for request in asked if request["temperature"] > 0)
+    assert (shaped["top_p"], shaped["top_k"]) == (0.5, 3)
+    assert all((request["top_p"], request["top_k"]) == (1.0, -1) for request in asked if not request["temperature"])
+
+
+@pytest.mark.parametrize(
+    "more, problem",
+    [
+        ({"temperature": -1}, "`temperature` must be a number, 0 or more"),
+        ({"temperature": "hot"}, "`temperature` must be"),
+        ({"top_p": 0}, "`top_p` must be"),
+        ({"top_k": 2.5}, "`top_k` must be"),
+        ({"tools": "{"}, "`tools` is text and no JSON"),
+        ({"tools": {}}, "`tools` must be a list"),
+        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` must be an object"),
+        ({"chat_template_kwargs": {"conversation": 1, "chat_template": "{{"}}, "the chat template refuses"),
+    ],
+)
+def test_rows_of_no_sense_are_named(more: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "the cat", **more}])
+    with pytest.raises(FsdError, match=f"p.jsonl:1: .*{re.escape(problem)}"):
+        plan_jobs([prompts], tiny_tokenizer())
+
+
+def test_defaults_come_from_the_recipe(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_file(tmp_path, 12)
+    recipe = {"model": {"target": str(target)}, "data": {"max_length": 36, "train_files": [str(tmp_path / "a.jsonl")]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    argv = ["--config", str(tmp_path / "recipe.yaml"), "--prompts", str(prompts), "--device", "cpu", "--quiet"]
+    assert main(argv) == 0
+    settings = json.loads((tmp_path / "a.meta.json").read_text())
+    assert (settings["max_new_tokens"], settings["max_prompt_tokens"]) == (18, 18)
+    said = capsys.readouterr()
+    left_out = 12 - len(read(tmp_path / "a.jsonl"))
+    assert left_out and f"{left_out} of 12 prompts are longer than 18 tokens and are left out" in said.err
+    assert f"{left_out} of 12 prompts left out as too long" in said.out
+    assert main(["--prompts", str(prompts), "--output", "x.jsonl"]) == 2
+    assert "no target: give --target" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("- 1")
+    assert main(argv) == 2 and "no recipe" in capsys.readouterr().err

@@ -22,6 +22,7 @@ SPEAKERS = {
     "function_response": "tool",
 }
 ANSWERS = ("response", "completion")
+PROMPT_FIELDS = ("messages", "conversations", "prompt", "question", "turns", "instruction", "input", *ANSWERS)
 
 
 class Message(TypedDict):
@@ -91,6 +92,35 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     if not turns or turns[-1]["role"] == "system":
         raise DataError(f"{where}: the conversation holds no turn to answer. End it with a user turn.")
     return turns
+
+
+def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list[Message], list[Message]]]:
+    """The exchanges of a row: what is asked, and the answer that the row holds (no turns, where it has none).
+
+    A conversation is cut after each run of assistant turns; each text of ``turns`` is an exchange.
+
+    Raises:
+        DataError: as for :func:`row_messages`.
+    """
+    exchanges: list[tuple[list[Message], list[Message]]]
+    first = row_messages(row, where)  # checks the fields, and that there is something to answer
+    if all(row.get(name) is None for name in ("messages", "conversations", "prompt", "question")) and row.get("turns"):
+        exchanges = [(first, [])]
+        for text in row["turns"][1:]:
+            if _text(text, where, "turns").strip():
+                exchanges.append(([{"role": "user", "content": text}], []))
+        return exchanges
+    exchanges = []
+    for turn in _asked(row, where):
+        if turn["role"] == "assistant":
+            exchanges[-1][1].append(turn)
+        elif exchanges and not exchanges[-1][1]:
+            exchanges[-1][0].append(turn)
+        else:
+            exchanges.append(([turn], []))
+    if not any(turn["role"] != "system" for turn in exchanges[-1][0]):
+        exchanges.pop()
+    return exchanges
 
 
 def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:

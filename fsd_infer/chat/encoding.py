@@ -75,7 +75,10 @@ def read_prompts(path: str | Path) -> Iterator[PromptRow]:
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, object]],
+    add_generation_prompt: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation under the tokenizer's chat template.
 
@@ -84,17 +87,21 @@ def encode_chat(
             turn, taken as plain text with the tokenizer's own special tokens (a base model continues it).
         messages: the turns.
         add_generation_prompt: end with the template's opening of an assistant turn, so that the target answers.
+        options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
 
     Raises:
-        DataError: no chat template and more than one turn, nothing but an empty text, or turns the template refuses.
+        DataError: no chat template and more than one turn or options, nothing but an empty text, or turns the template
+            refuses.
     """
     turns = check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         if [turn["role"] for turn in turns] != ["user"]:
             raise DataError("this tokenizer has no chat template, so it can encode one user turn only.")
+        if options:
+            raise DataError(f"this tokenizer has no chat template, which {', '.join(options)} could be given to.")
         ids = encode_text(tokenizer, turns[0]["content"])
     else:
-        ids = _encode_rendered(tokenizer, _render(tokenizer, turns, add_generation_prompt))
+        ids = _encode_rendered(tokenizer, _render(tokenizer, turns, add_generation_prompt, options))
     if not ids:
         raise DataError("the prompt encodes to no tokens. Give it some text.")
     return ids
@@ -224,9 +231,15 @@ def special_ids(tokenizer: Any) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
-def _render(tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any] | None = None
+) -> str:
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
+        return str(
+            tokenizer.apply_chat_template(
+                turns, **{**(options or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
+            )
+        )
     except Exception as error:  # a template is a program that came with the model
         raise _refusal(turns, error) from error
 
