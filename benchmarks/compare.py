@@ -23,7 +23,7 @@ from benchmarks.workplace import Workplace, shown_command
 from fsd_infer.bench import parse_methods, run
 from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.report import bench_table
-from fsd_infer.drafters.loading import FREE
+from fsd_infer.drafters.base import free_drafters
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin
 from fsd_infer.targets.loading import resolve_target, shipped_drafter
@@ -122,7 +122,9 @@ def batch_methods(methods: Sequence[str]) -> list[str]:
     specs = {text: parse_methods([text])[0] for text in methods}
     plain = [text for text, spec in specs.items() if spec.kind == "plain"]
     exact = [text for text, spec in specs.items() if spec.kind == "exact" and spec.drafter != "none"]
-    modelled = [text for text in exact if not set((specs[text].drafter or "shipped").split("+")) <= set(FREE)]
+    modelled = [
+        text for text in exact if not set((specs[text].drafter or "shipped").split("+")) <= set(free_drafters())
+    ]
     return plain + (modelled or exact) if plain and exact else []
 
 

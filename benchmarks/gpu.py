@@ -103,6 +103,10 @@ class SimulatedDrafter(Drafter):
         self.forget()
 
     @property
+    def parts(self) -> tuple[EagleDrafter]:
+        return (self.head,)
+
+    @property
     def max_nodes(self) -> int:
         return self.head.max_nodes
 

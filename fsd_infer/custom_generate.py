@@ -135,7 +135,14 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[Any]:
-    """Ends the streamer whatever happens: one that hands its text to another thread must not let it wait for ever."""
+    """Ends the streamer whatever happens: one that hands its text to another thread must not let it wait for ever.
+
+    Raises FsdError for what is no streamer.
+    """
+    if streamer is not None and not (
+        callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
+    ):
+        raise FsdError(f"a streamer has put() and end(), as those of transformers; got {type(streamer).__name__}.")
     try:
         yield streamer
     finally:
@@ -179,7 +186,11 @@ def decode_prepared(
     Raises:
         FsdError: what would not be honoured; and as :func:`fsd_infer.engine.decode`.
     """
-    made_for: Target = getattr(drafter, "target", None) or target
+    if not isinstance(drafter, Drafter):
+        raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter makes one of a name.")
+    if max_cache_bytes is not None and (isinstance(max_cache_bytes, bool) or not isinstance(max_cache_bytes, int)):
+        raise FsdError(f"max_cache_bytes is a whole number of bytes, got {max_cache_bytes!r:.60}.")
+    made_for: Target = drafter.target or target
     if made_for.model is not target.model:
         raise ModelLoadError("the drafter was made for another model object than the one that generates.")
     if rules is None:

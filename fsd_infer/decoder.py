@@ -22,7 +22,7 @@ from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
-from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.generation_options import check_overrides
 from fsd_infer.rules import RuleLike
 from fsd_infer.stats import GenerationStats, RowRecord
@@ -277,6 +277,11 @@ class FuzzyDecoder:
         """Let transformers prepare the options, then decode; arguments as of :func:`decode_prepared`."""
         if not ids:
             raise FsdError("no prompts: give at least one.")
+        known = vars(GenerationConfig())  # ids may be tensors there, other arguments stay what they are
+        options = {
+            name: value.tolist() if isinstance(value, Tensor) and name in known else value
+            for name, value in options.items()
+        }
         check_overrides(options)
         options = self._stop_strings(options)
         if options.get("temperature") == 0:  # transformers refuses 0; everyone means greedy by it
@@ -295,9 +300,9 @@ class FuzzyDecoder:
         try:
             model.generate(input_ids, attention_mask=attention_mask, custom_generate=loop, **options)
         except Exception as error:
-            if prepared or isinstance(error, FsdError):
+            if isinstance(error, FsdError) or prepared and not _by_transformers(error):
                 raise
-            raise FsdError(f"transformers refuses these options: {error}") from error
+            raise FsdError(f"transformers refuses these options: {shortened(error)}") from error
         return outcomes[0]
 
     def _stop_strings(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -319,6 +324,14 @@ class FuzzyDecoder:
         if self.target.tokenizer is None:
             raise ModelLoadError(f"{self.target.name} has no tokenizer: pass token ids, or add its tokenizer files.")
         return self.target.tokenizer
+
+
+def _by_transformers(error: BaseException) -> bool:
+    """Was it raised in transformers' own code, as its logits processors do for options of a wrong type?"""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.")
 
 
 def _as_list(prompts: Any) -> list[Any]:

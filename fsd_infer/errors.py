@@ -44,3 +44,9 @@ class DataError(FsdError):
 
 class NonFiniteLossError(FsdError):
     """Training produced a NaN or infinite loss or gradient."""
+
+
+def shortened(error: BaseException, most: int = 600) -> str:
+    """What an exception says, on one line, without torch's C++ stack."""
+    text = " ".join(str(error).partition("Exception raised from")[0].split())[:most]
+    return text if isinstance(error, (OSError, ValueError, ImportError)) and text else f"{type(error).__name__}: {text}"

@@ -19,9 +19,12 @@ MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 def usable_name(name: str | os.PathLike[str], what: str) -> str:
     """``name`` as text, if it can name a file or a model. Raises FsdError, which calls it ``what``, if it cannot."""
     text = os.fspath(name)
-    encoded = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
     if not isinstance(text, str) or not text:
         raise FsdError(f"{what} {text!r} is no name: give some text.")
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is no Unicode text.") from None
     if "\0" in text or len(encoded) > MOST_BYTES[1] or max(map(len, encoded.split(b"/"))) > MOST_BYTES[0]:
         raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is too long, or holds a NUL.")
     return text

@@ -50,6 +50,8 @@ _INSTEAD = {
     "past_key_values": "give the whole text as ids",
     "streamer": "give it as stream_to",
 }
+# transformers loops as often, or copies the prompt as often, before anything is checked
+_MOST = {"no_repeat_ngram_size": 2**16, "encoder_no_repeat_ngram_size": 2**16, "num_return_sequences": 2**12}
 # arguments of ``generate`` beside the configuration that FuzzyDecoder.generate hands on
 _ARGUMENTS = frozenset(
     """
@@ -87,7 +89,9 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
 
 
 def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Raise FsdError for a keyword argument that is neither in the configuration nor an argument to hand on."""
+    """Raise FsdError for a keyword argument that is neither in the configuration nor an argument to hand on, and for a
+    number that would take all memory or time.
+    """
     known = _ARGUMENTS | vars(GenerationConfig()).keys()
     for name, value in overrides.items():
         # a "paged" cache would not come to our loop
@@ -97,6 +101,14 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
+    config = overrides.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise FsdError(f"generation_config is a GenerationConfig, got {type(config).__name__}.")
+    for source in (overrides, vars(config or GenerationConfig())):
+        for name, most in _MOST.items():
+            size = source.get(name)
+            if isinstance(size, (int, float)) and size > most:
+                raise FsdError(f"{name} must be at most {most}, got {repr(size)[:60]}.")
 
 
 def check_inputs(input_ids: Tensor, mask: Tensor, model_inputs: Mapping[str, Any]) -> None:

@@ -241,7 +241,7 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(stop_strings=[""]), "stop_strings"),
         (dict(stop_strings=7), "stop_strings"),
         (dict(token_healing=True), "token_healing|token healing"),
-        (dict(generation_config={"max_new_tokens": 3}), "transformers refuses these options"),
+        (dict(generation_config={"max_new_tokens": 3}), "is a GenerationConfig, got dict"),
         (dict(seed="0"), "seed must be a whole number"),
         (dict(seed=2**64), "seed must be a whole number"),
         (dict(seed=True), "seed must be a whole number"),

@@ -15,7 +15,7 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter
+from fsd_infer.drafters import DRAFTERS, GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, merge_trees
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.errors import ModelLoadError, UnknownNameError
@@ -368,6 +368,20 @@ def test_names(tmp_path: Path) -> None:
             load_drafter(name, target)
     with pytest.raises(FsdError, match="nodes >= 2"):
         GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))
+
+
+def test_a_drafter_is_found_by_the_name_it_is_registered_under(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Mine(LookupDrafter):
+        name = "mine"
+
+    monkeypatch.setitem(DRAFTERS._entries, "mine", Mine)
+    target = Target(tiny_model("llama"), name="tiny")
+    assert type(load_drafter("mine", target, TreeShape(3, 3, 9))) is Mine
+    assert load_drafter("lookup+mine", target).describe()["name"] == "lookup+mine"
+    monkeypatch.chdir(tmp_path)
+    save_head(tmp_path / "mine", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
+    assert type(load_drafter("mine", target)) is Mine, "a name goes before a directory that is called so"
+    assert type(load_drafter("./mine", target)) is EagleDrafter
 
 
 def test_scores_where_a_drafter_gives_none() -> None:

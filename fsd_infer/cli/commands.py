@@ -19,6 +19,8 @@ from typing import Any
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.numerals import read_float, read_int
 
+LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
+
 
 def generate(args: argparse.Namespace) -> int:
     """`fsd-infer generate`."""
@@ -148,11 +150,16 @@ def read_prompt(args: argparse.Namespace) -> str:
     named = args.prompt_file
     try:
         if named == "-":
-            return sys.stdin.read()
-        return Path(named).read_text(encoding="utf-8")
+            text = sys.stdin.read(LONGEST_PROMPT + 1)
+        else:
+            with open(named, encoding="utf-8") as file:
+                text = file.read(LONGEST_PROMPT + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         where = "standard input" if named == "-" else named
         raise DataError(f"{where}: cannot be read as UTF-8 text ({error}).") from error
+    if len(text) > LONGEST_PROMPT:
+        raise DataError(f"{named}: more than {LONGEST_PROMPT:,} characters are no prompt. Cut it.")
+    return text
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -335,7 +342,7 @@ def rules(args: argparse.Namespace) -> int:
     measures.append((", ".join(forms), "the same over the target's most likely tokens (top_k_js:20 sets how many)"))
     print("\n" + _listing("divergences (p the target, q the drafter)", measures))
     drafters = [(name, first_paragraph(DRAFTERS.get(name))) for name in DRAFTERS]
-    print("\n" + _listing("drafters", [*drafters, ("none", "Plain decoding.")]))
+    print("\n" + _listing("drafters", drafters))
     targets = []
     for name in BUILTIN_TARGETS:
         entry = BUILTIN_TARGETS.get(name)

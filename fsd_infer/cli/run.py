@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsd_infer.errors import FsdError
 
@@ -69,6 +69,13 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that says what is wrong in one line instead of after its usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            if action.nargs is None and getattr(found[0], action.dest, None) == []:  # some Pythons read --option=-- so
+                self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
+        return found
 
     def error(self, message: str) -> NoReturn:
         sys.exit(_say(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT))

@@ -7,10 +7,10 @@ state of one batch. The engine informs the session of each new token and asks it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.registry import Registry
 from fsd_infer.tree import DraftTree
+
+if TYPE_CHECKING:
+    from fsd_infer.drafters.eagle import TreeShape
+    from fsd_infer.target import Target
 
 T = TypeVar("T")
 
@@ -115,12 +119,31 @@ class Drafter(ABC):
     """Weights and options of one way to draft.
 
     Attributes:
-        name: which way.
+        name: of the kind; what records call it.
+        target: the target it was made for, whose features or weights it reads; None: any of its vocabulary will do.
         directory: where its files lie, None if it has none.
     """
 
     name: str = ""
+    target: Target | None = None
     directory: Path | None = None
+
+    @classmethod
+    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
+        """The drafter of this kind that ``name`` stands for (see :func:`fsd_infer.drafters.loading.load_drafter`), or
+        None if it stands for none of this kind, as every name does by default.
+
+        Args:
+            name: a name, a directory or a hub id.
+            target: what it is to draft for.
+            tree: the shape that was asked for.
+        """
+        return None
+
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        """The drafters that it is made of."""
+        return ()
 
     @property
     @abstractmethod
@@ -148,25 +171,28 @@ class Drafter(ABC):
         """Bytes of the key-value caches of a session, batch and slots as in :class:`DraftRequest`: by default those of
         the drafters that it is made of.
         """
-        return sum(part.cache_bytes(batch, slots) for part in vars(self).values() if isinstance(part, Drafter))
+        return sum(part.cache_bytes(batch, slots) for part in self.parts)
 
     @property
     def held_bytes(self) -> int:
         """As :attr:`Target.held_bytes`: by default of the drafters that it is made of."""
-        return sum(part.held_bytes for part in vars(self).values() if isinstance(part, Drafter))
+        return sum(part.held_bytes for part in self.parts)
 
     def use_graphs(self, recorder: Recorder) -> None:
         """As :meth:`Target.use_graphs`, for its models: by default for the drafters that it is made of."""
-        for part in vars(self).values():
-            if isinstance(part, Drafter):
-                part.use_graphs(recorder)
+        for part in self.parts:
+            part.use_graphs(recorder)
 
-    def forget(self) -> None:  # noqa: B027
-        """Drop what requests have taught it, if it keeps such things. Benchmarks do so before every answer."""
+    def forget(self) -> None:
+        """Drop what requests have taught it, if it keeps such things: by default what its parts keep. Benchmarks do so
+        before every answer.
+        """
+        for part in self.parts:
+            part.forget()
 
     def modules(self) -> list[nn.Module]:
-        """Modules of the drafter's own, for whoever wants to pack, compile or move them."""
-        return []
+        """Modules of the drafter's own, for whoever wants to pack, compile or move them: by default its parts'."""
+        return [module for part in self.parts for module in part.modules()]
 
     def describe(self) -> dict[str, Any]:
         """Name and options, for records of runs."""
@@ -176,6 +202,30 @@ class Drafter(ABC):
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 
 
+class FreeDrafter(Drafter):
+    """A drafter that needs neither weights nor features. By name ("X+NAME") it can be grafted onto X's tree.
+
+    Args:
+        vocab_size: V of the target.
+        nodes: of its tree, the root included.
+    """
+
+    @abstractmethod
+    def __init__(self, vocab_size: int, *, nodes: int = 16) -> None: ...
+
+    @classmethod
+    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
+        if name != cls.name:
+            return None
+        return cls(target.vocab_size) if tree is None else cls(target.vocab_size, nodes=tree.nodes)
+
+
+def free_drafters() -> dict[str, type[FreeDrafter]]:
+    """The registered drafters without a model, by name."""
+    return {name: kind for name in DRAFTERS if issubclass(kind := DRAFTERS.get(name), FreeDrafter)}
+
+
+@DRAFTERS.register("none")
 class NoDrafter(Drafter):
     """Plain decoding: a tree of the root alone."""
 
@@ -185,6 +235,10 @@ class NoDrafter(Drafter):
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
+        return cls(target.vocab_size) if name == cls.name else None
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         return _NoSession(self.vocab_size, request.device)

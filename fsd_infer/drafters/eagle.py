@@ -37,7 +37,7 @@ from fsd_infer.drafters.base import (
 )
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
-from fsd_infer.heads.checkpoint import is_public, load_head
+from fsd_infer.heads.checkpoint import is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
@@ -101,6 +101,7 @@ class EagleDrafter(Drafter):
     """
 
     name = "eagle"
+    target: Target
     public = False
 
     def __init__(
@@ -122,6 +123,10 @@ class EagleDrafter(Drafter):
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
         self.graphs: Graphs | None = None
+
+    @classmethod
+    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
+        return cls.from_pretrained(name, target, tree) if is_head(name) else None
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:

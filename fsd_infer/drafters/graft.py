@@ -7,7 +7,7 @@ import warnings
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.errors import FsdError
@@ -57,7 +57,11 @@ class GraftedDrafter(Drafter):
         if self.nodes < 2:
             raise FsdError(f"a grafted tree needs nodes >= 2, got {self.nodes}: give nodes.")
         self.name = f"{main.name}+{side.name}"
-        self.target = getattr(main, "target", None)
+        self.target = main.target
+
+    @property
+    def parts(self) -> tuple[Drafter, Drafter]:
+        return self.main, self.side
 
     @property
     def max_nodes(self) -> int:
@@ -76,13 +80,6 @@ class GraftedDrafter(Drafter):
         if main is self.main or isinstance(main, NoDrafter):  # where one tree does not pay, two do not either
             return self if main is self.main else main
         return GraftedDrafter(main, self.side, main.max_nodes)
-
-    def forget(self) -> None:
-        self.main.forget()
-        self.side.forget()
-
-    def modules(self) -> list[nn.Module]:
-        return [*self.main.modules(), *self.side.modules()]
 
     def describe(self) -> dict[str, Any]:
         parts = {"main": self.main.describe(), "side": self.side.describe()}

@@ -68,6 +68,7 @@ class LMDrafter(Drafter):
     """
 
     name = "lm"
+    target: Target
 
     def __init__(self, model: Target, target: Target, depth: int = 5, stop_below: float = 0.0) -> None:
         check_tree("the chain", depth, 2)

@@ -5,30 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
-from fsd_infer.drafters.eagle import DEFAULT_SHAPES, EagleDrafter, TreeShape
+from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters, of_device
+from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
-from fsd_infer.drafters.lookup import LookupDrafter
-from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
-from fsd_infer.heads.checkpoint import is_head
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import shipped_drafter
-
-# drafters without a model, which can also be grafted onto another's tree
-FREE: dict[str, type[LookupDrafter] | type[RecycleDrafter]] = {
-    LookupDrafter.name: LookupDrafter,
-    RecycleDrafter.name: RecycleDrafter,
-}
 
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | None = None) -> Drafter:
     """The drafter that a name stands for.
 
     Args:
-        drafter: a Drafter (returned as it is), or one of
+        drafter: a Drafter (returned as it is), the name of a registered one, or one of
 
             ================  ===================================================================================
             None, "shipped"   the head shipped with a built-in target
@@ -51,38 +42,33 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     """
     if isinstance(drafter, Drafter):
         return drafter
-    name = None if drafter is None else usable_name(drafter, "drafter")
-    main, plus, side = (name or "").rpartition("+")
-    if plus and side in FREE:
+    name = "shipped" if drafter is None else usable_name(drafter, "drafter")
+    main, plus, side = name.rpartition("+")
+    if plus and side in free_drafters():
         return _load_grafted(main, side, target, tree)
-    if name is not None and name in FREE:
-        return _load_free(name, target, tree)
-    if drafter is None or name == "shipped":
+    source: str | Path = name
+    if name == "shipped":
         shipped = shipped_drafter(target.name)
         if shipped is None:
             raise ModelLoadError(
                 f"no drafter is shipped for {target.name}: name a head trained with fsd-train, a small model of the "
                 'same vocabulary, or "none" for plain decoding.'
             )
-        drafter = shipped
-    if name == "none":
-        return NoDrafter(target.vocab_size)
-    if is_head(drafter):
-        return EagleDrafter.from_pretrained(drafter, target, tree)
+        source = shipped
+    for kind in sorted(DRAFTERS, key=lambda known: known != name):  # what is called so first: a directory may be, too
+        found = DRAFTERS.get(kind).load(source, target, tree)
+        if found is not None:
+            return found
     try:
-        model = load_lm(drafter, target)
+        model = load_lm(source, target)
     except UnknownNameError:
         raise UnknownNameError(
-            f"unknown drafter {str(drafter)!r}: it is no directory and no hub id (owner/model), and none of shipped, "
-            f"none, {', '.join(FREE)}, X+lookup and X+recycle (X any other of these)."
+            f"unknown drafter {name!r}: it is no directory and no hub id (owner/model), and none of shipped, none, "
+            f"{', '.join(free_drafters())}, X+lookup and X+recycle (X any other of these)."
         ) from None
     made = LMDrafter(model, target, *chain_of(tree, target))
-    made.directory = Path(drafter) if os.path.isdir(drafter) else None
+    made.directory = Path(source) if os.path.isdir(source) else None
     return made
-
-
-def _load_free(name: str, target: Target, tree: TreeShape | None) -> Drafter:
-    return FREE[name](target.vocab_size) if tree is None else FREE[name](target.vocab_size, nodes=tree.nodes)
 
 
 def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) -> Drafter:
@@ -93,9 +79,9 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
         raise ModelLoadError(f'"{main}+{side}" names {side} twice: what it knows it proposes at once. Name it once.')
     onto = load_drafter(main, target, tree)
     if isinstance(onto, NoDrafter):
-        return _load_free(side, target, tree)
+        return load_drafter(side, target, tree)
     shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
-    made = GraftedDrafter(onto, FREE[side](target.vocab_size, nodes=nodes), nodes)
+    made = GraftedDrafter(onto, free_drafters()[side](target.vocab_size, nodes=nodes), nodes)
     made.directory = onto.directory
     return made

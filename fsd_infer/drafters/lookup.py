@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, check_tree
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter, check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow
 
@@ -164,7 +164,7 @@ class TextIndex:
 
 
 @DRAFTERS.register("lookup")
-class LookupDrafter(Drafter):
+class LookupDrafter(FreeDrafter):
     """What followed the text's last tokens earlier in prompt and answer, as a tree. Needs no model and no training.
 
     The longest of the last ``max_ngram`` ... ``min_ngram`` tokens that occurred before is continued as it was, on the

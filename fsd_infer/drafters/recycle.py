@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, check_tree
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter, check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow, at_nodes
 
@@ -129,7 +129,7 @@ class Recycled:
 
 
 @DRAFTERS.register("recycle")
-class RecycleDrafter(Drafter):
+class RecycleDrafter(FreeDrafter):
     """Token recycling: the target's own likeliest tokens, by the one or two tokens before them, as a tree.
 
     As in the paper, what verifying forwards say at all nodes is kept, also where nothing was accepted, and serves later

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from fsd_infer.errors import CheckpointError, VocabularyMismatchError
+from fsd_infer.errors import CheckpointError, VocabularyMismatchError, shortened
 from fsd_infer.files import read_json
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.layers import build_rotary
-from fsd_infer.heads.public import PublicHead, check_draft_ids, kind_of, layer_count, read_public, shortened
+from fsd_infer.heads.public import PublicHead, check_draft_ids, kind_of, layer_count, read_public
 from fsd_infer.heads.weights import INDEX, SINGLE, Weights
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fsd_infer.cpu.ops import weight_rows
-from fsd_infer.errors import CheckpointError
+from fsd_infer.errors import CheckpointError, shortened
 from fsd_infer.heads.config import EagleConfig, check_layer, default_fused_layers
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, layer_of
 from fsd_infer.heads.weights import PICKLE, SINGLE, Weights, names_in_pickle
@@ -275,11 +275,6 @@ def _shared(weights: Weights, target: Target | None) -> bool:
         return False
     stored = weights.floats(EMBEDDINGS)
     return torch.allclose(stored.float(), table.detach().float().cpu(), rtol=2**-7, atol=1e-6)
-
-
-def shortened(error: Exception) -> str:
-    """What an exception says, on one line of moderate length."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:

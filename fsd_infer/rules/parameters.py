@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsd_infer.errors import FsdError
-
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?inf", re.ASCII)
-_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+from fsd_infer.numerals import read_float, read_int
 
 
 def parameter(
@@ -56,15 +53,11 @@ class Parameter:
         """The value that a rule as text gives; ranges are checked when the rule is made."""
         if self.optional and text.lower() == "none":
             return None
-        if self.type is float:
-            value = float(text) if _NUMBER.fullmatch(text) else math.nan
-            if math.isnan(value) or (math.isinf(value) and "inf" not in text):  # 1e400 is not what was meant
-                raise self._error("a number", text)
+        if self.type in (float, int):
+            value = read_float(text) if self.type is float else read_int(text)
+            if value is None:
+                raise self._error("a number" if self.type is float else "a whole number", text)
             return value
-        if self.type is int:
-            if not _WHOLE.fullmatch(text):
-                raise self._error("a whole number", text)
-            return int(text)
         if self.type is bool:
             if text.lower() not in ("true", "false"):
                 raise self._error("true or false", text)
@@ -86,7 +79,10 @@ class Parameter:
         elif self.type is float:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise self._error("a number", value)
-            return self._in_range(float(value), value)
+            try:
+                return self._in_range(float(value) + 0.0, value)  # -0.0 becomes 0.0
+            except OverflowError:
+                raise self._error("a number that fits a float", value) from None
         elif self.type is int:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise self._error("a whole number", value)
@@ -110,7 +106,7 @@ class Parameter:
         return number
 
     def _error(self, wanted: str, value: Any) -> FsdError:
-        return FsdError(f"rule {self.rule!r}: {self.name} must be {wanted}, not {value!r}.")
+        return FsdError(f"rule {self.rule!r}: {self.name} must be {wanted}, not {repr(value)[:60]}.")
 
 
 def parameters_of(rule: type) -> dict[str, Parameter]:

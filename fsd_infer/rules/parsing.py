@@ -25,6 +25,8 @@ def parse_rule(rule: str | Rule) -> Rule:
     """
     if isinstance(rule, Rule):
         return rule
+    if not isinstance(rule, str):
+        raise FsdError(f"a rule is a Rule or text like 'fuzzy:js:0.3', not {type(rule).__name__}.")
     name, *parts = _split(rule)
     made = RULES.get(name)
     parameters = parameters_of(made)
@@ -51,7 +53,9 @@ def parse_rule(rule: str | Rule) -> Rule:
 
 def parse_rules(rules: RuleLike) -> list[Rule]:
     """One rule, or one per prompt; errors as of :func:`parse_rule`."""
-    found = [parse_rule(rule) for rule in ([rules] if isinstance(rules, (str, Rule)) else rules)]
+    if isinstance(rules, (str, Rule)) or not isinstance(rules, Sequence):
+        rules = [rules]
+    found = [parse_rule(rule) for rule in rules]
     if not found:
         raise FsdError("no rules: give one, or one per prompt.")
     return found

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
+from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import read_json, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
@@ -204,6 +204,24 @@ def _check_layers(path: Path, tensors: int) -> None:
             raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
 
 
+def _check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    """Raise CheckpointError if a directory's config asks for far more weights than its files hold.
+
+    transformers fills up what is missing, in memory, before it says so.
+    """
+    if not os.path.isdir(source):
+        return
+    stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = sum(parameter.numel() for parameter in planned.parameters())
+    if wanted > 4 * stored:  # weights of 2 bits are the smallest
+        raise CheckpointError(
+            f"{source}: config.json asks for {wanted:.3g} weights, but the files hold {stored:.3g} bytes; "
+            "copy the model again."
+        )
+
+
 def check_safetensors(path: Path) -> int:
     """Read the header of a safetensors file and compare it with the file's size; returns its number of tensors.
 
@@ -246,9 +264,8 @@ def _explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
     except (FsdError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # a config can make any part of transformers fail, and its Rust parts panic
-        kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
         raise ModelLoadError(
-            f"target {name!r} cannot be loaded: {kind}{error}\n"
+            f"target {name!r} cannot be loaded: {shortened(error)} "
             f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
         ) from error
 
@@ -289,6 +306,7 @@ def load_target(
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     with _explained(name_or_dir):
         config = AutoConfig.from_pretrained(source, **common)
+        _check_size(source, config, trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,

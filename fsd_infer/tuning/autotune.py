@@ -302,6 +302,10 @@ class _Recorder(Drafter):
         self.contexts: list[Candidates] = []
 
     @property
+    def parts(self) -> tuple[Drafter]:
+        return (self.drafter,)
+
+    @property
     def max_nodes(self) -> int:
         return self.drafter.max_nodes
 
