@@ -69,6 +69,10 @@ def cpu_deepspeed(**options: Any) -> Strategy:
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
     class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", 0)  # DeepSpeed wants an index
+
         def setup_environment(self) -> None:
             DDPStrategy.setup_environment(self)
 

@@ -1,0 +1,87 @@
+"""DeepSpeed on CPUs: the real library, two processes, stage 2, against one process without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.target import Target
+from fsd_train.cli import main as cli
+from tests.test_strategies import ACCUMULATE, LR, RANKS, STEPS, command, per_step, toys
+
+__all__ = ["toys"]  # a fixture
+
+
+class Losses(Callback):
+    """Writes the losses of a rank's batches to ``losses-<rank>.json``."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (self.directory / f"losses-{trainer.global_rank}.json").write_text(json.dumps(self.losses))
+
+
+def fit(toys: Path, out: Path, accumulate: int, *more: str) -> list[str]:
+    """The command of the strategies' tests; DeepSpeed keeps states and weights its own way, so fewer callbacks."""
+    argv = command(toys, out, accumulate, *more)
+    config = json.loads((out / "config.json").read_text())
+    config["trainer"]["log_every_n_steps"] = 1000  # the logged loss is the rank's own then
+    _, checkpoints, _, export = config["trainer"]["callbacks"]
+    losses = {"class_path": "tests.test_deepspeed.Losses", "init_args": {"directory": str(out)}}
+    config["trainer"]["callbacks"] = [losses, checkpoints, export]
+    (out / "config.json").write_text(json.dumps(config))
+    return argv
+
+
+def ran(argv: list[str], cwd: Path, root: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def losses(out: Path) -> list[float]:
+    """Of each step, the mean over ranks and batches."""
+    ranks = [json.loads(path.read_text()) for path in sorted(out.glob("losses-*.json"))]
+    together = [sum(batch) / len(ranks) for batch in zip(*ranks, strict=True)]
+    return per_step(together, RANKS * ACCUMULATE // len(ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2])
+def test_deepspeed_trains_resumes_and_exports_on_cpus(stage: int, toys: Path, tmp_path: Path, repo_root: Path) -> None:
+    pytest.importorskip("deepspeed")
+    assert cli(fit(toys, tmp_path / "single", RANKS * ACCUMULATE)) == 0
+    expected = losses(tmp_path / "single")
+    assert len(expected) == STEPS
+
+    spread = ["--trainer.strategy", f"deepspeed_stage_{stage}", "--trainer.devices", str(RANKS)]
+    ran(fit(toys, tmp_path / "whole", ACCUMULATE, *spread), tmp_path, repo_root)
+    assert losses(tmp_path / "whole") == pytest.approx(expected, rel=2e-4)
+
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32, device="cpu")
+    ours = load_head(tmp_path / "single" / "head", target).state_dict()
+    for name, value in load_head(tmp_path / "whole" / "head", target).state_dict().items():
+        # exported in bf16
+        torch.testing.assert_close(value.float(), ours[name].float(), rtol=2**-7, atol=0.1 * LR, msg=name)
+
+    (half,) = (tmp_path / "whole" / "ckpt").glob("*step=2.ckpt")
+    ran(fit(toys, tmp_path / "again", ACCUMULATE, *spread, "--ckpt_path", str(half)), tmp_path, repo_root)
+    assert losses(tmp_path / "again") == pytest.approx(expected[2:], rel=2e-4)
