@@ -28,7 +28,8 @@ COMMANDS = {
     "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
     "quickstart": Command("fsd_train.quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
     "finetune": Command("fsd_train.fit:finetune", "fine-tune a target: --config recipes/smollm2-135m-maths.yaml"),
-    "export": Command("fsd_train.export:export_main", "write a checkpoint's head as config.json and safetensors"),
+    "export": Command("fsd_train.export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
+    "doctor": Command("fsd_train.doctor:main", "say why a head accepts less than it should"),
 }
 
 

@@ -1,0 +1,86 @@
+"""A server's answers and acceptance beside our own, for `fsd-train doctor --url`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import requests
+
+from fsd_infer.errors import FsdError
+from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server
+
+Line = tuple[str, bool | None, str, str]  # check, ok, what was found, the fix
+_POSITION = re.compile(r'^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?\{.*position="(\d+)".*\} (\S+)$', re.M)
+_DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{.*\})? (\S+)$", re.M)
+
+
+def check_engine(
+    url: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], reached: Sequence[float]
+) -> list[Line]:
+    """Let a server answer the same prompts and compare.
+
+    Args:
+        url: of the server, which speaks the OpenAI API and, for acceptance, has vLLM's metrics.
+        prompts, answers: ids, and what our greedy decoding gave.
+        reached: our acceptance by depth, each where the one before was accepted.
+    """
+    before = acceptance_counts(url)
+    try:
+        server = Server(url)
+        model = server.models()[0]["id"]
+        same = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            body = {"model": model, "prompt": list(prompt), "max_tokens": len(answer), "temperature": 0.0, **UNSHAPED}
+            same += _ids(server.complete(body, EXTENSIONS)) == list(answer)
+    except FsdError as error:
+        return [("engine", False, str(error), "start the server, or leave --url out")]
+    fine = same >= 0.8 * len(prompts)  # rounding turns a few
+    lines: list[Line] = [
+        (
+            "engine's answers",
+            fine,
+            f"{same} of {len(prompts)} are ours",
+            "" if fine else "it runs another target or dtype",
+        )
+    ]
+    after = acceptance_counts(url)
+    if before is None or after is None:
+        return [*lines, ("engine's acceptance", None, f"{url} has no metrics of drafts by position", "")]
+    drafts = after[0] - before[0]
+    counts = [late - early for late, early in zip(after[1], before[1], strict=True)]
+    if not drafts:
+        return [*lines, ("engine's acceptance", False, "the server drafted nothing", "start it with the head")]
+    theirs = [count / drafts for count in counts]
+    ours = [math.prod(reached[: depth + 1]) for depth in range(len(theirs))]
+    says = "accepted by position: " + " ".join(f"{value:.0%}" for value in theirs)
+    says += "; ours " + " ".join(f"{value:.0%}" for value in ours)
+    first = theirs[0] if theirs else 0.0
+    fine = abs(first - ours[0]) < max(0.1, 3 * math.sqrt(0.5 / drafts))
+    fix = "it feeds the head otherwise: compare layer ids, norm flags and the exported config with this table"
+    return [*lines, ("engine's acceptance", fine, says, "" if fine else fix)]
+
+
+def acceptance_counts(url: str) -> tuple[float, list[float]] | None:
+    """(drafts, accepted ones by position) from a server's metrics, as vLLM has them; None where there are none."""
+    parts = urlsplit(url)
+    try:
+        text = requests.get(f"{parts.scheme}://{parts.netloc}/metrics", timeout=10).text
+    except requests.RequestException:
+        return None
+    drafts, places = _DRAFTS.findall(text), _POSITION.findall(text)
+    if not drafts or not places:
+        return None
+    counts = [0.0] * (1 + max(int(place) for place, _ in places))
+    for place, count in places:
+        counts[int(place)] += float(count)
+    return sum(map(float, drafts)), counts
+
+
+def _ids(reply: object) -> list[int] | None:
+    try:
+        return list(reply["choices"][0]["token_ids"])  # type: ignore[index]
+    except (KeyError, IndexError, TypeError):
+        return None

@@ -1,0 +1,73 @@
+"""A toy target whose heads learn in seconds, its answers, and the training of a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsd_infer import Target
+from fsd_infer.chat.encoding import encode_chat
+from fsd_train.data import AnswersDataModule
+from fsd_train.eagle_module import EagleModule
+from tests.text_toys import tiny_tokenizer, write_rows
+
+WIDTH = 64
+EAGLE3: dict[str, Any] = {"layout": "eagle3", "fused_layers": [1, 2]}
+FSD: dict[str, Any] = {"final_norm": True, "feature_scale": True}
+
+
+def make_target(directory: Path) -> Path:
+    """A llama of four layers with the tiny tokenizer, whose next token follows mostly from the last few."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    special = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": 1, "pad_token_id": tokenizer.pad_token_id}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, **special,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=1.0 if "embed" in name or "lm_head" in name else 0.12)
+    torch.nn.init.normal_(model.model.norm.weight, std=1.0)  # a head without it is clearly worse
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def write_answers(path: Path, target: Target, rows: int) -> Path:
+    """Sampled answers, so that no two are alike, with their prompts in the chat template."""
+    torch.manual_seed(1)
+    found = []
+    for number in range(rows):
+        messages = [{"role": "user", "content": f"what is {number * 37 % 101}"}]
+        prompt = encode_chat(target.tokenizer, messages)
+        ids = torch.tensor([prompt])
+        out = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, min_new_tokens=16, do_sample=True,
+            temperature=0.7, pad_token_id=0,
+        )  # fmt: skip
+        answer = out[0, len(prompt) :].tolist()
+        found.append({"messages": messages, "response": "", "prompt_ids": prompt, "response_ids": answer})
+    return write_rows(path, found)
+
+
+def train(root: Path, head: dict[str, Any], features: str | None = None, steps: int = 100) -> None:
+    eagle3 = head.get("layout") == "eagle3"
+    module = EagleModule(
+        str(root / "target"), head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=2, lr=4e-3,
+        warmup_steps=20, loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer="muon",
+    )  # fmt: skip
+    data = AnswersDataModule(
+        [str(root / "answers.jsonl")], validation_fraction=0.0, batch_tokens=512, features=features
+    )
+    trainer = Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, gradient_clip_val=1.0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    module.export(root / "head")

@@ -1,0 +1,162 @@
+"""`fsd-train doctor` names each fault that is planted, and none in a head without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsd_infer import Target
+from fsd_train.cli import main as cli
+from fsd_train.data import AnswersDataModule
+from fsd_train.doctor import depth_shares, runs_of
+from fsd_train.engine_check import acceptance_counts
+from fsd_train.features import FeatureStore, cache_features
+from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
+from tests.text_toys import OTHERWISE, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/, answers.jsonl, and trained heads eagle3/ and fsd/."""
+    root = tmp_path_factory.mktemp("doctor")
+    write_answers(root / "answers.jsonl", Target.from_pretrained(str(make_target(root / "target"))), 96)
+    for name, head in (("eagle3", EAGLE3), ("fsd", FSD)):
+        train(root, head)
+        (root / "head").rename(root / name)
+    return root
+
+
+def examine(world: Path, head: Path, out: Path, **options: str) -> dict[str, dict[str, Any]]:
+    arguments = {"target": str(world / "target"), "head": str(head), "data": str(world / "answers.jsonl"), **options}
+    command = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+    status = cli(["doctor", *command, "--rows", "40", "--max-new-tokens", "24", "--json", str(out / "found.json")])
+    found = {line["check"]: line for line in json.loads((out / "found.json").read_text())}
+    assert status == int(any(line["ok"] is False for line in found.values()))
+    return found
+
+
+def wrong(found: dict[str, dict[str, Any]]) -> list[str]:
+    return [check for check, line in found.items() if line["ok"] is False]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "fsd"])
+def test_nothing_is_wrong_with_a_good_head(name: str, world: Path, tmp_path: Path, capsys: Any) -> None:
+    found = examine(world, world / name, tmp_path)
+    assert wrong(found) == [], found
+    assert found["agreement"]["ok"] and found["template"]["ok"] and found["decoding"]["ok"]
+    table = capsys.readouterr().out
+    assert "WRONG" not in table and len(table.splitlines()) == len(found) + 2
+
+
+def edited(source: Path, out: Path, tensors: Callable[[dict[str, Any]], Any], **options: Any) -> Path:
+    """A copy of a head with other weights and options."""
+    shutil.copytree(source, out)
+    config = json.loads((out / "config.json").read_text())
+    config["head"].update(options)
+    (out / "config.json").write_text(json.dumps(config))
+    stored = load_file(out / "model.safetensors")
+    tensors(stored)
+    save_file(stored, out / "model.safetensors")
+    return out
+
+
+def test_layers_off_by_one(world: Path, tmp_path: Path) -> None:
+    head = edited(world / "eagle3", tmp_path / "head", lambda stored: None, fused_layers=[2, 3])
+    found = examine(world, head, tmp_path)
+    assert wrong(found)[0] == "feature layers", found
+    assert "layers [1, 2] instead of [2, 3]" in found["feature layers"]["says"]
+    assert "fused_layers [1, 2]" in found["feature layers"]["fix"]
+
+
+def test_permuted_vocabulary_map(world: Path, tmp_path: Path) -> None:
+    def permute(stored: dict[str, Any]) -> None:
+        stored["lm_head.weight"] = stored["lm_head.weight"].roll(17, 0)
+
+    found = examine(world, edited(world / "eagle3", tmp_path / "head", permute), tmp_path)
+    assert wrong(found)[0] == "vocabulary map" and "order" in found["vocabulary map"]["fix"], found
+
+
+def test_missing_norm(world: Path, tmp_path: Path) -> None:
+    def strip(stored: dict[str, Any]) -> None:
+        # as a program that knows no final norm: what it scales is gone
+        stored.pop("norm.weight")
+
+    found = examine(world, edited(world / "fsd", tmp_path / "head", strip, final_norm=False), tmp_path)
+    assert wrong(found)[0] == "norms" and "final norm" in found["norms"]["says"], found
+
+
+def test_overflow_in_float16(world: Path, tmp_path: Path) -> None:
+    def enlarge(stored: dict[str, Any]) -> None:
+        stored["fc.weight"] *= 1e5
+
+    head = edited(world / "eagle3", tmp_path / "head", enlarge)
+    found = examine(world, head, tmp_path, dtype="float16")
+    assert "dtype" in wrong(found) and "overflows in float16" in found["dtype"]["says"], found
+    assert "bfloat16" in found["dtype"]["fix"]
+
+
+def test_another_template(world: Path, tmp_path: Path) -> None:
+    other = tmp_path / "target"
+    shutil.copytree(world / "target", other)
+    tokenizer = tiny_tokenizer(OTHERWISE)
+    tokenizer.save_pretrained(other)
+    found = examine(world, world / "eagle3", tmp_path, target=str(other))
+    assert wrong(found)[0] == "template" and "fsd-train regenerate" in found["template"]["fix"], found
+    assert "40 of 40" in found["template"]["says"]
+
+
+@pytest.mark.parametrize("first", [0, WIDTH])
+def test_shifted_features(first: int, world: Path, tmp_path: Path) -> None:
+    """All features shifted in the cache, where they are compared; or only what the head reads, as it was trained."""
+    shutil.copy(world / "answers.jsonl", tmp_path)
+    shutil.copytree(world / "target", tmp_path / "target")
+    target = Target.from_pretrained(str(tmp_path / "target"))
+    target.watch(EAGLE3["fused_layers"])
+    data = AnswersDataModule([str(tmp_path / "answers.jsonl")], validation_fraction=0.0)
+    data.setup()
+    assert data.train_set is not None
+    plain = target.features
+
+    def shifted(ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        features = plain(ids, attention_mask).clone()
+        features[:, 1:, first:] = features[:, :-1, first:].clone()
+        return features
+
+    target.features = shifted  # type: ignore[method-assign]
+    rows = [item["input_ids"] for item in data.train_set]
+    assert isinstance(cache_features(target, rows, tmp_path / "features", progress=False), FeatureStore)
+    if first == 0:
+        found = examine(world, world / "eagle3", tmp_path, features=str(tmp_path / "features"))
+        assert wrong(found) == ["cached features"], found
+        assert "shifted by one position" in found["cached features"]["says"]
+        return
+    train(tmp_path, EAGLE3, features=str(tmp_path / "features"))
+    found = examine(world, tmp_path / "head", tmp_path)
+    assert wrong(found)[0] == "positions" and "token before" in found["positions"]["says"], found
+
+
+def test_acceptance_is_counted_by_depth_from_rounds() -> None:
+    # the prefill's token, then rounds of 2, 0 and 1 accepted drafts, and one that was cut off
+    assert runs_of([0, 1, 1, 0, 0, 1, 0, 1]) == [2, 0, 1]
+    assert depth_shares([2, 0, 1])[:3] == [2 / 3, 1 / 2, 0.0]
+
+
+def test_acceptance_from_vllms_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "# HELP vllm:spec_decode_num_drafts_total x\n"
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 7.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0\n'
+    )
+    reply = type("Reply", (), {"text": text})
+    monkeypatch.setattr("fsd_train.engine_check.requests.get", lambda *args, **options: reply)
+    assert acceptance_counts("http://localhost:8000/v1") == (10.0, [7.0, 3.0])
+    reply.text = "nothing"
+    assert acceptance_counts("http://localhost:8000") is None
