@@ -1,8 +1,8 @@
-"""A static key-value cache with explicit slots: tree nodes are written behind the text, the accepted path is moved up.
+"""A static key-value cache with explicit slots: tree nodes are written after the text, the accepted path is moved up.
 
-Slot = position for every token that is part of the text. A round writes its N tree nodes to the N slots behind
+Slot = position for every token that is part of the text. A round writes its N tree nodes to the N slots after
 the text; accepting a path copies only that path's keys and values to its final slots. Nothing else moves, and what
-lies behind the text is overwritten by the next round.
+lies after the text is overwritten by the next round.
 """
 
 from __future__ import annotations

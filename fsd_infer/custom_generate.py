@@ -234,7 +234,7 @@ def decode_prepared(
         return decode_beams(made_for, drafter, rules, request, generation_config, beam_options)
     if streamer is not None and show_prompt:
         streamer.put(input_ids.cpu())
-    answers = generation_config.num_return_sequences or 1  # per prompt, one behind the other
+    answers = generation_config.num_return_sequences or 1  # per prompt, one after the other
     return decode(
         made_for, drafter, rules[0] if len(rules) == 1 else [r for r in rules for _ in range(answers)], request
     )

@@ -106,7 +106,7 @@ class FuzzyDecoder:
             revision: of a hub model.
 
         Raises:
-            ModelLoadError, CheckpointError, VocabularyMismatchError: each names the thing and the mend.
+            ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and the fix.
         """
         wrapped = Target.from_pretrained(
             target,

@@ -115,7 +115,7 @@ class _Batch:
         self.device = target.device
         longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
         self.capacity = longest + drafter.max_nodes
-        # Rows that emitted less are padded to the row that emitted most: behind the longest text, by a round's depth.
+        # Rows that emitted less are padded to the row that emitted most: after the longest text, by a round's depth.
         reach = longest + 1 + drafter.max_depth
         self.cache_bytes = target.cache_bytes(count, self.capacity) + drafter.cache_bytes(count, reach)
         held = target.held_bytes + drafter.held_bytes

@@ -143,6 +143,8 @@ class Server:
                         done = True
                     elif line.startswith(b"data:"):
                         event = json.loads(data)
+                        if not isinstance(event, dict):
+                            raise ServerError(f"server {self.url} sent {data[:60]!r} as an event, not an object.")
                         if "error" in event:
                             raise ServerError(f"server {self.url} failed: {json.dumps(event['error'])}")
                         yield event

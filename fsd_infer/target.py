@@ -152,7 +152,7 @@ class Target:
 
         They come from the final norm and about a thousand rows each of embeddings and LM head, which a target without
         its layers (:func:`fsd_train.slim.load_slim`) has too, and from the adapter that was merged into it, if any. Any
-        other fine-tuned copy that left all of these alone is not told apart. Values are rounded to bf16, so dtype,
+        other fine-tuned copy that left all of these alone has the same digest. Values are rounded to bf16, so dtype,
         device and packing of the weights do not matter.
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
@@ -270,7 +270,7 @@ class Target:
 
     @cached_property
     def cache_bytes_per_token(self) -> int:
-        """What a token takes in the cache, by a forward over one: families' configs do not agree on how to tell."""
+        """What a token takes in the cache, by a forward over one: configs of families do not agree on it."""
         cache = SlotCache(self.config, 1, 1)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache.set_write_slots(zero, 0, 1)

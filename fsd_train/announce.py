@@ -38,11 +38,11 @@ def _data(trainer: Trainer) -> str:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     rows, held = getattr(data, "train_set", None), getattr(data, "validation_set", None)
     steps, passes = trainer.estimated_stepping_batches, _passes(trainer)
-    told = "" if rows is None else f"{len(rows)} answers, {rows.answer_tokens} tokens of theirs; "
+    counted = "" if rows is None else f"{len(rows)} answers, {rows.answer_tokens} tokens of theirs; "
     held_out = f"{len(held)} held out; " if held is not None else ""
     many = "until stopped" if steps == math.inf else f"{steps:.0f} steps, {passes:.2g} passes"
     begun = f", {trainer.global_step} of them done" if trainer.global_step else ""
-    return f"{told}{held_out}{trainer.num_training_batches} batches a pass; {many}{begun}"
+    return f"{counted}{held_out}{trainer.num_training_batches} batches a pass; {many}{begun}"
 
 
 def _passes(trainer: Trainer) -> float:

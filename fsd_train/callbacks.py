@@ -215,7 +215,7 @@ class DecodedTau(Callback):
     Memory: a copy of the head or drafter in the target's dtype while decoding; and, where features are cached and the
     target was therefore loaded without its layers, the whole target (2 bytes per parameter in bf16) from the first
     time on. Rank 0 decodes and the others wait; where fsdp shards the target all ranks decode the same, since each of
-    its layers is put together by all.
+    its layers is gathered from all.
 
     Args:
         rules: as for `fsd-infer`: "exact", "fuzzy:js:0.3" ...

@@ -38,13 +38,13 @@ class EagleModule(DistillationModule):
             feature_scale, fc_norm ...), ``layer`` and ``intermediate_size``.
         initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
         initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
-            adding nothing. The draft vocabulary is chosen anew.
+            adding nothing. The draft vocabulary is chosen again.
         draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
             those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
         unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
-        chain_share: share of the batch's chains that run beyond step 0, drawn anew for every batch, in (0, 1]. The
+        chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
             expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
             less.
         loss: as in :class:`fsd_train.options.TrainingOptions`.

@@ -2,7 +2,7 @@
 
 A cache is a directory:
 
-    index.json               format, target (fingerprint and digest of its weights), layers whose outputs stand behind
+    index.json               format, target (fingerprint and digest of its weights), layers whose outputs follow
                              the final features
     shard-00000.safetensors  features [tokens, F] bf16, the sequences one after the other
     shard-00000.json         keys and offsets of the sequences, checksum of the file above
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = "fsd-features"
 VERSION = 1
-MAX_LENGTH = 1024  # tokens kept per sequence unless told otherwise, in training and in its cache
+MAX_LENGTH = 1024  # tokens kept per sequence by default, in training and in its cache
 _WEIGHTS = "weights_sha256"  # in the header's target; caches of earlier versions lack it
 _AGAIN = "delete it and its .json, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
@@ -81,7 +81,7 @@ class FeatureStore:
     def check_target(self, target: Target) -> None:
         """Raise DataError if the features are another target's, or one's of the same shape with other weights.
 
-        A cache of an earlier version does not say which weights it was made with: that is told in a warning.
+        A cache of an earlier version does not say which weights it was made with: a warning says so.
         """
         held = self.header["target"]
         for key, ours in _facts(target).items():

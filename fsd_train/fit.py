@@ -211,12 +211,14 @@ def readable(message: str, known: Iterable[str]) -> str:
     rest = message[place.end() :]
     if "Errors:" in rest:
         errors = re.findall(r"^ *- (.*(?:\n {8,}.*)*)", rest.split("Errors:", 1)[1], flags=re.M)
-        told = [error for error in errors if not re.match(r"Not a valid subclass|Expected a <class 'NoneType'>", error)]
-        best = [error for error in told if "Did you mean" in error or "class_path" in error]
+        named = [
+            error for error in errors if not re.match(r"Not a valid subclass|Expected a <class 'NoneType'>", error)
+        ]
+        best = [error for error in named if "Did you mean" in error or "class_path" in error]
         kinds, value = re.search(r"Subtypes: \[(.*)\]\n", rest), re.search(r"Given value: (.*)", rest, flags=re.S)
         if not best and kinds is not None and value is not None:
             return one_line(f"{place[1]}: {value[1]} is none of {_plain(kinds[1])}")[:600]
-        rest = best[0] if best else told[0] if told else rest
+        rest = best[0] if best else named[0] if named else rest
     rest = _plain(rest.split("Given value type:")[0])
     return one_line(f"{place[1]}: {rest}" if place[1] != "config" else rest)
 

@@ -1,4 +1,4 @@
-"""What stands behind the names given to ``trainer.strategy``, and what training on several devices needs besides."""
+"""The strategies named by ``trainer.strategy``, and what training on several devices needs besides."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def named_strategy(name: str, accelerator: str = "auto") -> str | Strategy:
     """The strategy for a name in a recipe; names that mean to us what they mean to Lightning come back as they are.
 
     - ``fsdp`` is :class:`ShardedStrategy`. Lightning's own refuses CPUs and clipping by norm.
-    - ``deepspeed_stage_1`` to ``_3``: Lightning's, on a CPU :func:`cpu_deepspeed`; told that batches have no fixed
-      size (the number is used for DeepSpeed's throughput log only; ours is a budget of tokens).
+    - ``deepspeed_stage_1`` to ``_3``: Lightning's, on a CPU :func:`cpu_deepspeed`. It is passed that batches have no
+      fixed size (the number is used for DeepSpeed's throughput log only; ours is a budget of tokens).
 
     Args:
         name: in the recipe.
@@ -142,7 +142,7 @@ class ShardedStrategy(ModelParallelStrategy):
         if _MARK not in stored:
             raise CheckpointError(
                 f"{checkpoint_path} was written by another strategy than fsdp: continue it with that one, or begin "
-                "anew with its exported head as model.initial_head."
+                "again from its exported head as model.initial_head."
             )
         wrong = sorted(set(stored["state_dict"]) ^ set(module.state_dict()))
         if wrong:
@@ -170,7 +170,7 @@ def shard_target(target: Target, mesh: DeviceMesh) -> None:
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """A module's state dict with sharded tensors put together. All ranks must call it: they exchange their shards."""
+    """A module's state dict with sharded tensors gathered. All ranks must call it: they exchange their shards."""
     partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
     if partitioned:  # DeepSpeed, stage 3
         import deepspeed

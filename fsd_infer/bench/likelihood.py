@@ -71,7 +71,7 @@ def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
     labels = torch.tensor([token for _, answer in pairs for token in answer], device=target.device)
     # a mask of ones alone would only cost time
     features = target.features(ids.to(target.device), None if bool(real.all()) else real.to(target.device))
-    final = features[scored.to(target.device)][:, : target.hidden_size]  # behind them: layers that a drafter watches
+    final = features[scored.to(target.device)][:, : target.hidden_size]  # after them: layers that a drafter watches
     scores, likeliest = _token_scores(target, final, labels)
     lengths = [len(answer) for _, answer in pairs]
     parts = zip(scores.split(lengths), likeliest.split(lengths), strict=True)

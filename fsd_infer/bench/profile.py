@@ -227,7 +227,7 @@ def _use_libraries(device: torch.device) -> None:
 
 @torch.inference_mode()
 def forward_seconds(target: Target, nodes: Sequence[int] = NODES, rounds: int = ROUNDS) -> dict[int, float]:
-    """Median wall seconds of one target forward by number of new nodes behind a context, measured in turns.
+    """Median wall seconds of one target forward by number of new nodes after a context, measured in turns.
 
     Args:
         target: as it decodes.

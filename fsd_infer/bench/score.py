@@ -33,7 +33,7 @@ NONE = "none"
 KINDS = ("number", "choice", "rouge")
 SCORES = (AUTO, *KINDS, NONE)
 
-# a minus behind a digit, a letter or a bracket subtracts
+# a minus after a digit, a letter or a bracket subtracts
 _NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?\d+(?:(?:,\d{3})+(?!\d))?(?:\.\d+)?")
 _WORD = re.compile(r"[a-z0-9]+")
 _FORMAT = re.compile(r"Answer format:[ \t]*(\S[^\n/]*(?:/[^\n/]+)+)\s*$")

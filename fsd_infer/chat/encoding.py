@@ -206,7 +206,7 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
     if len(spans) < wanted:
         raise DataError(
             f"chat template: its generation markers mark {len(spans)} of {wanted} assistant turns. "
-            "Mend the template, or remove rows with empty answers."
+            "Fix the template, or remove rows with empty answers."
         )
     return list(found["input_ids"]), spans
 

@@ -82,11 +82,12 @@ def bench_table(record: dict[str, Any]) -> str:
     parts = [_speed_table(record, shown), _answers_table(record, shown)]
     parts += [part for part in (_quality_table(record, shown), _paired_table(record, shown)) if part]
     categories = list(next(iter(methods.values()))["categories"])
-    told = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
-    if len(categories) > 1 and told:
-        rows = [[name, *(number(told[method]["categories"][name]["tau"]) for method in told)] for name in categories]
-        rows.append(["mean", *(number(facts["tau_category_mean"]) for facts in told.values())])
-        parts.append("tau by category\n" + fitted_tables(["category", *(shown[name] for name in told)], rows))
+    drafted = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
+    if len(categories) > 1 and drafted:
+        taus = [{name: part["tau"] for name, part in facts["categories"].items()} for facts in drafted.values()]
+        rows = [[name, *(number(tau[name]) for tau in taus)] for name in categories]
+        rows.append(["mean", *(number(facts["tau_category_mean"]) for facts in drafted.values())])
+        parts.append("tau by category\n" + fitted_tables(["category", *(shown[name] for name in drafted)], rows))
     phased = {name: facts for name, facts in methods.items() if facts["phases"]}
     if phased:
         parts.append("where the time goes, % of each method's time\n" + _phases_table(phased, shown))
@@ -210,7 +211,7 @@ def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> 
         shares = [_percent(facts["phase_fractions"].get(phase, 0.0), 1) for phase in phases]
         per_round = sum(facts["milliseconds_per_round"].values()) if facts["milliseconds_per_round"] else None
         rows.append([shown[name], *shares, number(per_round, 1), _percent(facts["round_overhead_fraction"], 1)])
-    note = "overhead %: of the time behind the prefill, what neither target nor drafter has"
+    note = "overhead %: of the time after the prefill, the share of neither target nor drafter"
     return fitted_tables(["method", *phases, "ms/round", "overhead %"], rows) + "\n" + note
 
 

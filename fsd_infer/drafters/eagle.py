@@ -194,7 +194,7 @@ class EagleDrafter(Drafter):
         return 0 if self.graphs is None else self.graphs.held
 
     def slots(self, longest: int) -> int:
-        """Slots for texts of up to ``longest`` tokens and for what is expanded behind them."""
+        """Slots for texts of up to ``longest`` tokens and for what is expanded after them."""
         return longest + max(1, (self.shape.depth - 1) * self.shape.width)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
@@ -324,7 +324,7 @@ class EagleSession(DraftSession):
         self.last = None if self.last is None else self.last[to_device(rows, self.device)]
 
     def _expand(self, tokens: Tensor, parent_features: Tensor, sees: Tensor, depth: int) -> Tensor:
-        """Run the head on one frontier [B, width]; its keys go behind the text and behind earlier frontiers."""
+        """Run the head on one frontier [B, width]; its keys go after the text and after earlier frontiers."""
         width = tokens.shape[1]
         slots = self.lengths[:, None] + (depth - 1) * width + torch.arange(width)
         positions = (self.lengths + depth - 1)[:, None].expand_as(slots)

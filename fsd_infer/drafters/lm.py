@@ -91,7 +91,7 @@ class LMDrafter(Drafter):
         return LMSession(self, first_tokens, request)
 
     def slots(self, longest: int) -> int:
-        """Slots for texts of up to ``longest`` tokens and for a chain behind them."""
+        """Slots for texts of up to ``longest`` tokens and for a chain after them."""
         return longest + self.depth + 1
 
     def cache_bytes(self, batch: int, slots: int) -> int:
@@ -138,7 +138,7 @@ class LMSession(DraftSession):
         kept = counts - 1 if self.agreed is None else torch.minimum(counts - 1, self.agreed)
         self.cached = self.cached + kept.clamp(0, read)
         self.lengths = self.lengths + counts
-        self.cached = torch.minimum(self.cached, self.lengths - 1)  # the root is always read anew
+        self.cached = torch.minimum(self.cached, self.lengths - 1)  # the root is always read again
         self.chain = self.agreed = None
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
@@ -157,7 +157,7 @@ class LMSession(DraftSession):
             return DraftTree.root_only(to_device(roots, self.device), drafter.vocab_size)
         new = int((self.lengths - self.cached).max())
         offsets = torch.arange(new)
-        slots = self.cached[:, None] + offsets  # rows with less to read write padding behind their text
+        slots = self.cached[:, None] + offsets  # rows with less to read write padding after their text
         unread = self.text.gather(1, slots.clamp_max(self.text.shape[1] - 1))
         logits = self._run(to_device(unread, self.device), slots)
         last = to_device(self.lengths - self.cached - 1, self.device)[:, None]

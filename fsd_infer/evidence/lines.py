@@ -25,7 +25,7 @@ class SweepFile:
         facts: about the run, stored beside the settings of a new file.
 
     Attributes:
-        lines: what the file holds behind its first line.
+        lines: what follows the first line.
 
     Raises:
         FsdError: another file is in the way, one that was made with other settings, or one that cannot be written.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,14 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
             "peft (merge_and_unload, save_pretrained) and give the merged model's directory."
         )
     if not _positive(rank) or not isinstance(rank, int) or not _positive(alpha):
-        raise CheckpointError(f"{path} has r={rank!r} and lora_alpha={alpha!r}; both must be positive numbers.")
+        raise CheckpointError(
+            f"{path} has r={rank!r} and lora_alpha={alpha!r}; both must be positive numbers below 1e9."
+        )
     return {**config, "base_model_name_or_path": base}
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
 
 
 def base_of(directory: str | Path) -> str:
