@@ -104,13 +104,14 @@ class _Batch:
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
         count = len(request.prompts)
-        drafter = drafter.for_batch(count)
-        self.target, self.drafter, self.request = target, drafter, request
         self.all_rules = [rule] * count if isinstance(rule, Rule) else list(rule)  # of the request's rows
         if len(self.all_rules) != count:
             raise FsdError(f"{len(self.all_rules)} rules for {count} prompts: give one rule, or one per prompt.")
         self.rules = list(self.all_rules)  # of the rows that are still being decoded
         self.limits = check_prompts(target, request.prompts, request.max_new_tokens)
+        tilt = sum(rule.tilt(request.greedy) for rule in self.rules) / count
+        drafter = drafter.for_batch(count, tilt)
+        self.target, self.drafter, self.request = target, drafter, request
         self.processors = TreeProcessors(request.processors, count)
         self.device = target.device
         longest = max(len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits, strict=True))
@@ -130,7 +131,7 @@ class _Batch:
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
         self.session = drafter.start(
-            first, DraftRequest(count, reach, request.greedy, process, request.generator, self.device)
+            first, DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt)
         )
         self.roots = first
         self.clock = clock_of(self.device)

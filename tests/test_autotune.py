@@ -23,7 +23,6 @@ from fsd_infer.tuning.autotune import (
     best_shape,
     calibration_prompts,
     head_of,
-    measure,
     rate,
     tune,
 )
@@ -184,13 +183,15 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
     assert shape.nodes <= max(autotune.SIZES["cpu"].nodes) and shape.width in autotune.SIZES["cpu"].widths
     expected = reference(target.model, tiny_prompts())
     assert FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=24).sequences == expected
-    assert drafter.by_batch
+    assert drafter.by_batch and tuple(drafter.by_tilt) == autotune.TILTS
+    assert all(tuple(shapes) == autotune.BATCHES and shapes[1] for shapes in drafter.by_tilt.values())
     (file,) = (quick / "trees").iterdir()
 
     again = drafter.reshaped(TreeShape(1, 1, 2))
     with monkeypatch.context() as patch:
         patch.setattr(autotune, "measure", None)
         assert tune(again, target, prompts) == shape == again.shape
+        assert again.by_tilt == drafter.by_tilt
         assert again.by_batch == drafter.by_batch and tuple(again.by_batch) == autotune.BATCHES[1:]
         with pytest.raises(TypeError):
             tune(again, target, prompts, refresh=True)
@@ -199,9 +200,12 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
     assert tune(drafter, target, prompts) == again.shape, "and what was damaged is written again"
 
 
-def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleDrafter) -> None:
-    prices, contexts, correction = measure(drafter, drafter.target, tiny_prompts((5,)), new_tokens=6)
+@pytest.mark.parametrize("tilt", [0.0, 1.0])
+def test_measurement_of_a_right_and_a_wrong_drafter(quick: Path, drafter: EagleDrafter, tilt: float) -> None:
     sizes = autotune.SIZES["cpu"]
+    with torch.inference_mode():
+        prices = autotune._costs(drafter, drafter.target, sizes)
+    contexts, correction = autotune.met(drafter, drafter.target, tiny_prompts((5,)), tilt, new_tokens=6)
     assert {*sizes.nodes} < set(prices.forward) <= {*sizes.nodes, *sizes.more}
     assert set(prices.level) == set(prices.wide_level) == {1, 2, 4, 6, 8} and prices.wide_fixed > 0
     curve = list(prices.forward.values())
@@ -216,7 +220,7 @@ def test_tune_reaches_the_head_in_a_graft_and_nothing_else(
     target = drafter.target
     grafted = GraftedDrafter(drafter, LookupDrafter(VOCAB), 9)
     shape = tune(grafted, target, calibration_prompts(None, VOCAB))
-    assert [record.message[:27] for record in caplog.records] == ["measuring which draft tree "]
+    assert [record.message[:27] for record in caplog.records] == ["measuring which draft trees"]
     assert drafter.shape == shape and grafted.nodes == shape.nodes
     grafted.nodes, twice = 9, GraftedDrafter(grafted, RecycleDrafter(VOCAB), 9)
     assert head_of(twice) is drafter and tune(twice, target, [[1, 2]]) == shape

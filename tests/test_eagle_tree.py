@@ -24,7 +24,7 @@ def levels_of(shape: TreeShape, batch: int, peaked: float) -> list[_Level]:
         logits[..., 3] += peaked
         log_q, tokens = likeliest(logits, shape.width)
         scores = (path_scores[..., None] + log_q).flatten(1)
-        levels.append(_Level(tokens.flatten(1), scores, expanded, logits))
+        levels.append(_Level(tokens.flatten(1), scores, expanded, path_scores, logits))
         path_scores, best = scores.topk(shape.width)
         expanded, first = first + best, first + scores.shape[1]
     return levels
@@ -45,15 +45,15 @@ def paths(tree: DraftTree) -> list[dict[tuple[int, ...], tuple[float, list[float
 
 @pytest.mark.parametrize("peaked", [0.0, 5.0, 200.0])
 @pytest.mark.parametrize("shape", [TreeShape(1, 3, 9), TreeShape(3, 1, 4), TreeShape(4, 3, 8), TreeShape(5, 6, 16)])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, peaked: float) -> None:
+@pytest.mark.parametrize(("batch", "tilt"), [(1, 0.0), (3, 0.0), (3, 1.0)])
+def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, tilt: float, peaked: float) -> None:
     torch.manual_seed(0)
     drafter: Any = SimpleNamespace(shape=shape, max_nodes=min(shape.nodes, 1 + shape.candidates))
     for _ in range(20):
         levels = levels_of(shape, batch, peaked)
         roots, ids = torch.arange(batch), torch.arange(VOCABULARY)
-        lists, tensors = (make(roots, levels, drafter, ids) for make in (_best_in_lists, _best_in_tensors))
-        assert paths(lists) == paths(tensors)
+        lists, tensors = (make(roots, levels, drafter, ids, tilt) for make in (_best_in_lists, _best_in_tensors))
+        assert paths(lists) == paths(tensors) or (tilt and peaked == 200.0)  # where rounding chooses among equals
         for tree in (lists, tensors):
             assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
             assert torch.equal(tree.depths, tree.ancestors.sum(-1) - 1)
@@ -63,8 +63,9 @@ def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, peak
                 assert min(inner) == node + 1 and row.scores[node + 1] == max(row.scores[child] for child in inner)
                 node += 1
         best = torch.cat([level.scores for level in levels], 1).sort(descending=True).values
-        assert torch.equal(lists.scores[:, 1:].sort(descending=True).values, best[:, : drafter.max_nodes - 1])
-        assert torch.equal(_keep_best(roots, levels, drafter, ids).tokens, lists.tokens)
+        kept = lists.scores[:, 1:].sort(descending=True).values
+        assert tilt or torch.equal(kept, best[:, : drafter.max_nodes - 1])
+        assert torch.equal(_keep_best(roots, levels, drafter, ids, tilt).tokens, lists.tokens)
 
 
 def test_what_is_not_a_number_comes_through_to_be_refused() -> None:
@@ -72,4 +73,4 @@ def test_what_is_not_a_number_comes_through_to_be_refused() -> None:
     drafter: Any = SimpleNamespace(shape=shape, max_nodes=8)
     levels = levels_of(shape, 1, 0.0)
     levels[0].logits[0, 0, 5] = levels[0].scores[0, 1] = torch.nan
-    assert _keep_best(torch.zeros(1, dtype=torch.long), levels, drafter, None).q_logits.isnan().any()
+    assert _keep_best(torch.zeros(1, dtype=torch.long), levels, drafter, None, 0.0).q_logits.isnan().any()

@@ -312,6 +312,11 @@ def warmup(args: argparse.Namespace) -> int:
         for batch, other in head.by_batch.items():
             tree = "none, plain decoding is faster" if other is None else f"{other.depth},{other.width},{other.nodes}"
             print(f"in batches of {batch} or more: {tree}")
+        for tilt, shapes in head.by_tilt.items():
+            alone = shapes[1]
+            assert alone is not None, "a single row always drafts"
+            sizes = f"{alone.depth},{alone.width},{alone.nodes}, stopping below {alone.stop_below:.2f}"
+            print(f"under rules that give about {tilt:g} nats for an accepted draft: {sizes}")
     print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
     return 0
 

@@ -70,6 +70,8 @@ class DraftRequest:
         process: the request's context-free logits processors, [..., V] -> [..., V], or None.
         generator: source of randomness for sampled chains, or None for torch's global one.
         device: the target's, where trees are wanted.
+        tilt: nats that the law under which drafts will be verified gives for an accepted draft, on average; 0: none.
+            Trees may be chosen by it (see :mod:`fsd_infer.drafters.visits`).
     """
 
     batch: int
@@ -78,6 +80,7 @@ class DraftRequest:
     process: Callable[[Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
     device: torch.device = torch.device("cpu")
+    tilt: float = 0.0
 
 
 class DraftSession(ABC):
@@ -159,8 +162,9 @@ class Drafter(ABC):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         """Open a session for a batch whose texts begin with first_tokens [B], on the CPU; ``extend`` brings more."""
 
-    def for_batch(self, batch: int) -> Drafter:
-        """The drafter to use for so many rows: itself, unless it knows that another tree, or none, is faster there.
+    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
+        """The drafter to use for so many rows and a law of this tilt (see :class:`DraftRequest`): itself, unless it
+        knows that another tree, or none, is faster there.
 
         Asked once per request, also where rows end before others: a session that begins in mid-answer would have to
         read the whole text first, and a head the target's features of it, which nobody keeps.

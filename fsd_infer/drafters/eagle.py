@@ -1,8 +1,9 @@
 """Drafting dynamic trees with an EAGLE-style head (EAGLE-2, arXiv 2406.16858).
 
 At each depth the ``width`` nodes with the highest cumulative log q are expanded, ``width`` children each; at the
-end the ``nodes`` best of all candidates are kept. A child's score never exceeds its parent's, so they always form
-a connected tree.
+end the ``nodes`` of all candidates are kept that are visited most likely: those with the highest cumulative log q, or,
+under a law that favours drafts, as :mod:`fsd_infer.drafters.visits` computes. A child's score never exceeds its
+parent's, so they always form a connected tree.
 
 Drafting may stop before the last depth (``TreeShape.stop_below``). Whether it does is, like the tree itself, a function
 of the context, so no rule's law changes.
@@ -35,6 +36,7 @@ from fsd_infer.drafters.base import (
     not_believed,
     of_device,
 )
+from fsd_infer.drafters.visits import tilted, visit_scores, visit_scores_by_level
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.checkpoint import is_head, is_public, load_head
@@ -54,8 +56,8 @@ class TreeShape:
         width: nodes expanded per depth and children per expanded node.
         nodes: nodes verified per round, the root included.
         stop_below: draft no deeper where the drafter gives less than this chance that the answer runs through any of
-            the nodes to be expanded next (their cumulative q, added up); 0: always draft ``depth`` deep. The check
-            waits for the device once per depth.
+            the nodes to be expanded next (their cumulative q, added up, each step tilted as the law will be); 0: always
+            draft ``depth`` deep. The check waits for the device once per depth.
     """
 
     depth: int
@@ -81,6 +83,11 @@ READ_AT_ONCE = 256  # tokens of a prompt: more are not faster and take memory
 
 # A CPU pays for every verified node, a GPU hardly.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
+# Under a law that favours drafts depth pays, and width does not.
+TILTED_SHAPES = {
+    "cpu": TreeShape(depth=8, width=3, nodes=9, stop_below=0.2),
+    "cuda": TreeShape(depth=8, width=8, nodes=60),
+}
 
 
 @DRAFTERS.register("eagle")
@@ -90,12 +97,15 @@ class EagleDrafter(Drafter):
     Args:
         head: the trained head.
         target: whose features it reads.
-        shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`).
+        shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`, for laws that favour drafts
+            :data:`TILTED_SHAPES`).
         context_ids: a reduced draft vocabulary is joined by the ids of each text, see :class:`ContextVocabulary`.
             A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
 
     Attributes:
         by_batch: trees for batches of at least so many rows where they differ from ``shape``; None: do not draft.
+        by_tilt: the same, from one row on, for laws that favour drafts. The nearest tilt's are taken, 0 among them.
+        by_default: no shape was given.
         public: the head was stored as EAGLE's authors do it, so nothing but its sizes ties it to the target; records
             of runs tell.
     """
@@ -115,10 +125,12 @@ class EagleDrafter(Drafter):
         if head.draft_ids is not None:
             self._drafted[head.draft_ids.cpu()] = True
         self.head = head.to(target.device).cast(target.dtype).eval()
+        self.by_default = shape is None
         shape = shape or of_device(DEFAULT_SHAPES, target.device)
         self.vocabulary = head.config.draft_vocab_size or target.vocab_size
         self.shape = replace(shape, width=min(shape.width, self.vocabulary))
         self.by_batch: dict[int, TreeShape | None] = {}
+        self.by_tilt: dict[float, dict[int, TreeShape | None]] = {}
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
@@ -139,14 +151,18 @@ class EagleDrafter(Drafter):
         """The same head with another tree; nothing is copied."""
         made = copy(self)
         made.shape = replace(shape, width=min(shape.width, self.vocabulary))
-        made.by_batch = {}
+        made.by_batch, made.by_tilt, made.by_default = {}, {}, False
         return made
 
-    def for_batch(self, batch: int) -> Drafter:
-        fitting = [size for size in self.by_batch if size <= batch]
+    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
+        if self.by_default and tilt:
+            return self.reshaped(of_device(TILTED_SHAPES, self.target.device))
+        shapes = {0.0: self.by_batch, **self.by_tilt}
+        shapes_by_batch = shapes[min(shapes, key=lambda known: abs(known - tilt))]
+        fitting = [size for size in shapes_by_batch if size <= batch]
         if not fitting:
             return self
-        shape = self.by_batch[max(fitting)]
+        shape = shapes_by_batch[max(fitting)]
         return NoDrafter(self.target.vocab_size) if shape is None else self.reshaped(shape)
 
     @property
@@ -234,7 +250,7 @@ class EagleDrafter(Drafter):
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
         sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
-        batches = {"by_batch": sizes} if sizes else {}
+        batches: dict[str, Any] = {"by_batch": sizes} if sizes else {}
         public = {"public": True} if self.public else {}
         narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
         weights = {"weights": "fp8"} if narrow else {}
@@ -260,7 +276,7 @@ class EagleSession(DraftSession):
         self.drafter = drafter
         self.vocabulary = drafter.context_vocabulary(request.batch)
         self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
-        self.device = drafter.target.device
+        self.device, self.tilt = drafter.target.device, request.tilt
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
 
@@ -293,7 +309,7 @@ class EagleSession(DraftSession):
         own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
         features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
-        path_scores = torch.zeros(batch, 1, device=device)  # their cumulative log q
+        path_scores = visits = torch.zeros(batch, 1, device=device)  # their cumulative log q; tilted
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # expanded nodes each of them descends from
         levels: list[_Level] = []
         first = 1  # number of the first node of this depth
@@ -302,19 +318,21 @@ class EagleSession(DraftSession):
             log_q, choice = ops.likeliest(logits, width)
             tokens = (choice if ids is None else ids[choice]).flatten(1)
             scores = (path_scores[..., None] + log_q).flatten(1)
-            levels.append(_Level(tokens, scores, expanded, logits))
+            levels.append(_Level(tokens, scores, expanded, path_scores, logits))
             if level == depth:
                 break
             path_scores, best = scores.topk(width, dim=-1)
-            if not_believed(path_scores, stop_below):
-                break
+            if stop_below:
+                visits = (visits[..., None] + tilted(log_q, self.tilt)).flatten(1).gather(1, best)
+                if not_believed(visits, stop_below):
+                    break
             parent = best // width  # which of the E expanded nodes each frontier node hangs under
             features = at_nodes(features, parent)
             sees = torch.cat([at_nodes(sees, parent), own], dim=-1)
             features = self._expand(tokens.gather(1, best), features, sees, level)
             expanded = first + best
             first += tokens.shape[1]
-        return _keep_best(to_device(roots, device), levels, self.drafter, ids)
+        return _keep_best(to_device(roots, device), levels, self.drafter, ids, self.tilt)
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
@@ -347,17 +365,22 @@ class _Level:
     tokens: Tensor
     scores: Tensor
     expanded: Tensor
+    before: Tensor  # cumulative log q of the expanded nodes themselves
     logits: Tensor
 
 
-def _keep_best(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
-    """The tree of the ``nodes - 1`` candidates with the highest cumulative log q; ids [Vd]: what q is about."""
+def _keep_best(
+    roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None, tilt: float
+) -> DraftTree:
+    """The tree of the ``nodes - 1`` candidates that are visited most likely; ids [Vd]: what q is about."""
     # in lists NaN, which is refused later, has no order
     in_lists = roots.device.type == "cpu" and not any(level.scores.isnan().any() for level in levels)
-    return (_best_in_lists if in_lists else _best_in_tensors)(roots, levels, drafter, ids)
+    return (_best_in_lists if in_lists else _best_in_tensors)(roots, levels, drafter, ids, tilt)
 
 
-def _best_in_tensors(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
+def _best_in_tensors(
+    roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None, tilt: float
+) -> DraftTree:
     """Nothing waits for a device."""
     width, device = drafter.shape.width, roots.device
     batch = roots.shape[0]
@@ -369,8 +392,9 @@ def _best_in_tensors(roots: Tensor, levels: list[_Level], drafter: EagleDrafter,
     q_logits = torch.cat([level.logits for level in levels], dim=1)  # [B, R, Vd]
 
     kept = min(drafter.max_nodes - 1, scores.shape[1])  # fewer where drafting stopped early
+    visits = visit_scores_by_level([(level.scores, level.expanded, level.before) for level in levels], tilt)
     # stable: at equal scores (log q = 0) the earlier node, hence the parent, goes first
-    chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
+    chosen = visits.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
     number = torch.zeros_like(tokens)  # old node number -> number in the kept tree
     number.scatter_(1, chosen + 1, torch.arange(1, kept + 1, device=device).expand(batch, kept))
     kept_parents = number.gather(1, parents.gather(1, chosen))
@@ -399,7 +423,9 @@ def _best_in_tensors(roots: Tensor, levels: list[_Level], drafter: EagleDrafter,
     )
 
 
-def _best_in_lists(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None) -> DraftTree:
+def _best_in_lists(
+    roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None, tilt: float
+) -> DraftTree:
     """On a CPU some dozen candidates are sorted in Python sooner than as many operations are started."""
     width, rows, q_rows = drafter.shape.width, [], []  # q_rows: of the inner nodes
     for row, root in enumerate(roots.tolist()):
@@ -412,7 +438,8 @@ def _best_in_lists(roots: Tensor, levels: list[_Level], drafter: EagleDrafter, i
             tokens += level.tokens[row].tolist()
             scores += level.scores[row].tolist()
         # stable, as with tensors
-        chosen = sorted(range(1, len(scores)), key=scores.__getitem__, reverse=True)[: drafter.max_nodes - 1]
+        visits = visit_scores(scores, parents, tilt)
+        chosen = sorted(range(1, len(scores)), key=visits.__getitem__, reverse=True)[: drafter.max_nodes - 1]
         nodes = [0, *sorted(chosen)]
         number = {node: place for place, node in enumerate(nodes)}
         tree_parents = [number[parents[node]] for node in nodes]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.visits import visit_scores
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow
 
@@ -28,7 +29,8 @@ class GraftedDrafter(Drafter):
 
     A side node whose path of tokens is in the main tree is the same node. The chance of a step that both propose is
     1 - (1 - a)(1 - b), as if they erred independently; the chances of siblings are scaled down where they add up to
-    more than 1. A node's score is the sum of its path's log chances, so the ``nodes`` best always form a tree.
+    more than 1. A node's score is the sum of its path's log chances. The ``nodes`` that are visited most likely are
+    kept (:mod:`fsd_infer.drafters.visits`), which always form a tree.
 
     Rules: the exact rule's law is the target's, as on any deterministic tree. Nodes that only ``side`` proposed have no
     q: every gate is closed there. A node of ``main`` keeps its q, hence its gate, as long as the child that ``main``
@@ -73,13 +75,15 @@ class GraftedDrafter(Drafter):
         return max(self.main.max_depth + (self.nodes > self.main.max_nodes), self.side.max_depth)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
-        return GraftedSession(self, self.main.start(first_tokens, request), self.side.start(first_tokens, request))
+        main, side = (part.start(first_tokens, request) for part in (self.main, self.side))
+        return GraftedSession(self, main, side, request.tilt)
 
-    def for_batch(self, batch: int) -> Drafter:
-        main = self.main.for_batch(batch)
+    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
+        main = self.main.for_batch(batch, tilt)
         if main is self.main or isinstance(main, NoDrafter):  # where one tree does not pay, two do not either
             return self if main is self.main else main
-        return GraftedDrafter(main, self.side, main.max_nodes)
+        more = max(self.nodes - self.main.max_nodes, 0)  # room that the side has to itself
+        return GraftedDrafter(main, self.side, min(max(self.nodes, main.max_nodes), main.max_nodes + more))
 
     def describe(self) -> dict[str, Any]:
         parts = {"main": self.main.describe(), "side": self.side.describe()}
@@ -89,8 +93,8 @@ class GraftedDrafter(Drafter):
 class GraftedSession(DraftSession):
     """A session of each."""
 
-    def __init__(self, drafter: GraftedDrafter, main: DraftSession, side: DraftSession) -> None:
-        self.drafter, self.main, self.side = drafter, main, side
+    def __init__(self, drafter: GraftedDrafter, main: DraftSession, side: DraftSession, tilt: float = 0.0) -> None:
+        self.drafter, self.main, self.side, self.tilt = drafter, main, side, tilt
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.main.extend(tokens, features, counts)
@@ -109,16 +113,16 @@ class GraftedSession(DraftSession):
         if side.sampled:
             _warn_sampled(self.drafter.side.name)
             return main
-        return merge_trees(main, side, self.drafter.nodes)
+        return merge_trees(main, side, self.drafter.nodes, self.tilt)
 
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
         self.side.select(rows)
 
 
-def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
+def merge_trees(main: DraftTree, side: DraftTree, nodes: int, tilt: float = 0.0) -> DraftTree:
     """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled."""
-    rows = [_merge(*row, nodes) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
+    rows = [_merge(*row, nodes, tilt) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
     return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
 
 
@@ -130,7 +134,7 @@ def _steps(row: TreeRow) -> list[float]:
     return chances
 
 
-def _merge(main: TreeRow, side: TreeRow, nodes: int) -> TreeRow:
+def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float) -> TreeRow:
     tokens, parents = list(main.tokens), list(main.parents)
     chances = _steps(main)
     number = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens)) if node}
@@ -161,7 +165,8 @@ def _merge(main: TreeRow, side: TreeRow, nodes: int) -> TreeRow:
         scores.append(scores[parent] + math.log(chance / max(1.0, total[parent])) if chance > 0.0 else -math.inf)
 
     # stable: at equal scores the earlier node, hence the parent, goes first
-    best = sorted(range(1, len(tokens)), key=lambda node: -scores[node])[: nodes - 1]
+    visits = visit_scores(scores, parents, tilt)
+    best = sorted(range(1, len(tokens)), key=lambda node: -visits[node])[: nodes - 1]
     kept = [0, *sorted(best)]
     renumbered = {node: place for place, node in enumerate(kept)}
     worst_first = sorted(range(len(main.tokens) - 1, 0, -1), key=main.scores.__getitem__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from fsd_infer.drafters.base import (
     of_device,
 )
 from fsd_infer.drafters.eagle import TreeShape
+from fsd_infer.drafters.visits import tilted
 from fsd_infer.errors import VocabularyMismatchError
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
@@ -30,6 +32,7 @@ from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 # (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited
 # for after every draft.
 DEFAULT_CHAINS = {"cpu": (5, 0.3), "cuda": (5, 0.0)}
+TILTED_CHAINS = {"cpu": (8, 0.3), "cuda": (8, 0.0)}  # under laws that favour drafts
 
 
 def chain_of(tree: TreeShape | None, target: Target) -> tuple[int, float]:
@@ -58,9 +61,12 @@ class LMDrafter(Drafter):
         model: the small model.
         target: the model it drafts for.
         depth: most drafts per round.
-        stop_below: draft no further where the small model gives the chain drafted so far less than this chance (in a
-            batch: every row's); 0: always ``depth``. A function of the context alone, so no rule's law changes. The
-            check waits for the device once per draft.
+        stop_below: draft no further where the small model gives the chain drafted so far less than this chance, each
+            step tilted as the law will be (in a batch: every row's); 0: always ``depth``. A function of the context
+            alone, so no rule's law changes. The check waits for the device once per draft.
+
+    Attributes:
+        by_default: nobody asked for these; laws that favour drafts get :data:`TILTED_CHAINS` in their place.
 
     Raises:
         FsdError: depth or stop_below out of range.
@@ -78,6 +84,14 @@ class LMDrafter(Drafter):
         self.depth = depth
         self.stop_below = stop_below
         self.vocab_size = target.vocab_size
+        self.by_default = False
+
+    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
+        if not (self.by_default and tilt):
+            return self
+        made = copy(self)
+        made.depth, made.stop_below = of_device(TILTED_CHAINS, self.model.device)
+        return made
 
     @property
     def max_nodes(self) -> int:
@@ -164,6 +178,7 @@ class LMSession(DraftSession):
         logits = at_nodes(logits, last)[:, 0]
         tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
         path_scores = [torch.zeros(roots.shape[0], device=self.device)]  # cumulative log q
+        visits = path_scores[0]  # tilted
         for step in range(1, depth + 1):
             scores = logits if request.process is None else request.process(logits)
             if request.greedy:
@@ -173,8 +188,10 @@ class LMSession(DraftSession):
             tokens.append(token)
             q_logits.append(logits)
             q_scores.append(scores)
-            path_scores.append(path_scores[-1] + logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1))
-            if step == depth or not_believed(path_scores[-1][:, None], drafter.stop_below):
+            log_q = logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
+            path_scores.append(path_scores[-1] + log_q)
+            visits = visits + tilted(log_q[:, None], request.tilt)[:, 0]
+            if step == depth or not_believed(visits[:, None], drafter.stop_below):
                 break
             logits = self._run(token[:, None], (self.lengths + step - 1)[:, None])[:, 0]
         self.cached = self.lengths.clone()

@@ -68,6 +68,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         ) from None
     made = LMDrafter(model, target, *chain_of(tree, target))
     made.directory = Path(source) if os.path.isdir(source) else None
+    made.by_default = tree is None
     return made
 
 

@@ -40,6 +40,14 @@ class Rule:
         """The verdict on a round in which this is every row's rule; see :func:`apply_rules`."""
         return apply_rules([self] * round.tree.tokens.shape[0], round)
 
+    def tilt(self, greedy: bool) -> float:
+        """Nats that the law gives for an accepted draft, roughly; 0 for p. Trees are chosen by it, no law is.
+
+        Args:
+            greedy: at temperature 0.
+        """
+        return 0.0
+
     def describe(self) -> dict[str, object]:
         """What every record of a run stores: name, parameters, units."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}

@@ -21,6 +21,8 @@ from fsd_infer.rules.gates import divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
+GREEDY_SHARPNESS = 2.0  # at temperature 0 drafts are accepted about as under a draw from a law tilted so much more
+
 
 @RULES.register("tilted")
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class Tilted(Rule):
         if self.floor:
             wins.masked_fill_(at.log_p < at.log_p_max[:, None] + math.log(self.floor), 0.0)
         return wins.masked_fill_(at.repeating_tokens(self.no_repeat), 0.0) if self.no_repeat else wins
+
+    def tilt(self, greedy: bool) -> float:
+        return (GREEDY_SHARPNESS if greedy else 1.0) / self.price
 
     def describe(self) -> dict[str, object]:
         gated = {} if self.gate is None else divergence(self.divergence).describe()

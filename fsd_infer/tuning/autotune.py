@@ -44,10 +44,12 @@ from fsd_infer.device.cpuinfo import processor
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession, of_device
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
+from fsd_infer.drafters.visits import visit_scores
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
 from fsd_infer.files import cache_dir, read_json, write_json
 from fsd_infer.rules import Exact, Verification
+from fsd_infer.rules.tilted import GREEDY_SHARPNESS, Tilted
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree
 from fsd_infer.tuning.probe import Probe
@@ -55,9 +57,9 @@ from fsd_infer.tuning.probe import Probe
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-VERSION = 8  # raised whenever measurements or formulas change, so that older files are not read
+VERSION = 9  # raised whenever measurements or formulas change, so that older files are not read
 
-DEPTHS = tuple(range(1, 9))
+DEPTHS = tuple(range(1, 11))
 STOPS = tuple(tenth / 10 for tenth in range(10))
 
 
@@ -77,6 +79,10 @@ SIZES = {
 BATCHES = (1, 2, 4, 8, 16, 32)
 WIDE = 8  # rows of the batch that is measured besides
 BATCH_NODES = (1, 2, 3)  # of each of these rows
+TILTS = (0.5, 1.0, 2.0)  # besides 0
+COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of drafts, at which visits are computed
+MOST_CONTEXTS = 24  # of a tilt's, by which shapes are compared
+NO_REPEAT = 4  # as lossy rules should be run: loops would be drafted too well
 CONTEXT = 128  # tokens that measured forwards attend to
 SECONDS = 1.5  # of repeated measurements, after one pass over all of them
 PASSES = 3  # at least
@@ -124,10 +130,11 @@ class Costs:
 
 @dataclass
 class Candidates:
-    """One context's large tree: scores and parents of its N nodes, the root first."""
+    """One context's large tree: scores and parents of its N nodes, the root first; and the tilt of the law."""
 
     scores: Sequence[float]
     parents: Sequence[int]
+    tilt: float = 0.0
 
     def growth(self, width: int) -> list[Grown]:
         """The smaller trees of this width, depth by depth from 1 to :data:`DEPTHS`' last."""
@@ -135,15 +142,37 @@ class Candidates:
         for node in range(1, len(self.parents)):
             children.setdefault(self.parents[node], []).append(node)
         frontier, found, grown = [0], [], []
+        reached = {0: 1.0}  # chance that a law visits a node whose tilt looks no further than at the node itself
         for _ in DEPTHS:
             level: list[int] = []
             for node in frontier:
-                level += sorted(children.get(node, []), key=lambda child: -self.scores[child])[:width]
-            found += [math.exp(self.scores[node]) for node in level]
+                best = sorted(children.get(node, []), key=lambda child: -self.scores[child])[:width]
+                chances = [math.exp(self.scores[child] - self.scores[node]) for child in best]
+                others = 1 + math.expm1(self.tilt) * sum(chances)
+                reached.update({c: reached[node] * math.exp(self.tilt) * q / others for c, q in zip(best, chances)})
+                level += best
+            found += level
             frontier = sorted(level, key=lambda node: -self.scores[node])[:width]
-            expected = list(accumulate(sorted(found, reverse=True), initial=0.0))
-            grown.append(Grown(expected, sum(math.exp(self.scores[node]) for node in frontier)))
+            grown.append(Grown(self._expected(found), sum(reached[node] for node in frontier)))
         return grown
+
+    def _expected(self, nodes: Sequence[int]) -> list[float]:
+        """Drafts that are visited on average in trees of the n best of these nodes, n = 0, 1, ..."""
+        if not self.tilt:
+            return list(accumulate(sorted((math.exp(self.scores[node]) for node in nodes), reverse=True), initial=0.0))
+        visits = self.visits([0, *sorted(nodes)])
+        best = sorted(visits, key=lambda node: -visits[node])[1:]
+        counts = [*(n for n in COUNTS if n < len(best)), len(best)]  # each asks for a tree of its own
+        drafts = {n: sum(self.visits([0, *sorted(best[:n])]).values()) - 1.0 for n in counts}
+        return [_between(drafts, n) for n in range(len(best) + 1)]
+
+    def visits(self, nodes: Sequence[int] | None = None) -> dict[int, float]:
+        """The chances with which these nodes (None: all), the root first, are visited where no others are drafted."""
+        nodes = range(len(self.parents)) if nodes is None else nodes
+        place = {node: index for index, node in enumerate(nodes)}
+        parents = [place[self.parents[node]] for node in nodes]
+        logs = visit_scores([self.scores[node] for node in nodes], parents, self.tilt)
+        return {node: math.exp(log - logs[0]) for node, log in zip(nodes, logs)}
 
 
 @dataclass
@@ -151,8 +180,8 @@ class Grown:
     """A context's tree of some depth and width.
 
     Attributes:
-        expected: entry n is Σ exp(score) over the n best drafts, n = 0, 1, ...
-        reach: Σ exp(score) over the nodes that would be expanded next.
+        expected: entry n is how many of the n best drafts are visited on average, n = 0, 1, ...
+        reach: the chance that one of the nodes is visited that would be expanded next.
     """
 
     expected: list[float]
@@ -252,18 +281,22 @@ def tune(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], *, 
             f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
         )
     file = _file(head, target)
-    shapes = None if refresh else _read(file)
-    if shapes is None:
-        log.warning("measuring which draft tree is the fastest here: some seconds, once (kept in %s)", file.parent)
-        costs, contexts, correction = measure(head, target, prompts)
-        # elsewhere the check would cost more than it saves: the device would be waited for
-        shapes = best_by_batch(costs, contexts, correction, STOPS if target.device.type == "cpu" else (0.0,))
-        known = {batch: shape and asdict(shape) for batch, shape in shapes.items()}
-        _write(file, {"shapes": known, "costs": asdict(costs), "correction": correction})
+    known = None if refresh else _read(file)
+    if known is None:
+        log.warning("measuring which draft trees are the fastest here: some seconds, once (kept in %s)", file.parent)
+        known = measure(head, target, prompts)
+        made = [
+            [tilt, {batch: shape and asdict(shape) for batch, shape in shapes.items()}]
+            for tilt, shapes in known.items()
+        ]
+        _write(file, {"shapes": made})
+    shapes = known[0.0]
     shape = shapes[1]
     assert shape is not None, "a single row always drafts"
     head.shape = head.reshaped(shape).shape
+    head.by_default = False
     head.by_batch = {batch: shape for batch, shape in shapes.items() if batch > 1}
+    head.by_tilt = {tilt: shapes for tilt, shapes in known.items() if tilt}
     while isinstance(drafter, GraftedDrafter):
         drafter.nodes, drafter = shape.nodes, drafter.main
     return head.shape
@@ -278,26 +311,39 @@ def calibration_prompts(encode: Callable[[str], list[int]] | None, vocab_size: i
 
 @torch.inference_mode()
 def measure(
-    drafter: EagleDrafter, target: Target, prompts: Sequence[Sequence[int]], new_tokens: int = 16
-) -> tuple[Costs, list[Candidates], float]:
-    """(costs, large trees met while decoding the prompts, drafts accepted / drafts expected)."""
+    drafter: EagleDrafter, target: Target, prompts: Sequence[Sequence[int]], tilts: Sequence[float] = (0.0, *TILTS)
+) -> dict[float, dict[int, TreeShape | None]]:
+    """The best shapes by tilt and batch."""
+    costs = _costs(drafter, target, of_device(SIZES, target.device))
+    # elsewhere the check would cost more than it saves: the device would be waited for
+    stops = STOPS if target.device.type == "cpu" else (0.0,)
+    return {tilt: best_by_batch(costs, *met(drafter, target, prompts, tilt), stops) for tilt in tilts}
+
+
+@torch.inference_mode()
+def met(
+    drafter: EagleDrafter, target: Target, prompts: Sequence[Sequence[int]], tilt: float = 0.0, new_tokens: int = 16
+) -> tuple[list[Candidates], float]:
+    """(large trees met while decoding the prompts, drafts accepted / drafts expected)."""
     sizes = of_device(SIZES, target.device)
-    recorder = _Recorder(drafter.reshaped(TreeShape(max(DEPTHS), max(sizes.widths), max(sizes.nodes))))
+    recorder = _Recorder(drafter.reshaped(TreeShape(max(DEPTHS), max(sizes.widths), max(sizes.nodes))), tilt)
+    rule = Tilted(price=GREEDY_SHARPNESS / tilt, no_repeat=NO_REPEAT) if tilt else Exact()
     accepted = 0
     for prompt in prompts:
-        stats = decode(target, recorder, Exact(), Request([list(prompt)], new_tokens)).stats
+        stats = decode(target, recorder, rule, Request([list(prompt)], new_tokens * (2 if tilt else 1))).stats
         accepted += sum(row.new_tokens - 1 - row.target_forwards for row in stats.rows)  # 1: the prefill's
-    expected = sum(sum(math.exp(score) for score in context.scores[1:]) for context in recorder.contexts)
+    expected = sum(sum(context.visits().values()) - 1.0 for context in recorder.contexts)
     # no round at all, or none accepted: nothing speaks for any tree, but a division must stay possible
     correction = max(accepted / expected, 0.01) if expected else 1.0
-    return _costs(drafter, target, sizes), recorder.contexts, correction
+    step = 1 + len(recorder.contexts) // MOST_CONTEXTS if tilt else 1
+    return recorder.contexts[::step], correction
 
 
 class _Recorder(Drafter):
     """Passes a drafter's trees on and remembers them."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, tilt: float = 0.0) -> None:
+        self.drafter, self.tilt = drafter, tilt
         self.name = drafter.name
         self.contexts: list[Candidates] = []
 
@@ -328,7 +374,7 @@ class _RecorderSession(DraftSession):
         tree = self.session.draft(roots)
         assert tree.scores is not None
         for scores, parents in zip(tree.scores.tolist(), tree.parents.tolist()):
-            self.recorder.contexts.append(Candidates(scores, parents))
+            self.recorder.contexts.append(Candidates(scores, parents, self.recorder.tilt))
         return tree
 
     def select(self, rows: Tensor) -> None:
@@ -464,12 +510,14 @@ def _file(drafter: EagleDrafter, target: Target) -> Path:
     return cache_dir() / "trees" / f"{digest[:24]}.json"
 
 
-def _read(file: Path) -> dict[int, TreeShape | None] | None:
-    """The shapes in a file by batch, or None where there is none or the file is damaged."""
+def _read(file: Path) -> dict[float, dict[int, TreeShape | None]] | None:
+    """The shapes in a file by tilt and batch, or None where there is none or the file is damaged."""
     try:
-        known = read_json(file, "")["shapes"]
-        shapes = {int(batch): None if shape is None else TreeShape(**shape) for batch, shape in known.items()}
-        return shapes if shapes[1] else None
+        known = {
+            float(tilt): {int(batch): None if shape is None else TreeShape(**shape) for batch, shape in shapes.items()}
+            for tilt, shapes in read_json(file, "")["shapes"]
+        }
+        return known if all(known[tilt][1] for tilt in (0.0, *TILTS)) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
