@@ -1,0 +1,220 @@
+"""A head of ours in vLLM beside the same head here: answers, acceptance by position, logits.
+
+    python -m benchmarks.heads_in_vllm --vllm .venv-vllm --target smollm2-135m --head runs/my-head/head \\
+        --data data/spec_bench_dev.jsonl --limit 40 --json benchmarks/results/heads-in-vllm.json
+
+The head is exported as `fsd-train export --to vllm` does it. vLLM decodes the prompts greedily with and without it; we
+decode them with a chain of as many drafts. `make test-vllm` does this with heads that it trains for a toy target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.peers import PEERS, install, vllm_variables
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.errors import FsdError
+from fsd_infer.files import write_json
+from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.heads.export import export_head
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.loading import parse_dtype
+from fsd_train.doctor import runs_of
+from fsd_train.export import target_facts
+
+SCRIPT = Path(__file__).parent / "peers" / "run_vllm_head.py"
+TIMEOUT = 900  # seconds of one run of vLLM
+
+
+def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """What ``run_vllm_head.py`` makes of a job; ``call`` holds the tensors of the head's first call.
+
+    Raises FsdError with vLLM's last words if it fails.
+    """
+    output = Path(job["output"])
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "job.json").write_text(json.dumps(job))
+    variables = {**os.environ, **vllm_variables(python, torch.get_num_threads())}
+    variables.pop("PYTHONPATH", None)
+    log = output / "log.txt"
+    with open(log, "w") as file:
+        command = [str(python), str(SCRIPT), str(output / "job.json")]
+        done = subprocess.run(command, env=variables, stdout=file, stderr=file, timeout=TIMEOUT, check=False)
+    if done.returncode:
+        raise FsdError(f"vLLM failed: {log.read_text()[-2000:]}")
+    found: dict[str, Any] = json.loads((output / "answers.json").read_text())
+    call = output / "call.safetensors"
+    return {**found, "call": load_file(call) if call.is_file() else {}}
+
+
+@torch.no_grad()
+def our_logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> Tensor:
+    """[M, V] of our head on what vLLM's was given, -inf outside a reduced vocabulary."""
+    ids, positions = call["input_ids"], call["positions"]
+    states = call["aux"] if head.eagle3 else call["hidden_states"]
+    count = min(len(ids), len(states))
+    dtype = next(head.parameters()).dtype
+    features = states[:count].to(dtype)
+    if head.eagle3:  # the final features, which it does not read, come first
+        features = torch.cat([features.new_zeros(count, head.config.target_hidden_size), features], dim=-1)
+    embeds = head.embed(ids[:count], target).to(dtype)
+    read = head.readout(head(embeds[None], features[None], positions[None, :count])[0])
+    rows = target.lm_head_rows(head.draft_ids)[0].to(dtype) if head.lm_head is None else head.lm_head.weight
+    logits = (read @ rows.mT).float()
+    if head.draft_ids is None:
+        return logits
+    whole = torch.full((count, target.vocab_size), -torch.inf)
+    whole[:, head.draft_ids] = logits
+    return whole
+
+
+def accepted_shares(sources: Sequence[Sequence[int]], drafted: int) -> tuple[list[float], int]:
+    """(share of the rounds in which draft 1, 2, … was accepted, rounds), from where the answers' tokens come."""
+    runs = [run for row in sources for run in runs_of(row)]
+    return [sum(run > place for run in runs) / max(len(runs), 1) for place in range(drafted)], len(runs)
+
+
+def compare(
+    python: Path,
+    target: str | Path,
+    head: str | Path,
+    prompts: Sequence[Sequence[int]],
+    scratch: Path,
+    *,
+    new: int = 64,
+    drafted: int = 4,
+    dtype: str = "bfloat16",
+    plain: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Decode in vLLM and here.
+
+    Args:
+        python: of vLLM's environment.
+        target: name or directory.
+        head: directory of a head of ours.
+        prompts: ids.
+        scratch: directory for files in between.
+        new: tokens of an answer.
+        drafted: drafts a round, in a chain.
+        dtype: of everything.
+        plain: what vLLM gave without a head (the ``plain`` of an earlier result), to save a run.
+
+    Returns:
+        ``same_answers``: of ``prompts``, those that vLLM answers as without the head; ``vllm`` and ``ours``: shares of
+        rounds whose first, second … draft was accepted, with ``rounds``; ``tau_vllm``, ``tau_ours``: tokens a round;
+        ``logits``: largest difference (``difference``) beside their standard deviation (``deviation``) and share of
+        equal argmaxes; ``plain``
+    """
+    facts = target_facts(str(target))
+    loaded = Target.from_pretrained(str(target), dtype=parse_dtype(dtype))
+    own = load_head(head, loaded)
+    method = "eagle3" if own.eagle3 else "eagle"
+    export_head(own, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
+    job = {"target": facts.name, "prompts": [list(ids) for ids in prompts], "new": new, "dtype": dtype}
+    plain = plain or run_vllm(python, {**job, "output": str(scratch / "plain")})
+    speculation = {"head": str(scratch / "exported"), "method": method, "drafted": drafted}
+    theirs = run_vllm(python, {**job, **speculation, "output": str(scratch / method)})
+    if not own.eagle3:
+        own.set_draft_ids(None)  # vLLM knows no reduced vocabulary there
+    own.cast(loaded.dtype)
+    ours = our_logits(own, loaded, theirs["call"])
+    logits = theirs["call"]["logits"][: len(ours)].float()
+    finite = ours.isfinite() & logits.isfinite()
+    assert bool((ours.isfinite() == logits.isfinite()).all()), "the two draft over different tokens"
+    drafter = EagleDrafter(own, loaded, TreeShape(drafted, 1, drafted + 1), context_ids=False)
+    made = FuzzyDecoder(loaded, drafter).generate(
+        [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, chat=False
+    )
+    shares, rounds = accepted_shares([record.sources for record in made.records], drafted)
+    vllm = [count / max(theirs["drafts"], 1) for count in theirs["accepted"]]
+    pairs = list(zip(theirs["answers"], plain["answers"], strict=True))
+    return {
+        "version": theirs["version"],
+        "method": method,
+        "prompts": len(prompts),
+        "same_answers": sum(a == b for a, b in pairs),
+        "same_tokens": sum(_common(a, b) for a, b in pairs),
+        "tokens": sum(len(b) for _, b in pairs),
+        "vllm": {"accepted": vllm, "rounds": theirs["drafts"]},
+        "ours": {"accepted": shares, "rounds": rounds},
+        "tau_vllm": 1 + sum(vllm),
+        "tau_ours": 1 + sum(shares),
+        "logits": {
+            "positions": len(ours),
+            "difference": float((ours - logits)[finite].abs().max()),
+            "deviation": float(logits[finite].std()),
+            "same_argmax": float((ours.argmax(-1) == logits.argmax(-1)).float().mean()),
+        },
+        "plain": plain,
+    }
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm"), help="environment with vLLM (%(default)s)")
+    parser.add_argument("--install", action="store_true", help="install vLLM there if it is not, and end")
+    parser.add_argument("--target", help="built-in name, directory or hub id")
+    parser.add_argument("--head", action="extend", nargs="+", default=[], help="directories of heads of ours")
+    parser.add_argument("--data", help="prompts")
+    parser.add_argument("--limit", type=int, default=40, help="prompts, evenly spaced (%(default)s)")
+    parser.add_argument("--max-prompt-tokens", type=int, default=300, help="longer prompts are left out")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (%(default)s)")
+    parser.add_argument("--drafted", type=int, default=4, help="drafts a round (%(default)s)")
+    parser.add_argument("--json", type=Path, help="record")
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
+    try:
+        if args.install:
+            install(PEERS["vllm"], args.vllm)
+            return 0
+        record = _record(args)
+    except FsdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for head in record["heads"]:
+        print(json.dumps({name: head[name] for name in ("method", "same_answers", "tau_vllm", "tau_ours", "logits")}))
+    if args.json:
+        record["command"] = ["python", "-m", "benchmarks.heads_in_vllm", *words]
+        write_json(args.json, record, indent=1)
+    return 0
+
+
+def _record(args: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = Target.from_pretrained(args.target, dtype=torch.bfloat16).tokenizer
+    prompts = [encode_chat(tokenizer, row.messages) for row in read_prompts(args.data)]
+    prompts = [ids for ids in prompts if len(ids) <= args.max_prompt_tokens]
+    prompts = prompts[:: max(len(prompts) // args.limit, 1)][: args.limit]
+    heads: list[dict[str, Any]] = []
+    plain = None
+    for head in args.head:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = compare(
+                args.vllm.absolute() / "bin" / "python", args.target, head, prompts, Path(scratch),
+                new=args.max_new_tokens, drafted=args.drafted, plain=plain,
+            )  # fmt: skip
+        plain = found.pop("plain")
+        heads.append({"head": Path(head).name, **found})
+    return {"target": args.target, "max_new_tokens": args.max_new_tokens, "drafted": args.drafted, "heads": heads}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

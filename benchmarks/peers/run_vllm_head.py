@@ -1,0 +1,81 @@
+"""vLLM decoding with a draft head, for ``benchmarks.heads_in_vllm``: ``run_vllm_head.py JOB.json``; runs in vLLM's
+environment and imports nothing of ours.
+
+The job: ``target``, ``prompts`` (ids), ``new`` (tokens of an answer), ``dtype``, ``output`` (a directory), and, to
+speculate, ``head`` (an exported directory), ``method`` ("eagle" or "eagle3") and ``drafted`` (tokens a round).
+
+Written to ``output``: ``answers.json`` (ids of the answers, drafts, those accepted by position), and of the head's
+first call, on the first prompt, ``call.safetensors``: what it was given and the logits that it gave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from run_vllm import keep_executor, package_version
+
+
+def watch_first_call(model: Any, kept: dict[str, Any]) -> None:
+    """Keep the inputs and logits of the first call of vLLM's model of a head, whatever warms it up left out."""
+    combine = getattr(model, "combine_hidden_states", None)
+    if combine is not None:
+
+        def combined(states: Any) -> Any:
+            kept.setdefault("aux", states.clone())
+            return combine(states)
+
+        model.combine_hidden_states = combined
+
+    def called(module: Any, args: Any, given: dict[str, Any], made: Any) -> None:
+        if "logits" not in kept:
+            for name in ("input_ids", "positions", "hidden_states"):
+                kept[name] = given[name].clone()
+            kept["logits"] = module.compute_logits(made[0]).float().clone()
+
+    model.register_forward_hook(called, with_kwargs=True)
+
+
+def main() -> None:
+    job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    version = package_version()
+    import torch
+    from safetensors.torch import save_file
+    from vllm import LLM, SamplingParams
+
+    if not torch.cuda.is_available():
+        keep_executor()
+    speculation = None
+    if "head" in job:
+        speculation = {"method": job["method"], "model": job["head"], "num_speculative_tokens": job["drafted"]}
+    longest = max(map(len, job["prompts"])) + job["new"] + job.get("drafted", 0) + 1
+    llm = LLM(
+        job["target"], dtype=job["dtype"], max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
+        distributed_executor_backend="uni", speculative_config=speculation, disable_log_stats=False,
+        skip_tokenizer_init=True, enforce_eager=True,
+    )  # fmt: skip
+    kept: dict[str, Any] = {}
+    if speculation is not None:
+        engine: Any = llm.llm_engine.engine_core
+        runner = engine.engine_core.model_executor.driver_worker.worker.model_runner
+        watch_first_call(runner.drafter.model, kept)
+    params = SamplingParams(max_tokens=job["new"], temperature=0.0, detokenize=False)
+    made = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
+    found: dict[str, Any] = {"version": version, "answers": [list(answer.outputs[0].token_ids) for answer in made]}
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            found["drafts"] = metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            found["accepted"] = metric.values[: job.get("drafted", 0)]
+    output = Path(job["output"])
+    if kept:
+        save_file({name: value.contiguous().cpu() for name, value in kept.items()}, output / "call.safetensors")
+    (output / "answers.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
