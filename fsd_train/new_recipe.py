@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError, FsdError, ModelLoadError
+from fsd_infer.heads.config import usual_layers
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
 from fsd_train.losses.rows import default_chunk_size
@@ -62,11 +63,26 @@ class TargetFacts:
     experts: bool = False
 
     @property
-    def head_parameters(self) -> int:
-        """Weights of a head of one gated decoder layer: projection, attention, MLP."""
-        h = self.hidden_size
-        attention = 2 * h * self.head_dim * (self.heads + self.kv_heads)
-        return 2 * h * h + attention + 3 * h * self.intermediate_size
+    def layout(self) -> str:
+        """Of its head: EAGLE-3, which other engines run, or for a target that is trained on a CPU our own."""
+        return "fsd" if self.hidden_size <= SMALL else "eagle3"
+
+    def head_parameters(self, drafted: int) -> int:
+        """Weights of a head of one gated decoder layer: projection, attention, MLP.
+
+        Layout "eagle3" fuses three layers, its attention reads twice the width, and its LM head of ``drafted`` ids is
+        its own.
+        """
+        h, eagle3 = self.hidden_size, self.layout == "eagle3"
+        queries, keys = h * self.head_dim * self.heads, h * self.head_dim * self.kv_heads
+        attention = 3 * queries + 4 * keys if eagle3 else 2 * queries + 2 * keys
+        own = h * drafted if eagle3 else 0
+        return (3 if eagle3 else 2) * h * h + attention + 3 * h * self.intermediate_size + own
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of a token's cached features."""
+        return 2 * self.hidden_size * (1 + (len(usual_layers(self.layers)) if self.layout == "eagle3" else 0))
 
 
 @dataclass(frozen=True)
@@ -230,12 +246,13 @@ def memory(facts: TargetFacts, choices: Choices) -> list[tuple[str, str, float]]
     h, vocabulary = facts.hidden_size, choices.draft_vocab_size
     drafted = vocabulary or facts.vocab_size
     chunk = default_chunk_size("cpu" if h <= SMALL else "cuda", drafted)
+    weights = facts.head_parameters(drafted)
     rows = [
         ("target", f"2 B x {_count(facts.parameters)} weights (bf16)", 2.0 * facts.parameters),
         (
             "head",
-            f"18 B x {_count(facts.head_parameters)} (fp32 weights, gradients, 2 moments; bf16 copy)",
-            18.0 * facts.head_parameters,
+            f"18 B x {_count(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)",
+            18.0 * weights,
         ),
         (
             "activations",
@@ -250,7 +267,7 @@ def memory(facts: TargetFacts, choices: Choices) -> list[tuple[str, str, float]]
         ),
     ]
     if vocabulary is not None:
-        rows.insert(2, ("draft LM head", f"2 B x {vocabulary} x {h}", 2.0 * vocabulary * h))
+        rows.insert(2, ("target's rows", f"2 B x {vocabulary} x {h}", 2.0 * vocabulary * h))
     return rows
 
 
@@ -302,14 +319,21 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note
     table = [f"#   {name:<14}{sum_:<80}= {_gigabytes(size):>8}" for name, sum_, size in rows]
     table.append(f"#   {'together':<94}= {_gigabytes(total):>8}")
     small = facts.hidden_size <= SMALL
-    cached = 2.0 * facts.hidden_size * 1e6
     make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"
-    layer = ""
-    if facts.family in EAGER_FAMILIES:
-        layer = "    layer: llama            # the family's own layer needs eager attention, which keeps every score\n"
-    elif facts.experts:
-        layer = "    layer: llama            # a dense layer: a draft head is meant to be small\n"
-    scaled = str(facts.scaled_norm).lower()
+    if facts.layout == "eagle3":
+        head = (
+            "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
+        )
+        loss = "    w_feature: 0.0          # it estimates no features\n    w_ce: 1.0\n"
+    else:
+        scaled = str(facts.scaled_norm).lower()
+        head = f"    final_norm: {scaled}\n    feature_scale: {scaled}\n"
+        if facts.family in EAGER_FAMILIES:
+            why = "the family's own layer needs eager attention, which keeps every score"
+            head = f"    layer: llama            # {why}\n{head}"
+        elif facts.experts:
+            head = f"    layer: llama            # a dense layer: a draft head is meant to be small\n{head}"
+        loss = "    w_feature: 0.3\n    w_ce: 1.0\n  noise: 0.1\n"
     vocabulary = "null" if choices.draft_vocab_size is None else str(choices.draft_vocab_size)
     if choices.coverage is not None:
         why = f"holds {choices.coverage:.1%} of the tokens of the answers"
@@ -330,7 +354,7 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note
 {chr(10).join(table)}
 # Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are shared out as well.
 # With cached features (`fsd-train cache-features`, then data.features) the target's layers are not loaded; they take
-# 2 B x {facts.hidden_size} = {_gigabytes(cached)} of disk per million tokens.
+# {facts.feature_bytes} B a token: {_gigabytes(1e6 * facts.feature_bytes)} of disk per million tokens.
 {note}seed_everything: 0
 
 trainer:
@@ -381,17 +405,12 @@ trainer:
 model:
   target: {_yaml(facts.name)}
   head:
-{layer}    final_norm: {scaled}
-    feature_scale: {scaled}
-  draft_vocab_size: {vocabulary}   # {why}
+{head}  draft_vocab_size: {vocabulary}   # {why}
   unroll_steps: {choices.unroll_steps}           # EAGLE-3 trains 7, speculators 3; memory and time grow with it
   step_decay: 0.8
   loss: eagle
   loss_args:
-    w_feature: 0.3
-    w_ce: 1.0
-  noise: 0.1
-  lr: {choices.lr:.1e}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
+{loss}  lr: {choices.lr:.1e}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
   weight_decay: 0.01
   warmup_steps: {100 if small else 500}
   eval_steps: {max(5, choices.unroll_steps)}

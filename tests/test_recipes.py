@@ -263,9 +263,14 @@ def test_choices_follow_the_size_of_the_target() -> None:
     assert choose(large).draft_vocab_size == 32000 and choose(small).draft_vocab_size == 8192
     assert choose(small).max_length == 512 and choose(large).max_length == 2048
     assert choose(large).batch_tokens * choose(large).accumulate == 16384
-    assert large.head_parameters == 2 * 4096**2 + 2 * 4096 * 128 * 40 + 3 * 4096 * 14336
+    assert (large.layout, small.layout) == ("eagle3", "fsd")
+    attention = 4096 * 128 * (32 * 3 + 8 * 4)  # queries, keys and values read embedding and feature side by side
+    weights = 3 * 4096**2 + attention + 3 * 4096 * 14336 + 32000 * 4096
+    assert large.head_parameters(32000) == weights
     sizes = {name: size for name, _, size in memory(large, choose(large))}
-    assert sizes["target"] == 16e9 and sizes["head"] == 18 * large.head_parameters
+    assert sizes["target"] == 16e9 and sizes["head"] == 18 * weights
+    head = yaml.safe_load(render(large, choose(large)))["model"]["head"]
+    assert head == {"layout": "eagle3"} and large.feature_bytes == 2 * 4096 * 4
 
 
 def test_draft_vocabulary_covers_the_answers() -> None:
