@@ -203,7 +203,7 @@ def cache_features(
         todo[key] = ids
         total += len(ids)
     wanted = total - held.tokens
-    _check_disk(directory, wanted * token_bytes(target))
+    check_disk(directory, wanted * token_bytes(target))
     # not their count: a damaged shard that was deleted leaves a hole
     number = 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
     bar = tqdm(
@@ -305,7 +305,8 @@ def token_bytes(target: Target) -> int:
     return 2 * target.hidden_size * (1 + len(target.watched))
 
 
-def _check_disk(directory: Path, needed: int) -> None:
+def check_disk(directory: Path, needed: int) -> None:
+    """Raise DataError if the disk of a directory cannot hold so many bytes of features."""
     free = shutil.disk_usage(directory).free
     if needed and needed + _DISK_RESERVE > free:
         raise DataError(

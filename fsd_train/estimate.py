@@ -1,0 +1,208 @@
+"""`fsd-train estimate`: what a recipe needs, before anything long starts.
+
+Memory and disk follow from the target's config and the rows. Time is measured: the target answers a prompt, runs
+through a few rows, and a few steps are trained; what a token takes is multiplied by the tokens to come.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.cli.report import table
+from fsd_infer.cli.run import Parser
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import NoDrafter
+from fsd_infer.errors import DataError
+from fsd_infer.heads.config import usual_layers
+from fsd_infer.target import Target
+from fsd_train.data import AnswersDataModule
+from fsd_train.eagle_module import EagleModule
+from fsd_train.features import check_disk
+from fsd_train.losses.rows import default_chunk_size
+from fsd_train.new_recipe import TargetFacts, activation_bytes, facts_of
+
+_TIMED = 16  # tokens of the answer that is timed
+_STEPS = 3  # batches that are timed, after one that is not
+Line = tuple[str, str, str]  # what, how much, how it was found
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The sections of a head's recipe."""
+
+    trainer: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+    @property
+    def cache(self) -> Path | None:
+        """Where features are still to be cached; None if the recipe names no cache, or it is there."""
+        given = self.data.get("features")
+        return Path(given) if given and not (Path(given) / "index.json").is_file() else None
+
+    def feature_bytes(self, facts: TargetFacts) -> int:
+        """Of a token's cached features: the final ones and those of the inner layers that the head reads."""
+        head = self.model.get("head") or {}
+        inner = head.get("fused_layers") or (usual_layers(facts.layers) if head.get("layout") == "eagle3" else [])
+        return 2 * facts.hidden_size * (1 + len(set(inner)))
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """Raises DataError if the file is missing or is not the recipe of a head."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        sections = [values[name] for name in ("trainer", "model", "data")]
+        recipe = Recipe(*(dict(section.get("init_args", section)) for section in sections))
+        if "drafter" in recipe.model or not (recipe.model["target"] and recipe.data["train_files"]):
+            raise ValueError("no head's target and train_files")
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{path} is not a head's recipe with trainer, model and data ({error}).") from error
+    return recipe
+
+
+class _Clock(Callback):
+    """Seconds of each batch, the wait for it included."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any, **options: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Of a batch, without the first, which warms up."""
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+
+def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 256) -> list[Line]:
+    """What a recipe needs.
+
+    Args:
+        recipe: the recipe; its answers are there.
+        prompts: file of further prompts that are to be answered.
+        max_new_tokens: of each answer.
+
+    Raises:
+        DataError: the answers are missing, or the disk has no room for the features. The latter is found before any
+            weights are read.
+    """
+    facts = facts_of(recipe.model["target"])
+    data = AnswersDataModule(**{**recipe.data, "features": None if recipe.cache else recipe.data.get("features")})
+    data.setup()
+    assert data.train_set is not None
+    tokens = sum(data.train_set.lengths)
+    lines = [("rows", f"{len(data.train_set)}, {tokens} tokens", "of the recipe's files")]
+    if recipe.cache is not None:
+        size = tokens * recipe.feature_bytes(facts)
+        parent = next(parent for parent in recipe.cache.absolute().parents if parent.is_dir())
+        check_disk(parent, size)
+        lines.append(("disk for features", _bytes(size), f"{recipe.feature_bytes(facts)} B a token"))
+    module, step = _train(recipe, data)
+    lines += _memory(recipe, facts, data, module)
+    target: Target = module.target
+    if any(parameter.is_meta for parameter in target.model.parameters()):
+        target = Target.from_pretrained(recipe.model["target"])
+    rate = _forward_seconds(target, data) if recipe.cache is not None else 0.0
+    if recipe.cache is not None:
+        lines.append(("time to cache features", _time(rate * tokens), f"{1 / rate:.0f} tokens/s"))
+        step = max(step - rate * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
+    if prompts is not None:
+        rows = list(read_prompts(prompts))
+        ids = encode_chat(target.tokenizer, rows[0].messages)
+        start = time.perf_counter()
+        FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
+            [ids], max_new_tokens=_TIMED, do_sample=False, chat=False
+        )
+        each = (time.perf_counter() - start) / _TIMED
+        how = f"{len(rows)} answers of at most {max_new_tokens} tokens, one at a time at {1 / each:.0f} tokens/s"
+        lines.insert(1, ("time for answers", f"at most {_time(each * max_new_tokens * len(rows))}", how))
+    accumulated = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    steps = int(recipe.trainer.get("max_steps") or 0)
+    epochs = steps * accumulated * data.batch_tokens / max(tokens, 1)
+    limit = recipe.model.get("time_limit")
+    total = min(steps * accumulated * step, 60.0 * limit if limit else float("inf"))
+    how = f"{steps} steps of {accumulated * step:.1f} s, about {epochs:.1f} epochs, on this machine's one device"
+    return [*lines, ("time to train", _time(total), how)]
+
+
+def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
+    """A few batches: the module, and seconds of a batch."""
+    module = EagleModule(**{**recipe.model, "time_limit": None})
+    clock = _Clock()
+    kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
+    with tempfile.TemporaryDirectory() as scratch:
+        Trainer(
+            **kept, devices=1, max_steps=1 + _STEPS, limit_val_batches=0, logger=False, callbacks=[clock],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False, default_root_dir=scratch,
+        ).fit(module, data)  # fmt: skip
+    if len(clock.ends) < 2:
+        raise DataError("the recipe's rows make fewer than two batches: there is nothing to measure.")
+    return module, clock.seconds()
+
+
+def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
+    """Of the target's forward, per token."""
+    rows = data.train_set
+    assert rows is not None
+    longest = max(range(len(rows)), key=rows.lengths.__getitem__)
+    ids = rows[longest]["input_ids"]
+    ids = ids[None].to(target.device)
+    target.features(ids)
+    start = time.perf_counter()
+    target.features(ids)
+    return (time.perf_counter() - start) / ids.shape[1]
+
+
+def _memory(recipe: Recipe, facts: TargetFacts, data: AnswersDataModule, module: EagleModule) -> list[Line]:
+    """Per device; see ``new_recipe.memory`` for the formulas."""
+    weights = sum(parameter.numel() for parameter in module.head.parameters())
+    drafted = module.head.config.draft_vocab_size or facts.vocab_size
+    steps, chunk = module.options.unroll_steps, default_chunk_size(module.device.type, drafted)
+    loaded = (
+        facts.parameters if data.features is None and recipe.cache is None else 2 * facts.vocab_size * facts.hidden_size
+    )
+    sizes = [
+        ("target", 2.0 * loaded, "bf16; embeddings and LM head alone where features are cached"),
+        ("head", 18.0 * weights, f"18 B x {weights} weights, their gradients and moments"),
+        ("activations", activation_bytes(facts, data.batch_tokens, steps), f"{data.batch_tokens} tokens, {steps} runs"),
+        ("logits", 1.3 * 4 * chunk * drafted, f"{chunk} rows of {drafted}"),
+    ]
+    total = sum(size for _, size, _ in sizes)
+    lines = [(f"memory: {name}", _bytes(size), how) for name, size, how in sizes]
+    return [*lines, ("memory per device", _bytes(total), "together")]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train estimate`."""
+    parser = Parser("fsd-train estimate", description="Memory, disk and time of a recipe, from a short measurement.")
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe of a head")
+    parser.add_argument("--prompts", metavar="FILE", help="prompts that are still to be answered")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer (%(default)s)")
+    args = parser.parse_args(argv)
+    lines = estimate(read_recipe(args.config), args.prompts, args.max_new_tokens)
+    print(table(["what", "needs", "found by"], [list(line) for line in lines]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
