@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lookup", action="store_true", help="graft n-gram lookup onto the head")
     parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--tree", default="6x4x9x0.5", help="of exact (%(default)s)")
-    parser.add_argument("--lossy-tree", default="7x3x9", help="of all other rules (%(default)s)")
+    parser.add_argument("--lossy-tree", default="8x3x9x0.2", help="of all other rules (%(default)s)")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
     parser.add_argument("--limit", type=int, default=40, help="prompts (%(default)s)")
     parser.add_argument("--every", type=int, default=6, help="each so-many-th row (%(default)s)")
