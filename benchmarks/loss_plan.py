@@ -20,6 +20,7 @@ from fsd_infer.rules import parse_rule
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import build_loss
+from fsd_train.options import TrainingOptions
 
 SECTIONS = ("steps", "seeds", "baselines", "model", "data", "trainer", "arms", "evaluation")
 PARTS = ("all", "tune", "report")
@@ -161,7 +162,7 @@ def read_plan(
     if missing:
         raise FsdError(f"{path}: the section {missing[0]} is missing.")
     trainer, model, data = values.get("trainer") or {}, values["model"], values["data"]
-    _known("model", model, inspect.signature(EagleModule).parameters)
+    _known("model", model, _module_options())
     _known("data", data, inspect.signature(AnswersDataModule).parameters)
     _known("trainer", trainer, inspect.signature(Trainer).parameters)
     steps = values.get("steps", 0) if steps is None else steps
@@ -192,6 +193,12 @@ def read_plan(
     )
 
 
+def _module_options() -> list[str]:
+    """What a recipe's `model` section may hold: EagleModule's own options and those it passes on."""
+    own = [name for name in inspect.signature(EagleModule).parameters if name != "training"]
+    return [*own, *(each.name for each in fields(TrainingOptions) if each.name not in own)]
+
+
 def _arms(entries: Any, model: Mapping[str, Any], steps: int, chosen: Sequence[str]) -> list[Arm]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) and entry.get("name") for entry in entries):
         raise FsdError("arms: give a list of mappings with a name each.")
@@ -202,7 +209,7 @@ def _arms(entries: Any, model: Mapping[str, Any], steps: int, chosen: Sequence[s
         if name not in known:
             raise FsdError(f"no arm is called {name!r}; there are {', '.join(known)}.")
     names = list(chosen) or [name for name, entry in known.items() if not entry.get("extra")]
-    options = [*inspect.signature(EagleModule).parameters]
+    options = _module_options()
     made = []
     for name in names:
         own = {key: value for key, value in known[name].items() if key not in ("name", "extra", "steps")}

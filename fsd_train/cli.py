@@ -40,7 +40,7 @@ def usage() -> str:
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         ["usage: fsd-train COMMAND [options]", "", "Trains draft heads for fsd-infer.", "", "commands:", *lines, "",
-         "`fsd-train COMMAND --help` tells a command's options."]
+         "`fsd-train COMMAND --help` lists a command's options."]
     )  # fmt: skip
 
 

@@ -133,11 +133,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def finetune(argv: Sequence[str]) -> int:
-    """Runs `finetune`: `fit` of a FinetuneModule."""
+    """Runs `finetune` (the first argument): `fit` of a FinetuneModule."""
     from fsd_train.finetune_module import FinetuneModule
 
-    with _command_line(["finetune", *argv]):
-        return _train(["fit", *argv], FinetuneModule, False)
+    with _command_line(argv):
+        return _train(["fit", *argv[1:]], FinetuneModule, False)
 
 
 def _train(argv: Sequence[str], model_class: type[ScheduledModule], subclasses: bool) -> int:

@@ -111,7 +111,7 @@ def test_the_loss_is_the_cross_entropy_of_answer_tokens(toys: Path) -> None:
 
 
 def test_bad_input_is_named(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DataError, match="lr must be positive"):
+    with pytest.raises(DataError, match="lr must be above 0"):
         FinetuneModule(str(toys / "target"), lr=0.0)
     path = recipe(toys, tmp_path, LORA)
     (tmp_path / "none.jsonl").write_text('{"prompt": "a"}\n')

@@ -210,7 +210,7 @@ def test_faults_are_named(fault: str, heads: Path, target: Target, tmp_path: Pat
         (("head", "fused_layers"), list(range(100_000))),
         (("head", "draft_vocab_size"), 2**30),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(
     path: tuple[str, ...], value: Any, heads: Path, target: Target, tmp_path: Path

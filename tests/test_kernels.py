@@ -398,7 +398,7 @@ def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
         features = torch.randn(1, 9, 128).bfloat16()
         session.extend(torch.arange(9)[None], features, torch.tensor([9]))
         assert session.last is not None
-        return session._q_logits(session.last[:, None]).float()
+        return drafter.q_logits(session.last[:, None], session.vocabulary).float()
 
     with torch.inference_mode():
         expected, found = logits(plain), logits(made)

@@ -103,8 +103,8 @@ class EagleConfig:
         for number in self.fused_layers or []:
             _check_integer("a number in fused_layers", number, 0)
         self.fused_layers = sorted(set(self.fused_layers or []))
-        self._check_layout()
         check_layer(self.layer, self.hidden_size)
+        self._check_layout()
 
     def _check_layout(self) -> None:
         allowed = _OPTIONS[self.layout]
