@@ -6,10 +6,11 @@ from torch import Tensor
 
 from fsd_infer.divergence import divergence
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.tree import DraftTree
 
 
-class Watched(Drafter):
+class Watched(WrappedDrafter):
     """Any drafter, for one prompt at a time.
 
     Attributes:
@@ -19,39 +20,20 @@ class Watched(Drafter):
     """
 
     def __init__(self, drafter: Drafter, measure: bool = False) -> None:
-        self.drafter, self.measure = drafter, measure
-        self.name = drafter.name
+        super().__init__(drafter)
+        self.measure = measure
         self.rounds: list[int] = []
         self.distances: list[float] = []
-
-    @property
-    def max_nodes(self) -> int:
-        return self.drafter.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.drafter.max_depth
-
-    def forget(self) -> None:
-        self.drafter.forget()
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         self.rounds, self.distances = [], []
         return _Session(self, self.drafter.start(first_tokens, request))
 
 
-class _Session(DraftSession):
+class _Session(WrappedSession):
     def __init__(self, watched: Watched, session: DraftSession) -> None:
-        self.watched, self.session = watched, session
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        self.session.extend(tokens, features, counts)
-
-    def draft(self, roots: Tensor) -> DraftTree:
-        return self.session.draft(roots)
-
-    def select(self, rows: Tensor) -> None:
-        self.session.select(rows)
+        super().__init__(session)
+        self.watched = watched
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         count = int(accepted[0]) + 1
@@ -63,4 +45,4 @@ class _Session(DraftSession):
             if len(nodes):
                 found = divergence("js").with_reduced_drafter(logits[0, nodes], tree.q_logits[0, index], tree.draft_ids)
                 self.watched.distances += found.tolist()
-        self.session.observe(tree, logits, path, tokens, accepted)
+        super().observe(tree, logits, path, tokens, accepted)
