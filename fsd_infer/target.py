@@ -19,6 +19,7 @@ from fsd_infer.device.lock import RequestLock
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.token_ids import eos_ids
+from fsd_infer.tree import additive
 
 _DIGEST_ROWS = 1024
 
@@ -359,8 +360,4 @@ class Target:
     def _for_attention(self, mask: Tensor) -> Tensor:
         """[B, M, S] bool -> [B, 1, M, S] as the model's own attention takes it: additive where it is eager."""
         mask = mask[:, None]
-        if not self._eager:
-            return mask
-        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
-            ~mask, torch.finfo(self.dtype).min
-        )
+        return additive(mask, self.dtype) if self._eager else mask

@@ -16,6 +16,11 @@ from torch import Tensor
 from fsd_infer.device.transfer import lists, to_device
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (True: visible) as eager attention adds it to its scores: 0, or the least number of ``dtype``."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
 @dataclass
 class DraftTree:
     """Candidate continuations of each row, as a tree of tokens. A chain is a tree of width 1.

@@ -119,11 +119,8 @@ class SmallLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H'] -> [..., Vd] over the tokens that both models have, with the family's scale and soft cap."""
-        logits = self.causal_lm.get_output_embeddings()(hidden)[..., : self.common]
-        facts = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
-        if facts.scale != 1.0:
-            logits = logits * facts.scale
-        return logits if facts.cap is None else torch.tanh(logits / facts.cap) * facts.cap
+        head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
+        return head.finish(self.causal_lm.get_output_embeddings()(hidden)[..., : self.common])
 
     def merged(self, dtype: torch.dtype) -> Any:
         """A copy as a plain transformers model, adapters merged into its weights."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
+from fsd_infer.tree import additive
+
 EAGLE3_LAYERS = ("llama", "qwen3")  # kinds of layers that EAGLE-3 heads are published with
 
 # What a decoder layer's shape depends on; everything else in a target's config is left at the family's default.
@@ -178,6 +180,4 @@ def is_eager(layers: nn.ModuleList) -> bool:
 
 def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask in the form the layers' attention wants: additive for eager attention, boolean otherwise."""
-    if mask is None or not is_eager(layers):
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return mask if mask is None or not is_eager(layers) else additive(mask, dtype)

@@ -55,9 +55,11 @@ class LMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] -> logits [..., Vd] in fp32; the product runs in the weight's dtype."""
-        logits = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        return self.finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float())
+
+    def finish(self, products: Tensor) -> Tensor:
+        """h Wᵀ + b [..., Vd] -> logits: the family's scale and soft cap."""
+        logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def grad_hidden(self, logits: Tensor, grad: Tensor) -> Tensor:
