@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.errors import DataError, FsdError
+from fsd_infer.errors import CheckpointError, DataError, FsdError
 
 MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 
@@ -92,6 +92,22 @@ def read_json(path: Path, advice: str, error: type[FsdError] = DataError) -> Any
     except (OSError, ValueError) as problem:  # ValueError: a NUL in its name
         raise error(f"{path}: cannot be read ({problem}). {advice}") from problem
     return parse_json(raw, str(path), advice, error)
+
+
+def read_shard_names(index: Path, advice: str) -> list[str]:
+    """The safetensors files that ``*.safetensors.index.json`` names, sorted, all in its own directory.
+
+    Raises:
+        CheckpointError: no such file, or it is malformed; the message ends in ``advice``.
+    """
+    found = read_json(index, advice, CheckpointError)
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(f"{index} is malformed: no weight_map from tensors to files. {advice}")
+    for name in files.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r:.120}, which is no safetensors file beside it. {advice}")
+    return sorted(set(files.values()))
 
 
 def sha256_of(path: Path) -> str:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsd_infer.errors import CheckpointError
-from fsd_infer.files import read_json
+from fsd_infer.files import read_shard_names
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _AGAIN = "Copy or export the drafter again."
@@ -43,14 +43,7 @@ class Weights:
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists() or not index.exists():
             return [single]
-        listed = read_json(index, _AGAIN, CheckpointError)
-        places = listed.get("weight_map") if isinstance(listed, dict) else None
-        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-            raise CheckpointError(f"{index} has no weight_map from names to files. {_AGAIN}")
-        for name in places.values():
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise CheckpointError(f"{index} names {name!r:.120}, which is no safetensors file beside it. {_AGAIN}")
-        return [self.directory / name for name in sorted(set(places.values()))]
+        return [self.directory / name for name in read_shard_names(index, _AGAIN)]
 
     def floats(self, name: str) -> Tensor:
         """A tensor of floating-point numbers. Raises CheckpointError for one of another kind (int8, say)."""

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
-from fsd_infer.files import read_json, usable_name
+from fsd_infer.files import read_json, read_shard_names, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
 
@@ -162,7 +162,7 @@ def _check_directory(directory: Path) -> None:
         raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        shards = [directory / name for name in _shard_names(index)]
+        shards = [directory / name for name in read_shard_names(index, "Copy the model again.")]
     else:
         shards = sorted(directory.glob("*.safetensors"))
     if not shards:
@@ -174,18 +174,6 @@ def _check_directory(directory: Path) -> None:
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
     _check_layers(directory / "config.json", sum(map(check_safetensors, shards)))
-
-
-def _shard_names(index: Path) -> list[str]:
-    """The files that an index names, all in its own directory. Raises CheckpointError."""
-    found = read_json(index, "Copy it again.", CheckpointError)
-    files = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise CheckpointError(f"{index} is malformed (no weight_map of tensors to files); copy it again.")
-    for name in files.values():
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file beside it; copy it again.")
-    return sorted(set(files.values()))
 
 
 def _check_layers(path: Path, tensors: int) -> None:
