@@ -133,7 +133,7 @@ def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_p
     callback.write = note  # type: ignore[method-assign]
     trainer(tmp_path, callback).fit(module, data)
     at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
-    # averaging hears of a step after this callback, so what it has then is the average of those before
+    # averaging hears of a step after this callback, so its average covers the steps before
     average = at[3]["state_dict"]["head.fc.weight"]
     assert torch.equal(written[0], average.bfloat16().float())
     raw = at[4]["current_model_state"]["head.fc.weight"]  # training went on with these

@@ -74,7 +74,7 @@ def call(argv: list[str]) -> tuple[int, str, str]:
 
 
 def one_line_or_well(argv: list[str], said: str = "") -> int:
-    """Run; whatever comes of it is well or told in one line. Returns the exit status."""
+    """Run; whatever comes of it is well or is reported in one line. Returns the exit status."""
     status, _, err = call(argv)
     last = err.strip().splitlines()[-1] if err.strip() else ""
     assert status in (0, 2), f"{argv}: {err}"
@@ -130,7 +130,7 @@ def test_mistakes_are_named(name: str, toys: Path, tmp_path: Path) -> None:
     one_line_or_well(["fit", "--config", str(path), *extra], said)
 
 
-def test_an_empty_file_of_answers_is_told_before_the_target_is_loaded(toys: Path, tmp_path: Path) -> None:
+def test_an_empty_file_of_answers_is_refused_before_the_target_is_loaded(toys: Path, tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("")
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe(toys, tmp_path / "run")))

@@ -86,12 +86,12 @@ def test_a_schedule_takes_the_whole_run_by_default() -> None:
         ({"from": 1.0, "to": None}, "x: to must be a finite number"),
     ],
 )
-def test_malformed_schedules_are_told(value: Any, problem: str) -> None:
+def test_malformed_schedules_are_refused(value: Any, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         Schedule.read(value, "x")
 
 
-def test_an_unknown_kind_is_told() -> None:
+def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="cosine"):
         Schedule.read({"from": 1.0, "to": 0.0, "kind": "cubic"}, "x")
 
@@ -151,7 +151,7 @@ def test_a_schedule_in_steps_follows_the_step() -> None:
         ),
     ],
 )
-def test_malformed_mixes_are_told(parts: Any, problem: str) -> None:
+def test_malformed_mixes_are_refused(parts: Any, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         build_loss(parts)
 

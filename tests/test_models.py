@@ -140,7 +140,7 @@ def test_malformed_tokenizers_are_reported(tokenizer: bytes, local_model: Path) 
         models.load_tokenizer(local_model)
 
 
-def test_weights_without_a_place_are_told(local_model: Path) -> None:
+def test_weights_without_a_place_are_reported(local_model: Path) -> None:
     config = json.loads((local_model / "config.json").read_text())
     (local_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     with pytest.warns(UserWarning, match="9 tensors .* have no place in LlamaForCausalLM, first 'model.layers.1"):

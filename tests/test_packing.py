@@ -17,7 +17,7 @@ from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 
 
 def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Tensor:
-    """Logits [1, nodes, V] of a tree of siblings and chains behind a text longer than the tested window."""
+    """Logits [1, nodes, V] of a tree of siblings and chains after a text longer than the tested window."""
     tokens = torch.tensor(tiny_prompts((length + nodes,)))
     text, cache = torch.arange(length)[None], target.new_cache(1, length + nodes)
     cache.set_write_slots(text, 0, length)

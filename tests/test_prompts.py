@@ -156,7 +156,7 @@ def test_without_a_template() -> None:
         encode_chat(tokenizer, [USER, BOT, MORE])
 
 
-def test_what_the_template_refuses_is_told() -> None:
+def test_what_the_template_refuses_is_reported() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}" + CHATML)
     with pytest.raises(DataError, match=r"roles user, user.*must alternate"):
         encode_chat(tokenizer, [USER, MORE])

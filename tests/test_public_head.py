@@ -176,7 +176,7 @@ def test_heads_of_other_sizes_and_tensors_are_refused(tmp_path: Path) -> None:
     refused(CheckpointError, "does not describe a Llama layer.*multiple", {**config, "num_attention_heads": 5})
 
 
-def test_pickles_are_told_and_converted_by_the_user(tmp_path: Path) -> None:
+def test_pickles_are_refused_and_converted_by_the_user(tmp_path: Path) -> None:
     target = toy_target()
     head = make_head(target)
     tensors = public_tensors(head, target)
@@ -196,7 +196,7 @@ def test_without_embeddings_the_config_says_how_many_ids_there_are(tmp_path: Pat
     assert torch.equal(load_head(directory, target).fc.weight, head.fc.weight)
 
 
-def test_heads_of_other_programs_are_told_by_name(tmp_path: Path) -> None:
+def test_heads_of_other_programs_are_refused_by_name(tmp_path: Path) -> None:
     """By the config alone, since weights may be in a format that is not read, or by the tensors alone."""
     target = toy_target()
 

@@ -367,7 +367,7 @@ def command(toys: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_logger_whose_package_is_missing_is_told(
+def test_a_logger_whose_package_is_missing_is_reported(
     toys: Path, tmp_path: Path, several: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=9999"))

@@ -155,7 +155,7 @@ def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_unreadable_files_are_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         list(read_rows(tmp_path / "none.parquet"))
     (tmp_path / "cut.parquet").write_bytes(b"PAR1 and then nothing")

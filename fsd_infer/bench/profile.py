@@ -117,7 +117,7 @@ class Meter:
         packed = sum(_bytes(product.weight) for product in products)
         gc.collect()
         loaded, loading = self._resident(), self._peak()
-        told_apart = self._restart_peak()
+        separate = self._restart_peak()
         caches = _Caches()
         limit = decoder.target.max_positions or sys.maxsize
         prompt = [(7 * i + 11) % decoder.target.vocab_size for i in range(min(prompt_tokens, limit - new_tokens - 1))]
@@ -133,7 +133,7 @@ class Meter:
             "packed_weights": packed,
             "caches": caches.bytes,
             "loaded": loaded,
-            "peak_loading": loading if told_apart else None,
+            "peak_loading": loading if separate else None,
             "peak": peak,
             "prompt_tokens": len(prompt),
             "above_weights_and_caches": (peak - self.libraries) / (weights + caches.bytes) - 1,

@@ -53,7 +53,7 @@ class ServerMethod(Method):
         count = len(prompts)
         ids: list[list[int]] = [[] for _ in range(count)]
         texts, reasons = [""] * count, ["length"] * count
-        told_ids, usage, first = True, None, None
+        sends_ids, usage, first = True, None, None
         start = time.perf_counter()
         for event in self.server.stream(body, EXTENSIONS):
             usage = event.get("usage") or usage
@@ -61,13 +61,13 @@ class ServerMethod(Method):
                 new = choice.get("token_ids")
                 if new or choice.get("text"):
                     first = first or time.perf_counter()
-                    told_ids = told_ids and new is not None
+                    sends_ids = sends_ids and new is not None
                 ids[choice.get("index", 0)] += new or []
                 texts[choice.get("index", 0)] += choice.get("text") or ""
                 if choice.get("finish_reason"):
                     reasons[choice.get("index", 0)] = "stop" if choice["finish_reason"] == "stop" else "length"
         seconds = time.perf_counter() - start
-        if told_ids and all(ids):
+        if sends_ids and all(ids):
             answers = [Answer(tokens, None, None, finish_reason=why) for tokens, why in zip(ids, reasons, strict=True)]
         elif usage and usage.get("completion_tokens") is not None:
             share, left = divmod(int(usage["completion_tokens"]), count)
