@@ -22,10 +22,9 @@ from fsd_infer.bench.environment import environment
 from fsd_infer.bench.runner import encode_rows, read_rows
 from fsd_infer.bench.schedule import take_turns
 from fsd_infer.bench.settings import models_of, set_threads
-from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
-from fsd_infer.tuning.autotune import AUTO
+from fsd_infer.tuning.autotune import AUTO, parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 

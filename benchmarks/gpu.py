@@ -40,7 +40,6 @@ from fsd_infer.bench.profile import tensor_bytes
 from fsd_infer.bench.record import BenchPrompt, build_record
 from fsd_infer.bench.schedule import take_turns
 from fsd_infer.bench.settings import Settings
-from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.report import bench_table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.device.transfer import to_device
@@ -51,6 +50,7 @@ from fsd_infer.rules import Exact
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype
 from fsd_infer.tree import DraftTree, ancestors_of
+from fsd_infer.tuning.autotune import parse_tree
 
 LLAMA_3_1_8B = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

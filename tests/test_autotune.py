@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cli.commands import parse_tree
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.heads.checkpoint import save_head
@@ -23,6 +22,7 @@ from fsd_infer.tuning.autotune import (
     best_shape,
     calibration_prompts,
     head_of,
+    parse_tree,
     rate,
     tune,
 )

@@ -192,11 +192,11 @@ BAD = {
     "threshold of exact": (["--threshold", "0.3"], "rule 'exact' has no threshold"),
     "both forms": (["--rule", "fuzzy:js:0.3", "--threshold", "0.1"], "not both"),
     "dtype": (["--dtype", "bf8"], "unknown dtype 'bf8'"),
-    "tree": (["--tree", "5,6"], "--tree takes depth,width,nodes"),
+    "tree": (["--tree", "5,6"], "a tree is written depth,width,nodes"),
     "empty tree": (["--tree", "0,6,16"], "depth from 1 to"),
     "endless tree": (["--tree", "999999,2,4"], "depth from 1 to"),
     "wide tree": (["--tree", "256,256,4"], "candidates"),
-    "underscores": (["--tree", "5,0_1,16"], "--tree takes depth,width,nodes"),
+    "underscores": (["--tree", "5,0_1,16"], "a tree is written depth,width,nodes"),
     "infinite temperature": (["--temperature", "inf"], "must be 0 or above and finite"),
     "two budgets": (["--rule", "fuzzy:js:0.3:budget=2", "--budget", "1"], "not both"),
     "endless k": (["--rule", "fuzzy", "--divergence", "top_k_js:" + "9" * 21], "k must be a whole number"),
@@ -215,7 +215,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_told_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_ends_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     extra, message = BAD[name]
     status, out, err = call(capsys, "generate", "--prompt", PROMPT, *toy.models, *extra)
     assert status == 2 and out == ""
@@ -248,7 +248,7 @@ BAD_BENCH = {
 
 
 @pytest.mark.parametrize("name", BAD_BENCH)
-def test_bad_benchmarks_are_told_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_benchmarks_end_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     extra, message = BAD_BENCH[name]
     status, _, err = call(capsys, "bench", "--prompts", str(toy.prompts), *toy.models, *extra)
     last = err.replace("\r", "\n").strip().splitlines()[-1]

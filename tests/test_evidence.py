@@ -63,7 +63,7 @@ def test_settings_are_products_of_lists() -> None:
     ]  # fmt: skip
     assert found[4].rule == Fuzzy("tv", threshold=0.2) and found[4].tree is not None and found[4].tree.nodes == 8
     assert found[1].family == found[4].family and found[5].tree is None
-    with pytest.raises(FsdError, match="a rule's tree is written DEPTHxWIDTHxNODES"):
+    with pytest.raises(FsdError, match="a tree is written depth,width,nodes"):
         parse_settings(["fuzzy@4x2"])
     with pytest.raises(FsdError, match="no rule besides exact"):
         parse_settings(["exact"])

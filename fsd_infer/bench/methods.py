@@ -47,7 +47,7 @@ __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", 
 LOOKUP_TOKENS, MOST_LOOKUP, MOST_BEAMS = 8, 1024, 64
 DRAFTING = "beams"  # the kind besides rules that takes a drafter
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
-_SHAPED = re.compile(r"(.+)@(\d{1,4})x(\d{1,4})x(\d{1,4})(?:x([01]|0?\.\d{1,9}))?", re.ASCII | re.DOTALL)
+_SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,7 @@ def _parse(text: str) -> Spec:
         parse_rule(rule)
     tree = None
     if shaped := _SHAPED.fullmatch(drafter):
-        drafter, depth, width, nodes, stop = shaped.groups()
-        tree = TreeShape(int(depth), int(width), int(nodes), float(stop or 0))
+        drafter, tree = shaped[1], TreeShape.parse(shaped[2])
     spec = Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None, tree)
     if kind == DRAFTING:
         METHODS.get(kind).check(spec)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.numerals import read_float
 
 LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
 
@@ -30,6 +30,7 @@ def generate(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.rules import Source
     from fsd_infer.targets.loading import parse_device, parse_dtype
+    from fsd_infer.tuning.autotune import parse_tree
 
     rule = chosen_rule(args)
     options = request_options(args)
@@ -126,23 +127,6 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def parse_tree(text: str | None) -> Any:
-    """ "5,6,16" or "5,6,16,0.3" -> TreeShape(depth=5, width=6, nodes=16, stop_below=0.3); "auto" and None stay."""
-    from fsd_infer.drafters import TreeShape
-    from fsd_infer.tuning.autotune import AUTO
-
-    if text is None or text == AUTO:
-        return text
-    *counts, stop = text.split(",") if text.count(",") == 3 else [*text.split(","), "0"]
-    sizes, stop_below = [size for count in counts if (size := read_int(count)) is not None], read_float(stop)
-    if len(counts) != 3 or len(sizes) != 3 or stop_below is None:
-        raise FsdError(
-            f"--tree takes depth,width,nodes and perhaps stop_below, e.g. 5,6,16 or 5,6,16,0.3, or auto; got {text!r}."
-        )
-    depth, width, nodes = sizes
-    return TreeShape(depth, width, nodes, stop_below)
-
-
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt's text. Raises DataError for a file that cannot be read."""
     if args.prompt is not None:
@@ -166,6 +150,7 @@ def bench(args: argparse.Namespace) -> int:
     """`fsd-infer bench`."""
     import fsd_infer.bench
     from fsd_infer.cli.report import bench_table
+    from fsd_infer.tuning.autotune import parse_tree
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
@@ -250,6 +235,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """What sweep and calibrate share."""
+    from fsd_infer.tuning.autotune import parse_tree
+
     tree = parse_tree(args.tree)
     if isinstance(tree, str):
         raise FsdError("--tree auto measures with exact decoding: name a tree, here or as RULE@8x2x16.")
@@ -280,7 +267,7 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.drafters import NoDrafter
     from fsd_infer.target import Target
     from fsd_infer.targets.loading import parse_dtype
-    from fsd_infer.tuning.autotune import AUTO, head_of
+    from fsd_infer.tuning.autotune import AUTO, head_of, parse_tree
 
     if parse_tree(args.tree) not in (None, AUTO):
         raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")

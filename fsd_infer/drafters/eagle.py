@@ -41,6 +41,7 @@ from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.checkpoint import is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.numerals import read_float, read_int
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
 
@@ -73,6 +74,20 @@ class TreeShape:
                 f"{MOST_CANDIDATES}: give a smaller width."
             )
         check_stop_below(self.stop_below)
+
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        """ "5,6,16", or "5x6x16" within a list, and "5,6,16,0.3" with ``stop_below``. Raises FsdError."""
+        parts = text.split("x" if "x" in text else ",")
+        sizes = [size for part in parts[:3] if (size := read_int(part)) is not None]
+        stop_below = read_float(parts[3]) if len(parts) > 3 else 0.0
+        if len(sizes) != 3 or len(parts) > 4 or stop_below is None:
+            raise FsdError(
+                "a tree is written depth,width,nodes and perhaps stop_below, e.g. 5,6,16 or 5,6,16,0.3 "
+                f"(or auto, for --tree); got {text!r}."
+            )
+        depth, width, nodes = sizes
+        return cls(depth, width, nodes, stop_below)
 
     @property
     def candidates(self) -> int:

@@ -13,7 +13,6 @@ from fsd_infer.bench.score import AUTO, check_score
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.numerals import read_int
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
 
@@ -52,17 +51,10 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
         for values in itertools.product(*(part.split("/") for part in rule.split(":"))):
             one = ":".join(values)
             name = one + at + tree
-            found.setdefault(name, Setting(name, parse_rule(one), _tree(tree) if at else None, text))
+            found.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
     if len(found) == 1:
         raise FsdError("no rule besides exact: name at least one, such as fuzzy:js:0.1/0.3.")
     return list(found.values())
-
-
-def _tree(text: str) -> TreeShape:
-    sizes = [read_int(part) for part in text.split("x")]
-    if len(sizes) != 3 or None in sizes:
-        raise FsdError(f"a rule's tree is written DEPTHxWIDTHxNODES, such as 8x2x16; got {text!r}.")
-    return TreeShape(*sizes)  # type: ignore[arg-type]
 
 
 @dataclass

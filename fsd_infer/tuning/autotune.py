@@ -45,6 +45,7 @@ from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession, of_devi
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.visits import visit_scores
+from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
 from fsd_infer.files import cache_dir, read_json, write_json
@@ -61,6 +62,11 @@ VERSION = 9  # raised whenever measurements or formulas change, so that older fi
 
 DEPTHS = tuple(range(1, 11))
 STOPS = tuple(tenth / 10 for tenth in range(10))
+
+
+def parse_tree(text: str | None) -> TreeShape | str | None:
+    """A shape as :meth:`TreeShape.parse` reads it; "auto" and None stay."""
+    return text if text in (None, AUTO) else TreeShape.parse(text)
 
 
 @dataclass(frozen=True)
@@ -339,46 +345,29 @@ def met(
     return recorder.contexts[::step], correction
 
 
-class _Recorder(Drafter):
-    """Passes a drafter's trees on and remembers them."""
+class _Recorder(WrappedDrafter):
+    """Remembers a drafter's trees."""
 
     def __init__(self, drafter: Drafter, tilt: float = 0.0) -> None:
-        self.drafter, self.tilt = drafter, tilt
-        self.name = drafter.name
+        super().__init__(drafter)
+        self.tilt = tilt
         self.contexts: list[Candidates] = []
-
-    @property
-    def parts(self) -> tuple[Drafter]:
-        return (self.drafter,)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.drafter.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.drafter.max_depth
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         return _RecorderSession(self, self.drafter.start(first_tokens, request))
 
 
-class _RecorderSession(DraftSession):
+class _RecorderSession(WrappedSession):
     def __init__(self, recorder: _Recorder, session: DraftSession) -> None:
-        self.recorder, self.session = recorder, session
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        self.session.extend(tokens, features, counts)
+        super().__init__(session)
+        self.recorder = recorder
 
     def draft(self, roots: Tensor) -> DraftTree:
-        tree = self.session.draft(roots)
+        tree = super().draft(roots)
         assert tree.scores is not None
         for scores, parents in zip(tree.scores.tolist(), tree.parents.tolist()):
             self.recorder.contexts.append(Candidates(scores, parents, self.recorder.tilt))
         return tree
-
-    def select(self, rows: Tensor) -> None:
-        self.session.select(rows)
 
 
 def _costs(drafter: EagleDrafter, target: Target, sizes: Sizes) -> Costs:

@@ -13,11 +13,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fsd_infer.bench.likelihood import log_likelihoods
-from fsd_infer.cli.commands import parse_tree
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
+from fsd_infer.tuning.autotune import parse_tree
 
 NEW_TOKENS = 256  # where a task does not say (the harness's own default)
 HARNESS_DEVICE = "cuda:0"  # what the harness asks for if nobody does
@@ -64,7 +64,7 @@ class FsdLM(TemplateLM):
             drafter,
             dtype=parse_dtype(dtype),
             device=parse_device(device),
-            tree=parse_tree(tree and tree.replace("x", ",")),
+            tree=parse_tree(tree),
         )
         self.tokenizer = self.decoder.tokenizer
         if self.tokenizer is None:
