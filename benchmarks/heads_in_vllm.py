@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.peers import PEERS, install, vllm_variables
+from benchmarks.workplace import shown_command
 from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.bench.environment import environment
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import FsdError
@@ -114,8 +117,9 @@ def compare(
         plain: what vLLM gave without a head (the ``plain`` of an earlier result), to save a run.
 
     Returns:
-        ``same_answers``: of ``prompts``, those that vLLM answers as without the head; ``vllm`` and ``ours``: shares of
-        rounds whose first, second … draft was accepted, with ``rounds``; ``tau_vllm``, ``tau_ours``: tokens a round;
+        ``same_answers``: of ``prompts``, those that vLLM answers as without the head; ``gaps``: for each other one, see
+        :func:`gap`; ``vllm`` and ``ours``: shares of rounds whose first, second … draft was accepted, with ``rounds``;
+        ``tau_vllm``, ``tau_ours``: tokens a round;
         ``logits``: largest difference (``difference``) beside their standard deviation (``deviation``) and share of
         equal argmaxes; ``plain``
     """
@@ -142,13 +146,16 @@ def compare(
     shares, rounds = accepted_shares([record.sources for record in made.records], drafted)
     vllm = [count / max(theirs["drafts"], 1) for count in theirs["accepted"]]
     pairs = list(zip(theirs["answers"], plain["answers"], strict=True))
+    exact = Target.from_pretrained(str(target), dtype=torch.float32) if any(a != b for a, b in pairs) else loaded
     return {
         "version": theirs["version"],
         "method": method,
+        "dtype": dtype,
         "prompts": len(prompts),
         "same_answers": sum(a == b for a, b in pairs),
         "same_tokens": sum(_common(a, b) for a, b in pairs),
         "tokens": sum(len(b) for _, b in pairs),
+        "gaps": [gap(exact, ids, a, b) for ids, (a, b) in zip(prompts, pairs, strict=True) if a != b],
         "vllm": {"accepted": vllm, "rounds": theirs["drafts"]},
         "ours": {"accepted": shares, "rounds": rounds},
         "tau_vllm": 1 + sum(vllm),
@@ -161,6 +168,25 @@ def compare(
         },
         "plain": plain,
     }
+
+
+@torch.no_grad()
+def gap(target: Target, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> dict[str, float]:
+    """Where two answers part: how much more the target, in its own dtype, gives the one token than the other.
+
+    Returns:
+        ``place`` in the answer, ``gap`` of the two logits, and ``step``: the distance of bfloat16 numbers at the size
+        of the larger logit. A gap of a step or two is rounding's to decide: a forward over several drafts adds up in
+        another order than one over a single token.
+    """
+    place = _common(a, b)
+    if place == min(len(a), len(b)):
+        raise FsdError("one answer is the beginning of the other: they do not end by the same tokens.")
+    features = target.features(torch.tensor([[*prompt, *a[:place]]]))
+    logits = target.lm_logits(target.features_of(features, [])[0, -1:]).float()[0]
+    pair = logits[[a[place], b[place]]]
+    step = 2.0 ** (math.floor(math.log2(float(pair.abs().max()))) - 7)
+    return {"place": place, "gap": float((pair[0] - pair[1]).abs()), "step": step}
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -179,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-prompt-tokens", type=int, default=300, help="longer prompts are left out")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (%(default)s)")
     parser.add_argument("--drafted", type=int, default=4, help="drafts a round (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="of target and head (%(default)s)")
     parser.add_argument("--json", type=Path, help="record")
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
@@ -193,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for head in record["heads"]:
         print(json.dumps({name: head[name] for name in ("method", "same_answers", "tau_vllm", "tau_ours", "logits")}))
     if args.json:
-        record["command"] = ["python", "-m", "benchmarks.heads_in_vllm", *words]
-        write_json(args.json, record, indent=1)
+        command = shown_command("benchmarks.heads_in_vllm", words)
+        write_json(args.json, {"environment": environment(command), **record}, indent=1)
     return 0
 
 
@@ -209,11 +236,12 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             found = compare(
                 args.vllm.absolute() / "bin" / "python", args.target, head, prompts, Path(scratch),
-                new=args.max_new_tokens, drafted=args.drafted, plain=plain,
+                new=args.max_new_tokens, drafted=args.drafted, dtype=args.dtype, plain=plain,
             )  # fmt: skip
         plain = found.pop("plain")
         heads.append({"head": Path(head).name, **found})
-    return {"target": args.target, "max_new_tokens": args.max_new_tokens, "drafted": args.drafted, "heads": heads}
+    settings = {name: getattr(args, name) for name in ("target", "dtype", "max_new_tokens", "drafted")}
+    return {**settings, "heads": heads}
 
 
 if __name__ == "__main__":

@@ -90,10 +90,9 @@ def test_logits_are_those_of_the_authors_code(
 def test_speculators_reads_the_config_that_we_write(
     options: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = os.environ.get("FSD_PEERS")
-    if peers is None:
-        pytest.skip("FSD_PEERS names no directory with other programs' code (see tests/parity_toys.py)")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(peers) / "speculators")])
+    if peers := os.environ.get("FSD_PEERS"):
+        monkeypatch.setattr(sys, "path", [*sys.path, str(Path(peers) / "speculators")])
+    pytest.importorskip("speculators", reason="no speculators: install it, or see tests/parity_toys.py for FSD_PEERS")
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 
     head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=VD, **options))

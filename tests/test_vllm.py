@@ -1,8 +1,13 @@
-"""Exported heads decode in vLLM as they do here: `make test-vllm`, in an environment of vLLM's own."""
+"""Exported heads in vLLM, which lives in an environment of its own: `make test-vllm`.
+
+Their configs by vLLM's own classes; answers, acceptance and logits beside ours.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,14 @@ import pytest
 from lightning.pytorch import seed_everything
 
 from benchmarks.heads_in_vllm import compare
+from benchmarks.peers import vllm_variables
 from fsd_infer import Target
 from fsd_infer.chat.encoding import encode_chat
-from tests.head_toys import EAGLE3, make_target, train, write_answers
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.export import export_head
+from fsd_infer.heads.head import EagleHead
+from fsd_train.export import target_facts
+from tests.head_toys import EAGLE3, WIDTH, make_target, train, write_answers
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 HEADS: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "eagle": {"layout": "eagle"}}
@@ -21,6 +31,56 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: make test-vllm installs it, or set VLLM_PYTHON"),
 ]
+
+
+NEW: dict[str, Any] = {**EAGLE3, "fc_norm": True, "norm_output": True, "num_layers": 2}
+EXPORTS: dict[str, tuple[str, dict[str, Any], str]] = {  # head's options, format; how vLLM is asked for it
+    "eagle": ("eagle", {"layout": "eagle"}, "vllm"),
+    "eagle3": ("eagle3", EAGLE3, "vllm"),
+    "eagle3.1": ("eagle3", NEW, "vllm"),
+    "speculators": ("speculators", EAGLE3, "speculators"),
+    "speculators, 3.1": ("speculators", NEW, "speculators"),
+}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What vLLM makes of each export's config."""
+    root = tmp_path_factory.mktemp("configs")
+    target = Target.from_pretrained(str(make_target(root / "target")))
+    facts = target_facts(str(root / "target"))
+    for name, (_, options, to) in EXPORTS.items():
+        size = 200 if options["layout"] == "eagle3" else None
+        head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=size, **options))
+        export_head(head, root / name, to, facts)
+    script = Path(__file__).parent.parent / "benchmarks" / "peers" / "read_vllm_configs.py"
+    heads = [f"{method}={root / name}" for name, (method, _, _) in EXPORTS.items()]
+    variables = {**os.environ, **vllm_variables(PYTHON, 1)}
+    variables.pop("PYTHONPATH", None)
+    command = [str(PYTHON), str(script), str(root / "target"), *heads]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[str(root / name)] for name in EXPORTS}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_vllms_config_classes_read_what_we_write(name: str, configs: dict[str, dict[str, Any]]) -> None:
+    kind, options, _ = EXPORTS[name]
+    found = configs[name]
+    eagle3 = options["layout"] == "eagle3"
+    assert Path(found["target"]).name == "target"
+    assert found["method"] == ("eagle3" if eagle3 else "eagle")
+    assert found["model"] == ("Eagle3LlamaForCausalLM" if eagle3 else "EagleLlamaForCausalLM")
+    assert found["config"] == ("SpeculatorsConfig" if kind == "speculators" else "EAGLEConfig")
+    assert found["hidden_size"] == WIDTH and found["num_hidden_layers"] == options.get("num_layers", 1)
+    assert found["rope_parameters"]["rope_theta"] == 10000.0 and found["tie_word_embeddings"] is False
+    if eagle3:
+        assert found["draft_vocab_size"] == 200 and found["target_hidden_size"] == WIDTH
+        assert found["norm_before_residual"] is False
+        assert found["fc_norm"] is found["norm_output"] is (options is NEW)
+        entering = [number + 1 for number in EAGLE3["fused_layers"]]
+        assert found["eagle_aux_hidden_state_layer_ids"] == entering
 
 
 @pytest.fixture(scope="module")
