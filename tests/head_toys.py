@@ -42,17 +42,21 @@ def make_target(directory: Path) -> Path:
 def write_answers(path: Path, target: Target, rows: int) -> Path:
     """Sampled answers, so that no two are alike, with their prompts in the chat template."""
     torch.manual_seed(1)
-    found = []
-    for number in range(rows):
-        messages = [{"role": "user", "content": f"what is {number * 37 % 101}"}]
-        prompt = encode_chat(target.tokenizer, messages)
-        ids = torch.tensor([prompt])
+    asked = [[{"role": "user", "content": f"what is {number * 37 % 101}"}] for number in range(rows)]
+    prompts = [encode_chat(target.tokenizer, messages) for messages in asked]
+    answers: dict[int, list[int]] = {}
+    for length in sorted(set(map(len, prompts))):
+        batch = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([prompts[number] for number in batch])
         out = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, min_new_tokens=16, do_sample=True,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, min_new_tokens=28, do_sample=True,
             temperature=0.7, pad_token_id=0,
         )  # fmt: skip
-        answer = out[0, len(prompt) :].tolist()
-        found.append({"messages": messages, "response": "", "prompt_ids": prompt, "response_ids": answer})
+        answers.update(zip(batch, out[:, length:].tolist(), strict=True))
+    found = [
+        {"messages": messages, "response": "", "prompt_ids": prompts[number], "response_ids": answers[number]}
+        for number, messages in enumerate(asked)
+    ]
     return write_rows(path, found)
 
 

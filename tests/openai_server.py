@@ -27,6 +27,7 @@ class Behaviour:
         answers_left: it breaks off in the middle of an answer once it has given so many; None: never.
         burst: tokens per event.
         text: of every event.
+        metrics: what it answers at /metrics; None: nothing is there.
     """
 
     answer: Callable[[list[int], int], list[int]]
@@ -34,6 +35,7 @@ class Behaviour:
     answers_left: int | None = None
     burst: int = 1
     text: str = "x"
+    metrics: Callable[[], str] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -42,8 +44,10 @@ class _Handler(BaseHTTPRequestHandler):
     behaviour: Behaviour
 
     def do_GET(self) -> None:
+        if self.path == "/metrics" and self.behaviour.metrics is not None:
+            return self._whole(200, self.behaviour.metrics())
         found = self.path in ("/v1/models", "/health")
-        self._whole(200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]})
+        return self._whole(200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]})
 
     def do_POST(self) -> None:
         behaviour = self.behaviour
@@ -53,6 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not behaviour.tells_ids and "return_token_ids" in body:
             return self._whole(400, {"error": {"message": "unknown field return_token_ids"}})
         behaviour.requests.append(body)
+        if not body.get("stream"):
+            return self._whole(200, {"choices": [self._choice(body["prompt"], body["max_tokens"])]})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -79,13 +85,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
         return None
 
+    def _choice(self, prompt: list[int], limit: int) -> dict[str, Any]:
+        made = self.behaviour.answer(prompt, limit)
+        choice: dict[str, Any] = {"index": 0, "text": self.behaviour.text * len(made)}
+        choice["finish_reason"] = "length" if len(made) == limit else "stop"
+        return {**choice, "token_ids": made} if self.behaviour.tells_ids else choice
+
     def _event(self, data: str) -> None:
         line = f"data: {data}\n\n".encode()
         self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
         self.wfile.flush()
 
-    def _whole(self, status: int, body: dict[str, Any]) -> None:
-        payload = json.dumps(body).encode()
+    def _whole(self, status: int, body: dict[str, Any] | str) -> None:
+        payload = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()

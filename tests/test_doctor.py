@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsd_infer import Target
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.heads.checkpoint import load_head
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
 from fsd_train.doctor import depth_shares, runs_of
-from fsd_train.engine_check import acceptance_counts
+from fsd_train.engine_check import check_engine
 from fsd_train.features import FeatureStore, cache_features
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
+from tests.openai_server import Behaviour, made_up, serving
 from tests.text_toys import OTHERWISE, tiny_tokenizer
 
 
@@ -36,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def examine(world: Path, head: Path, out: Path, **options: str) -> dict[str, dict[str, Any]]:
     arguments = {"target": str(world / "target"), "head": str(head), "data": str(world / "answers.jsonl"), **options}
     command = [part for name, value in arguments.items() for part in (f"--{name}", value)]
-    status = cli(["doctor", *command, "--rows", "40", "--max-new-tokens", "24", "--json", str(out / "found.json")])
+    status = cli(["doctor", "--rows", "40", *command, "--max-new-tokens", "24", "--json", str(out / "found.json")])
     found = {line["check"]: line for line in json.loads((out / "found.json").read_text())}
     assert status == int(any(line["ok"] is False for line in found.values()))
     return found
@@ -148,15 +153,75 @@ def test_acceptance_is_counted_by_depth_from_rounds() -> None:
     assert depth_shares([2, 0, 1])[:3] == [2 / 3, 1 / 2, 0.0]
 
 
-def test_acceptance_from_vllms_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (
-        "# HELP vllm:spec_decode_num_drafts_total x\n"
-        'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0\n'
-        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 7.0\n'
-        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0\n'
-    )
-    reply = type("Reply", (), {"text": text})
-    monkeypatch.setattr("fsd_train.engine_check.requests.get", lambda *args, **options: reply)
-    assert acceptance_counts("http://localhost:8000/v1") == (10.0, [7.0, 3.0])
-    reply.text = "nothing"
-    assert acceptance_counts("http://localhost:8000") is None
+@contextmanager
+def engine(world: Path, head: Path) -> Iterator[str]:
+    """A server that decodes with a head, four drafts a round, and counts as vLLM does."""
+    target = Target.from_pretrained(str(world / "target"), dtype=torch.float32)
+    drafter = EagleDrafter(load_head(head, target), target, TreeShape(4, 1, 5), context_ids=False)
+    decoder = FuzzyDecoder(target, drafter)
+    rounds: list[int] = []
+
+    def answer(prompt: list[int], limit: int) -> list[int]:
+        made = decoder.generate([prompt], max_new_tokens=limit, do_sample=False, chat=False)
+        rounds.extend(runs_of(made.records[0].sources))
+        return made.sequences[0]
+
+    with serving(Behaviour(answer, metrics=lambda: counters(rounds))) as url:
+        yield url
+
+
+def counters(rounds: list[int], positions: int = 4) -> str:
+    """vLLM's counters after rounds that accepted so many drafts."""
+    lines = ["# HELP vllm:spec_decode_num_drafts_total x"]
+    lines.append(f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {float(len(rounds))}')
+    for place in range(positions):
+        labels = f'{{engine="0",model_name="m",position="{place}"}}'
+        count = float(sum(run > place for run in rounds))
+        lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{labels} {count}")
+    return "\n".join(lines) + "\n"
+
+
+def test_a_server_with_the_head_agrees(world: Path, tmp_path: Path) -> None:
+    with engine(world, world / "eagle3") as url:
+        found = examine(world, world / "eagle3", tmp_path, url=url, rows="16")
+    assert wrong(found) == [] and found["engine's answers"]["ok"] and found["engine's acceptance"]["ok"], found
+    assert found["engine's answers"]["says"] == "16 of 16 are ours"
+    theirs, ours = found["engine's acceptance"]["says"].removeprefix("accepted by position: ").split("; ours ")
+    assert theirs == ours and len(theirs.split()) == 4
+
+
+def test_a_server_that_feeds_the_head_otherwise(world: Path, tmp_path: Path) -> None:
+    """Its numbering of layers is another: the answers are right, and few drafts are accepted."""
+    other = edited(world / "eagle3", tmp_path / "head", lambda stored: None, fused_layers=[2, 3])
+    with engine(world, other) as url:
+        found = examine(world, world / "eagle3", tmp_path, url=url)
+    assert wrong(found) == ["engine's acceptance"] and "layer ids" in found["engine's acceptance"]["fix"], found
+
+
+def test_what_a_server_says_and_keeps_to_itself() -> None:
+    prompts, reached = [[5, 6, 7], [8, 9]], [0.5, 0.5, math.nan, math.nan]
+    answers = [made_up(prompt, 6) for prompt in prompts]
+
+    def lines(behaviour: Behaviour, expected: list[list[int]] = answers) -> list[tuple[str, bool | None, str]]:
+        with serving(behaviour) as url:
+            return [line[:3] for line in check_engine(url, prompts, expected, reached)]
+
+    rounds: list[int] = []
+
+    def drafting(prompt: list[int], limit: int) -> list[int]:
+        rounds.extend([2, 0, 1, 0])
+        return made_up(prompt, limit)[: limit - 1]  # without the end token
+
+    answered, accepted = lines(Behaviour(drafting, metrics=lambda: counters(rounds)))
+    assert answered == ("engine's answers", True, "2 of 2 are ours")
+    assert accepted == ("engine's acceptance", True, "accepted by position: 50% 25% 0% 0%; ours 50% 25% - -")
+    answered, accepted = lines(Behaviour(made_up, metrics=lambda: counters([])), [answer[::-1] for answer in answers])
+    assert answered == ("engine's answers", False, "0 of 2 are ours")
+    assert accepted == ("engine's acceptance", False, "the server drafted nothing")
+    answered, accepted = lines(Behaviour(made_up, tells_ids=False))
+    assert answered[1] is None and "without token ids" in answered[2]
+    assert accepted[1] is None and "no metrics" in accepted[2]
+    with serving(Behaviour(made_up)) as url:
+        pass
+    ((check, ok, says, fix),) = check_engine(url, prompts, answers, reached)
+    assert (check, ok) == ("engine", False) and "cannot be reached" in says and "leave --url out" in fix
