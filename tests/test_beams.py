@@ -53,7 +53,7 @@ def expected_beams(model: Any, prompts: list[list[int]], **options: Any) -> tupl
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(ids, return_dict_in_generate=True, output_scores=True, do_sample=False, **options)
-        eos = options.get("eos_token_id")
+        eos = options.get("eos_token_id", model.generation_config.eos_token_id)
         ends = {eos} if isinstance(eos, int) else set(eos or ())
         for row in out.sequences[:, len(prompt) :].tolist():
             end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
@@ -417,18 +417,17 @@ def built_in(real: FuzzyDecoder, repo_root: Path, beams: int, count: int, tokens
     """Compare the built-in model in fp32 on ``count`` prompts; steps per forward."""
     lines = (repo_root / "data" / "spec_bench_dev.jsonl").read_text().splitlines()
     texts = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // count][:count]]
+    options: dict[str, Any] = dict(max_new_tokens=tokens, num_beams=beams, num_return_sequences=beams)
     forwards = steps = 0
-    for prompt in [real.encode(text)[-200:] for text in texts]:
-        sequences, scores = expected_beams(
-            real.target.model, [prompt], max_new_tokens=tokens, num_beams=beams, num_return_sequences=beams
-        )
-        made = real.generate(
-            [prompt], max_new_tokens=tokens, num_beams=beams, num_return_sequences=beams, do_sample=False
-        )
-        assert made.sequences == sequences
-        assert made.scores == pytest.approx(scores, abs=1e-4)
+    different = {}
+    for number, prompt in enumerate([real.encode(text)[-200:] for text in texts]):
+        sequences, scores = expected_beams(real.target.model, [prompt], **options)
+        made = real.generate([prompt], do_sample=False, **options)
+        if made.sequences != sequences or made.scores != pytest.approx(scores, abs=1e-4):
+            different[number] = scores, made.scores, sequences, made.sequences
         forwards += made.stats.target_forwards
         steps += made.records[0].steps
+    assert not different, f"{len(different)} of {count} prompts"
     return steps / forwards
 
 

@@ -73,6 +73,8 @@ WRONG = {
     "plain@none": "plain takes no drafter",
     "hf-generate:3": "takes no parameters",
     "hf-assisted": "name the assistant model",
+    "hf-beams@none": "hf-beams takes no drafter",
+    "beams:1@none": "give 2 to 64 beams",
     "server:localhost:8000": "give its address",
     "server:http://h:port": "give its address",
     "fuzzy:js:-1@none": "threshold",
@@ -105,6 +107,20 @@ def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
     assert facts["assisted"]["tau"] > 1.0 and facts["assisted"]["assistant_model"] == str(toy.drafter)
     assert record["baseline"] == "none" and list(record["ratios"]) == ["none", "exact"]
     assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain"}
+
+
+def test_beams_in_batches(toy: Toy) -> None:
+    """transformers' beams and ours find the same, and both know when the first step was taken and how many followed."""
+    methods = ["hf-beams:4", "beams:4@none", "beams:4"]
+    record = toy_run(toy, methods, limit=4, batch_size=2, baselines=["hf-beams:4"])
+    theirs, plain, drafted = (record["methods"][name] for name in methods)
+    assert plain["identical_to_baseline"] == drafted["identical_to_baseline"] == 1.0
+    assert theirs["num_beams"] == plain["beams"] == 4
+    assert theirs["tau"] == plain["tau"] == 1.0 < drafted["tau"]
+    assert theirs["target_forwards"] == plain["target_forwards"] > drafted["target_forwards"]
+    for facts in (theirs, plain, drafted):
+        assert 0 < facts["prefill_seconds"] < facts["seconds_per_answer"] * 2
+        assert facts["decode_tokens_per_second"] > facts["tokens_per_second"]
 
 
 def test_where_the_time_goes_adds_up(toy: Toy) -> None:

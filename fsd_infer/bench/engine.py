@@ -29,13 +29,13 @@ class EngineMethod(Method):
             Answer(
                 tokens=tokens,
                 target_forwards=row.target_forwards,
-                verified_tokens=row.new_tokens - 1,
+                verified_tokens=(row.new_tokens if record.steps is None else record.steps) - 1,
                 gate_open_fraction=row.gate_open_fraction,
                 gate_accepted_fraction=row.gate_accepted_fraction,
                 divergence_spent=row.divergence_spent,
                 finish_reason=row.finish_reason,
             )
-            for tokens, row in zip(made.sequences, stats.rows, strict=True)
+            for tokens, row, record in zip(made.sequences, stats.rows, made.records, strict=True)
         ]
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)

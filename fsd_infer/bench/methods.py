@@ -45,7 +45,6 @@ from fsd_infer.targets.loading import load_target
 __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 
 LOOKUP_TOKENS, MOST_LOOKUP, MOST_BEAMS = 8, 1024, 64
-DRAFTING = "beams"  # the kind besides rules that takes a drafter
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 _SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
@@ -59,7 +58,7 @@ class Spec:
         text: without the label.
         kind: a name in METHODS or RULES.
         argument: what follows the first colon.
-        drafter: of a rule, what follows "@"; None: the run's drafter.
+        drafter: of a rule, or a kind that takes one, what follows "@"; None: the run's drafter.
         tree: of that drafter, what follows a second "@"; None: the run's tree.
     """
 
@@ -76,9 +75,10 @@ class Kind(ABC):
 
     Attributes:
         own_process: its methods run in processes of their own whatever the mode.
+        takes_drafter: "@" names a drafter, and perhaps a tree, as with rules.
     """
 
-    own_process = False
+    own_process = takes_drafter = False
 
     def check(self, spec: Spec) -> None:
         """Raise FsdError for what can be refused before anything is loaded; by default any parameters."""
@@ -127,6 +127,8 @@ class _HfBeams(Kind):
 
 
 class _Beams(_HfBeams):
+    takes_drafter = True
+
     def make(self, spec: Spec, models: Models) -> Method:
         drafter = models.load(spec.drafter or models.drafter, spec.tree)
         return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, beams=int(spec.argument))
@@ -216,27 +218,30 @@ def _parse(text: str) -> Spec:
     label = _LABEL.fullmatch(text) if "=" in kind else None
     name, rest = (label[1], label[2]) if label else (text, text)
     kind = re.split("[:@]", rest, maxsplit=1)[0]
-    if kind in METHODS and kind != DRAFTING:
-        spec = Spec(name, rest, kind, rest[len(kind) + 1 :])
-        if rest[len(kind) : len(kind) + 1] == "@":
-            raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")
-        METHODS.get(kind).check(spec)
-        return spec
-    if kind not in RULES and kind != DRAFTING:
+    if kind not in METHODS and kind not in RULES:
         known = [*METHODS.names(), *RULES.names()]
         raise UnknownNameError(f"unknown method {rest!r}. Known: {', '.join(known)}.")
-    rule, at, drafter = rest.partition("@")
-    if at and not drafter:
-        raise FsdError(f"method {rest!r}: name the drafter after '@', e.g. exact@none.")
+    if not _takes_drafter(kind):
+        if rest[len(kind) : len(kind) + 1] == "@":
+            raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")
+        spec = Spec(name, rest, kind, rest[len(kind) + 1 :])
+    else:
+        method, at, drafter = rest.partition("@")
+        if at and not drafter:
+            raise FsdError(f"method {rest!r}: name the drafter after '@', e.g. exact@none.")
+        tree = None
+        if shaped := _SHAPED.fullmatch(drafter):
+            drafter, tree = shaped[1], TreeShape.parse(shaped[2])
+        spec = Spec(name, rest, kind, method.partition(":")[2], drafter if at else None, tree)
     if kind in RULES:
-        parse_rule(rule)
-    tree = None
-    if shaped := _SHAPED.fullmatch(drafter):
-        drafter, tree = shaped[1], TreeShape.parse(shaped[2])
-    spec = Spec(name, rest, kind, rule.partition(":")[2], drafter if at else None, tree)
-    if kind == DRAFTING:
+        parse_rule(rest.partition("@")[0])
+    else:
         METHODS.get(kind).check(spec)
     return spec
+
+
+def _takes_drafter(kind: str) -> bool:
+    return kind in RULES or METHODS.get(kind).takes_drafter
 
 
 def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
@@ -251,7 +256,7 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
     for spec in specs:
         if spec.kind == "server":
             made[spec.name] = METHODS.get(spec.kind).make(spec, models)
-    drafters = [spec.drafter or models.drafter for spec in specs if spec.kind in RULES or spec.kind == DRAFTING]
+    drafters = [spec.drafter or models.drafter for spec in specs if _takes_drafter(spec.kind)]
     models.first_drafter = drafters[0] if drafters else "none"
     for spec in specs:
         if spec.name in made:

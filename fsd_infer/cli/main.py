@@ -125,7 +125,8 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="hf-generate,plain,exact,fuzzy:js:0.3",
         help="comma-separated: plain, any rule, a rule with a drafter of its own (exact@none, exact@DIR), hf-generate, "
-        "hf-lookup[:TOKENS], hf-assisted:DIR, server:URL[#MODEL], command:PROGRAM; NAME=METHOD names one (%(default)s)",
+        "hf-lookup[:TOKENS], hf-assisted:DIR, hf-beams:W, beams:W[@DRAFTER], server:URL[#MODEL], command:PROGRAM; "
+        "NAME=METHOD names one (%(default)s)",
     )
     parser.add_argument(
         "--isolate",
