@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.loss_plan import content_digest
 from benchmarks.peers import PEERS, install, vllm_variables
 from benchmarks.workplace import shown_command
 from fsd_infer import FuzzyDecoder, Target
@@ -46,22 +47,29 @@ TIMEOUT = 900  # seconds of one run of vLLM
 def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     """What ``run_vllm_head.py`` makes of a job; ``call`` holds the tensors of the head's first call.
 
-    Raises FsdError with vLLM's last words if it fails.
+    A job whose answers lie in its ``output`` already is not run again. Raises FsdError with vLLM's last words if it
+    fails.
     """
     output = Path(job["output"])
     output.mkdir(parents=True, exist_ok=True)
-    (output / "job.json").write_text(json.dumps(job))
+    answers, call, asked = output / "answers.json", output / "call.safetensors", output / "job.json"
+    if not (answers.is_file() and asked.is_file() and json.loads(asked.read_text()) == job):
+        answers.unlink(missing_ok=True)
+        asked.write_text(json.dumps(job))
+        _call_vllm(python, asked)
+    found: dict[str, Any] = json.loads(answers.read_text())
+    return {**found, "call": load_file(call) if call.is_file() else {}}
+
+
+def _call_vllm(python: Path, job: Path) -> None:
     variables = {**os.environ, **vllm_variables(python, torch.get_num_threads())}
     variables.pop("PYTHONPATH", None)
-    log = output / "log.txt"
+    log = job.parent / "log.txt"
     with open(log, "w") as file:
-        command = [str(python), str(SCRIPT), str(output / "job.json")]
+        command = [str(python), str(SCRIPT), str(job)]
         done = subprocess.run(command, env=variables, stdout=file, stderr=file, timeout=TIMEOUT, check=False)
     if done.returncode:
         raise FsdError(f"vLLM failed: {log.read_text()[-2000:]}")
-    found: dict[str, Any] = json.loads((output / "answers.json").read_text())
-    call = output / "call.safetensors"
-    return {**found, "call": load_file(call) if call.is_file() else {}}
 
 
 @torch.no_grad()
@@ -130,7 +138,8 @@ def compare(
     export_head(own, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
     job = {"target": facts.name, "prompts": [list(ids) for ids in prompts], "new": new, "dtype": dtype}
     plain = plain or run_vllm(python, {**job, "output": str(scratch / "plain")})
-    speculation = {"head": str(scratch / "exported"), "method": method, "drafted": drafted}
+    exported = scratch / "exported"
+    speculation = {"head": str(exported), "weights": content_digest(exported), "method": method, "drafted": drafted}
     theirs = run_vllm(python, {**job, **speculation, "output": str(scratch / method)})
     if not own.eagle3:
         own.set_draft_ids(None)  # vLLM knows no reduced vocabulary there
@@ -206,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (%(default)s)")
     parser.add_argument("--drafted", type=int, default=4, help="drafts a round (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of target and head (%(default)s)")
+    parser.add_argument("--scratch", type=Path, help="keep vLLM's answers there, and go on from what is there")
     parser.add_argument("--json", type=Path, help="record")
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
@@ -232,10 +242,11 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts[:: max(len(prompts) // args.limit, 1)][: args.limit]
     heads: list[dict[str, Any]] = []
     plain = None
-    for head in args.head:
-        with tempfile.TemporaryDirectory() as scratch:
+    for number, head in enumerate(args.head):
+        with tempfile.TemporaryDirectory() as temporary:
+            scratch = Path(args.scratch or temporary)
             found = compare(
-                args.vllm.absolute() / "bin" / "python", args.target, head, prompts, Path(scratch),
+                args.vllm.absolute() / "bin" / "python", args.target, head, prompts, scratch / str(number),
                 new=args.max_new_tokens, drafted=args.drafted, dtype=args.dtype, plain=plain,
             )  # fmt: skip
         plain = found.pop("plain")

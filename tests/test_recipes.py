@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import DataError, ModelLoadError
+from fsd_infer.heads.checkpoint import read_config
 from fsd_train.cli import main as cli
 from fsd_train.new_recipe import (
     TargetFacts,
@@ -47,6 +48,7 @@ FAMILY = {
     "tinyllama-1.1b": "llama",
     "tinyllama-1.1b-cpu": "llama",
 }
+FSD = ("smollm2-135m", "tinyllama-1.1b-cpu")  # recipes for two CPU cores
 ANSWERS = ["the cat sat on the mat", "it is there", "that is the answer to the end", "what is on the mat there"]
 
 
@@ -157,6 +159,12 @@ def test_recipe_trains_exports_and_decodes(
         decoded = [float(row["decoded_tau/exact"]) for row in csv.DictReader(file) if row["decoded_tau/exact"]]
     assert len(decoded) == 2 and all(tau >= 1 for tau in decoded)  # at step 2 and at the end
     check_decoding(target, head)
+    # but for two recipes, heads are of the layout that other programs read
+    assert read_config(head)["head"]["layout"] == ("fsd" if recipe.stem in FSD else "eagle3")
+    exported = tmp_path / "exported"
+    assert cli(["export", str(head), str(exported), "--to", "vllm"]) == (2 if recipe.stem in FSD else 0)
+    if recipe.stem not in FSD:
+        check_decoding(target, exported)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
