@@ -36,6 +36,7 @@ from fsd_infer.files import write_json
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.loading import parse_dtype
 from fsd_train.doctor import runs_of
 from fsd_train.export import target_facts
@@ -138,8 +139,8 @@ def compare(
     export_head(own, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
     job = {"target": facts.name, "prompts": [list(ids) for ids in prompts], "new": new, "dtype": dtype}
     plain = plain or run_vllm(python, {**job, "output": str(scratch / "plain")})
-    exported = scratch / "exported"
-    speculation = {"head": str(exported), "weights": content_digest(exported), "method": method, "drafted": drafted}
+    weights = content_digest(scratch / "exported" / SINGLE)
+    speculation = {"head": str(scratch / "exported"), "weights": weights, "method": method, "drafted": drafted}
     theirs = run_vllm(python, {**job, **speculation, "output": str(scratch / method)})
     if not own.eagle3:
         own.set_draft_ids(None)  # vLLM knows no reduced vocabulary there
