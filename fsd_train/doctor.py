@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.chat.rows import read_rows
+from fsd_infer.cli.options import positive
 from fsd_infer.cli.report import table
 from fsd_infer.cli.run import Parser
 from fsd_infer.decoder import FuzzyDecoder
@@ -28,10 +29,11 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.openai_client import Server
 from fsd_infer.rules.verification import Source
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype
-from fsd_train.data import encode_row
+from fsd_train.data import check_id, encode_row
 from fsd_train.engine_check import check_engine
 from fsd_train.features import FeatureStore, sequence_key
 from fsd_train.feeding import Feeding, Row, at_step
@@ -78,6 +80,7 @@ class Doctor:
             for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
                 wanted = torch.tensor([mask])
                 if bool(supervised(wanted, 1).any()):
+                    check_id(max(ids), f"row {place}", target.vocab_size)
                     given = torch.tensor([ids], device=target.device)
                     self.rows.append(Row(values, given, wanted.to(target.device), target.features(given)))
         if not self.rows:
@@ -262,11 +265,13 @@ class Doctor:
         drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
         made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
         reached = depth_shares([run for record in made.records for run in runs_of(record.sources)])
-        runs = []
-        for prompt, answer in zip(asked, made.sequences, strict=True):
-            runs += self._expected_runs(torch.tensor([[*prompt, *answer]], device=self.target.device), len(prompt))
+        seen, runs = [], []
+        for prompt, answer, record in zip(asked, made.sequences, made.records, strict=True):
+            ids = torch.tensor([[*prompt, *answer]], device=self.target.device)
+            runs += self._expected_runs(ids, len(prompt))
+            seen += whole_rounds(runs_of(record.sources), len(answer))
         expected = depth_shares(runs)
-        pairs = [(a, b) for a, b in zip(reached, expected, strict=True) if not math.isnan(a + b)]
+        pairs = [(a, b) for a, b in zip(depth_shares(seen), expected, strict=True) if not math.isnan(a + b)]
         if not pairs:
             return Finding("decoding", None, "the answers are too short to compare"), reached, made.sequences
         says = "accepted " + " ".join(f"{a:.0%}" for a, _ in pairs)
@@ -313,6 +318,17 @@ def runs_of(sources: Sequence[int]) -> list[int]:
     return runs
 
 
+def whole_rounds(runs: Sequence[int], length: int) -> list[int]:
+    """Those of an answer's rounds that had room for all drafts before the end of its ``length`` tokens."""
+    kept, last = [], 0
+    for run in runs:
+        if last + STEPS + 1 >= length:
+            break
+        kept.append(run)
+        last += run + 1
+    return kept
+
+
 def depth_shares(runs: Sequence[int]) -> list[float]:
     """Share of the drafts at depth 1 to ``STEPS`` that were accepted where the one before was; nan where none was."""
     reached = [sum(run >= depth for run in runs) for depth in range(STEPS + 1)]
@@ -326,9 +342,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--head", required=True, help="directory of the head, ours or another program's")
     parser.add_argument("--data", required=True, help="rows of answers, as training takes them")
     parser.add_argument("--features", help="a cache of `fsd-train cache-features` to compare with")
-    parser.add_argument("--rows", type=int, default=16, help="how many rows are looked at")
-    parser.add_argument("--max-length", type=int, default=512, help="rows longer than this are left out")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="of each answer that is decoded")
+    parser.add_argument("--rows", type=positive, default=16, help="how many rows are looked at")
+    parser.add_argument("--max-length", type=positive, default=512, help="rows longer than this are left out")
+    parser.add_argument("--max-new-tokens", type=positive, default=48, help="of each answer that is decoded")
     parser.add_argument("--dtype", default="bfloat16", help="that the head is to run in")
     parser.add_argument("--url", help="an OpenAI-compatible server that runs target and head, to compare with")
     parser.add_argument("--json", metavar="FILE", help="also write the findings there")
@@ -339,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train doctor`. The exit status is 1 if anything is wrong."""
     args = build_parser().parse_args(argv)
     dtype = parse_dtype(args.dtype)
+    server = Server(args.url) if args.url else None
     target = Target.from_pretrained(args.target, dtype=torch.float32)
     head = load_head(args.head, target)
     rows = []
@@ -355,9 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
     decoding, reached, answers = doctor.check_decoding(args.rows, args.max_new_tokens)
     findings.append(decoding)
-    if args.url:
+    if server is not None:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
-        findings += [Finding(*found) for found in check_engine(args.url, prompts, answers, reached)]
+        findings += [Finding(*found) for found in check_engine(server, prompts, answers, reached)]
     print(show(findings))
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")

@@ -19,19 +19,18 @@ _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{.*\})? (\S+)$
 
 
 def check_engine(
-    url: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], reached: Sequence[float]
+    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], reached: Sequence[float]
 ) -> list[Line]:
     """Let a server answer the same prompts and compare.
 
     Args:
-        url: of the server, which speaks the OpenAI API and, for acceptance, has vLLM's metrics.
+        server: speaks the OpenAI API and, for acceptance, has vLLM's metrics.
         prompts, answers: ids, and what our greedy decoding gave.
         reached: our acceptance by depth, each where the one before was accepted.
     """
-    before = acceptance_counts(url)
+    before = acceptance_counts(server.url)
     same, silent = 0, 0
     try:
-        server = Server(url)
         model = server.models()[0]["id"]
         for prompt, answer in zip(prompts, answers, strict=True):
             body = {"model": model, "prompt": list(prompt), "max_tokens": len(answer), "temperature": 0.0, **UNSHAPED}
@@ -39,10 +38,10 @@ def check_engine(
             silent += ids is None
             same += ids in (list(answer), list(answer[:-1]))  # some keep the end token to themselves
     except FsdError as error:
-        return [("engine", False, str(error), "start the server, or leave --url out")]
+        return [("engine", False, str(error).rstrip("."), "start the server, or leave --url out")]
     return [
         _compare_answers(same, silent, len(prompts)),
-        _compare_acceptance(url, before, acceptance_counts(url), reached),
+        _compare_acceptance(server.url, before, acceptance_counts(server.url), reached),
     ]
 
 

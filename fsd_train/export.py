@@ -92,7 +92,11 @@ def export_main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
         parser.error("--draft-vocab-size and --data go together")
-    if Path(args.source).is_dir() and is_head(args.source):
+    if Path(args.source).is_dir():
+        if not is_head(args.source):
+            raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
+        if Path(args.output).resolve() == Path(args.source).resolve():
+            raise DataError(f"{args.output} is what is exported: give another directory, so that it is kept.")
         return _export_head(args)
     module = load_module(args.source)
     if args.data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.openai_client import Server
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.doctor import depth_shares, runs_of
+from fsd_train.doctor import depth_shares, runs_of, whole_rounds
 from fsd_train.engine_check import check_engine
 from fsd_train.features import FeatureStore, cache_features
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
@@ -151,6 +153,33 @@ def test_acceptance_is_counted_by_depth_from_rounds() -> None:
     # the prefill's token, then rounds of 2, 0 and 1 accepted drafts, and one that was cut off
     assert runs_of([0, 1, 1, 0, 0, 1, 0, 1]) == [2, 0, 1]
     assert depth_shares([2, 0, 1])[:3] == [2 / 3, 1 / 2, 0.0]
+    # of 8 tokens: the first round had room for four drafts and the target's token, the second had not
+    assert whole_rounds([2, 0, 1], 8) == [2] and whole_rounds([2, 0, 1], 9) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": "0"}, "--rows: "),
+        ({"url": "here"}, "server 'here': give its address"),
+        ({"data": "other.jsonl"}, "row 1: token id 99999 is outside the target's vocabulary"),
+    ],
+)
+def test_what_cannot_be_examined_is_refused(
+    options: dict[str, str], message: str, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(world)
+    Path("other.jsonl").write_text('{"prompt_ids": [5, 6], "response_ids": [7, 99999]}\n')
+    given = {"target": "target", "head": "fsd", "data": "answers.jsonl", **options}
+    with contextlib.suppress(SystemExit):
+        assert cli(["doctor", *(part for name, value in given.items() for part in (f"--{name}", value))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_few_short_answers_are_enough_to_compare_decoding_with_training(world: Path, tmp_path: Path) -> None:
+    found = examine(world, world / "eagle3", tmp_path, rows="4")
+    accepted, expected = found["decoding"]["says"].removeprefix("accepted ").split(" by depth; expected ")
+    assert accepted == expected
 
 
 @contextmanager
@@ -194,7 +223,7 @@ def test_a_server_that_feeds_the_head_otherwise(world: Path, tmp_path: Path) -> 
     """Its numbering of layers is another: the answers are right, and few drafts are accepted."""
     other = edited(world / "eagle3", tmp_path / "head", lambda stored: None, fused_layers=[2, 3])
     with engine(world, other) as url:
-        found = examine(world, world / "eagle3", tmp_path, url=url)
+        found = examine(world, world / "eagle3", tmp_path, url=url, rows="24")
     assert wrong(found) == ["engine's acceptance"] and "layer ids" in found["engine's acceptance"]["fix"], found
 
 
@@ -204,7 +233,7 @@ def test_what_a_server_says_and_keeps_to_itself() -> None:
 
     def lines(behaviour: Behaviour, expected: list[list[int]] = answers) -> list[tuple[str, bool | None, str]]:
         with serving(behaviour) as url:
-            return [line[:3] for line in check_engine(url, prompts, expected, reached)]
+            return [line[:3] for line in check_engine(Server(url), prompts, expected, reached)]
 
     rounds: list[int] = []
 
@@ -223,5 +252,5 @@ def test_what_a_server_says_and_keeps_to_itself() -> None:
     assert accepted[1] is None and "no metrics" in accepted[2]
     with serving(Behaviour(made_up)) as url:
         pass
-    ((check, ok, says, fix),) = check_engine(url, prompts, answers, reached)
+    ((check, ok, says, fix),) = check_engine(Server(url), prompts, answers, reached)
     assert (check, ok) == ("engine", False) and "cannot be reached" in says and "leave --url out" in fix

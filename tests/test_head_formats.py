@@ -273,3 +273,8 @@ def test_command_converts_there_and_back(layout: str, target: Target, tmp_path: 
     assert cli(["export", str(tmp_path / "head"), str(tmp_path / "no"), "--to", "speculators"]) == (
         2 if layout == "eagle" else 0
     )
+    assert cli(["export", str(tmp_path / "head"), str(tmp_path / "head"), "--to", "vllm"]) == 2  # it is kept
+    assert cli(["export", str(tmp_path / "target"), str(tmp_path / "no")]) == 2
+    assert all(
+        torch.equal(load_head(tmp_path / "head").state_dict()[name], value) for name, value in head.state_dict().items()
+    )
