@@ -1,6 +1,8 @@
 """Prints a bench record as the Markdown table of the README, with where its numbers come from.
 
-Run: python benchmarks/markdown_table.py RECORD.json
+Run: python benchmarks/markdown_table.py RECORD.json [BASELINE]
+
+With a baseline: each method beside it, as docs/rules.md compares rules.
 """
 
 from __future__ import annotations
@@ -55,5 +57,27 @@ def markdown(record: dict[str, Any], name: str) -> str:
     return "\n".join(lines)
 
 
+def beside(record: dict[str, Any], baseline: str) -> str:
+    """A line per method: speed and tokens per forward as multiples of the baseline's, quality as differences."""
+    methods, ratios, differences = record["methods"], record["ratios"][baseline], record["differences"][baseline]
+    headers = ["method", "× tok/s (95 %)", "τ", "× τ", "forwards", "tokens", "log-likelihood", "repeated 4-grams"]
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    for method, facts in methods.items():
+        if method == baseline:
+            row = ["1"]
+            quality = [f"{facts['log_likelihood_per_token']:.3f}", f"{100 * facts['repeated_4grams']:.1f} %"]
+        else:
+            speed = ratios[method]["tokens_per_second"]
+            row = [f"{speed['median']:.2f} ({speed['low']:.2f}–{speed['high']:.2f})"]
+            likelihood, repeats = (differences[method][key] for key in ("log_likelihood_per_token", "repeated_4grams"))
+            quality = ["{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**likelihood)]
+            quality.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * repeats[k] for k in ("mean", "low", "high"))))
+        row += [number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
+        row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
+        lines.append(" | ".join([f"| `{method}`", *row, *(text.replace("-", "−") for text in quality)]) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text()), sys.argv[1]))
+    found = json.loads(Path(sys.argv[1]).read_text())
+    print(beside(found, sys.argv[2]) if len(sys.argv) > 2 else markdown(found, sys.argv[1]))

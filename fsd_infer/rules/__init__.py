@@ -3,7 +3,7 @@
 A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text for command lines and records::
 
     exact    fuzzy:js:0.3    fuzzy:top_k_js:20:0.3    fuzzy:js:0.3:budget=2:gate=processed
-    fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted:2    tilted:1:no_repeat=4:budget=5
+    fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted:1.5  tilted:1:no_repeat=4:budget=5
     exact:block=true         lenient:0.5              typical       relaxed:10:0.6      threshold:single=0.4
     cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3
 
