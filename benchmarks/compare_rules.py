@@ -22,7 +22,7 @@ from fsd_infer.errors import FsdError
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = "smollm2-135m"
 GATES = [f"fuzzy:js:{threshold}" for threshold in (0.2, 0.3, 0.4)]
-TILTED = [f"tilted:{price}{options}" for price in (4, 2, 1) for options in ("", ":no_repeat=4")]
+TILTED = [f"tilted:{price}{options}" for price in (2, 1.5, 1) for options in ("", ":no_repeat=4")]
 # At the source's default; where it has none (lenient, cactus, ensemble) or its default is exact (threshold) in between.
 RIVALS = ["lenient:0.5", "typical", "relaxed", "threshold:0.3", "cactus:0.25", "cascade-token", "ensemble:0.5"]
 
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lookup", action="store_true", help="graft n-gram lookup onto the head")
     parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--tree", default="6x4x9x0.5", help="of exact (%(default)s)")
-    parser.add_argument("--lossy-tree", default="8x3x9x0.2", help="of all other rules (%(default)s)")
+    parser.add_argument("--lossy-tree", default="10x2x11x0.2", help="of all other rules (%(default)s)")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
     parser.add_argument("--limit", type=int, default=40, help="prompts (%(default)s)")
     parser.add_argument("--every", type=int, default=6, help="each so-many-th row (%(default)s)")

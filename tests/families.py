@@ -121,7 +121,7 @@ class _OracleSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         assert [text[-1] for text in self.texts] == roots.tolist()
-        trees = [self._tree(text) for text in self.texts]
+        trees = [self._tree(text, path) for text, path in zip(self.texts, self._continuations(), strict=True)]
         parents = torch.tensor([parent for _, parent, _ in trees])
         q_logits = torch.randn(len(trees), self.drafter.max_nodes, VOCAB, generator=self.drafter.generator)
         inner = torch.zeros_like(parents, dtype=torch.bool).scatter_(1, parents[:, 1:], True)
@@ -135,14 +135,22 @@ class _OracleSession(DraftSession):
             q_index=torch.where(inner, torch.arange(self.drafter.max_nodes), -1).to(device),
         )
 
-    def _tree(self, text: list[int]) -> tuple[list[int], list[int], list[int]]:
-        generator, model = self.drafter.generator, self.drafter.target.model
-        right = int(torch.randint(0, self.drafter.max_depth + 1, (1,), generator=generator))
-        room = min(right, (self.drafter.target.max_positions or 10**6) - len(text))
-        path = []
-        if room > 0:
-            ids = torch.tensor([text], device=model.device)
-            path = model.generate(ids, max_new_tokens=room, do_sample=False)[0, len(text) :].tolist()
+    def _continuations(self) -> list[list[int]]:
+        """The greedy continuation of each text, texts of one length together: one by one they take most of a test."""
+        target = self.drafter.target
+        found: dict[int, list[int]] = {}
+        for length in {len(text) for text in self.texts}:
+            rows = [row for row, text in enumerate(self.texts) if len(text) == length]
+            room = min(self.drafter.max_depth, (target.max_positions or 10**6) - length)
+            ids = torch.tensor([self.texts[row] for row in rows], device=target.device)
+            if room > 0:
+                ids = target.model.generate(ids, max_new_tokens=room, do_sample=False)
+            found.update(zip(rows, ids[:, length:].tolist(), strict=True))
+        return [found[row] for row in range(len(self.texts))]
+
+    def _tree(self, text: list[int], path: list[int]) -> tuple[list[int], list[int], list[int]]:
+        generator = self.drafter.generator
+        path = path[: int(torch.randint(0, self.drafter.max_depth + 1, (1,), generator=generator))]
         right = len(path)
         tokens, parents, depths = [text[-1]], [0], [0]
         on_path = 0  # the node that the right path has reached

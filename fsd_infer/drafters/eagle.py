@@ -100,7 +100,7 @@ READ_AT_ONCE = 256  # tokens of a prompt: more are not faster and take memory
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
 # Under a law that favours drafts depth pays, and width does not.
 TILTED_SHAPES = {
-    "cpu": TreeShape(depth=8, width=3, nodes=9, stop_below=0.2),
+    "cpu": TreeShape(depth=10, width=2, nodes=11, stop_below=0.2),
     "cuda": TreeShape(depth=8, width=8, nodes=60),
 }
 

@@ -57,24 +57,25 @@ class Answers:
 def last_tokens(answers: Answers, tree: DraftTree, count: int) -> Tensor:
     """[B, N, count] the last tokens of answer and path at each node, the node's own last; -1 before the beginning."""
     batch, nodes = tree.tokens.shape
-    before = answers.last(max(count, 1))  # the last of them is the root
-    ancestor = torch.arange(nodes, device=tree.tokens.device).expand(batch, nodes)
-    columns = []
-    for steps in range(count):
-        above = (steps - tree.depths).clamp_min(0)  # steps that lead beyond the root
-        earlier = before.gather(1, before.shape[1] - 1 - above)
-        columns.append(torch.where(tree.depths > steps, tree.tokens.gather(1, ancestor), earlier))
-        ancestor = tree.parents.gather(1, ancestor)
-    return torch.stack(columns[::-1], -1) if columns else tree.tokens.new_empty(batch, nodes, 0)
+    if not count:
+        return tree.tokens.new_empty(batch, nodes, 0)
+    tokens = torch.cat(
+        [answers.last(count + 1)[:, :-1], tree.tokens], 1
+    )  # [B, count + N]: what precedes the root first
+    at = torch.arange(count + nodes, device=tokens.device).expand(batch, -1)
+    before = torch.cat([(at[:, : count + 1] - 1).clamp_min(0), tree.parents[:, 1:] + count], 1)  # who precedes whom
+    columns, at = [], at[:, count:]
+    for _ in range(count):
+        columns.append(tokens.gather(1, at))
+        at = before.gather(1, at)
+    return torch.stack(columns[::-1], -1)
 
 
 def repeats(answers: Answers, tree: DraftTree, n: int) -> Tensor:
     """[B, N] bool; does the node's token complete an n-gram that answer and path had before it."""
     ends = last_tokens(answers, tree, n)
-    at_path = (
-        tree.ancestors & (tree.depths > 0)[:, None] & ~torch.eye(ends.shape[1], dtype=torch.bool, device=ends.device)
-    )
-    found = (at_path & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
+    above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
+    found = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
     tokens = answers.tokens
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)[:, None]  # [B, 1, L - n + 1, n]
