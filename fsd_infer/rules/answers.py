@@ -59,9 +59,8 @@ def last_tokens(answers: Answers, tree: DraftTree, count: int) -> Tensor:
     batch, nodes = tree.tokens.shape
     if not count:
         return tree.tokens.new_empty(batch, nodes, 0)
-    tokens = torch.cat(
-        [answers.last(count + 1)[:, :-1], tree.tokens], 1
-    )  # [B, count + N]: what precedes the root first
+    # [B, count + N]: the tokens that precede the root, then the tree's
+    tokens = torch.cat([answers.last(count + 1)[:, :-1], tree.tokens], 1)
     at = torch.arange(count + nodes, device=tokens.device).expand(batch, -1)
     before = torch.cat([(at[:, : count + 1] - 1).clamp_min(0), tree.parents[:, 1:] + count], 1)  # who precedes whom
     columns, at = [], at[:, count:]
