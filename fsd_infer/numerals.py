@@ -1,7 +1,7 @@
 """Numbers as people write them in options, rules and files: stricter than ``int()`` and ``float()``.
 
-Python reads ``0_1`` as 1, ``1e400`` as infinity, ``1e-400`` as 0, digits of any script, and skips blanks. In an option or a rule, which
-ends up in records, each of these is a slip of the pen, and is refused.
+Python reads ``0_1`` as 1, ``1e400`` as infinity, ``1e-400`` as 0, digits of any script, and skips blanks. In an option
+or a rule, which ends up in records, each of these is a slip of the pen, and is refused.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from fsd_infer.rules.contexts import Contexts
 def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:
     """Raise FsdError for a finite threshold that the divergence cannot pass: percent, bits, or another divergence's."""
     most = divergence(measure).bounds[1]
-    if threshold is not None and most * (1 + 1e-6) < threshold < math.inf:  # fp32 rounds up
+    if threshold is not None and most * (1 + 1e-6) < threshold < math.inf:  # the bound may be rounded up
         raise FsdError(
-            f"rule {rule!r}: {parameter} must be at most {most:.4g}, the largest value of {measure}, not {threshold:g}; "
+            f"rule {rule!r}: {parameter} must be at most {most:.4g}, the largest {measure}, not {threshold:g}; "
             "write inf for a gate that is always open."
         )
 
