@@ -210,6 +210,8 @@ def decode_prepared(
     limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     if not limits:
         raise FsdError("no length limit: give max_new_tokens or max_length.")
+    if not all(isinstance(limit, int) for limit in limits):
+        raise FsdError(f"max_new_tokens and max_length must be whole numbers, got a limit of {min(limits)} tokens.")
     eos = [set(criterion.eos_token_id.tolist()) for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     others = [one for one in criteria if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
 

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fsd_infer.beams import BeamOptions
+from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.encoding import encode_chat, encode_text
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.custom_generate import chosen_rules, decode_prepared, ending, generate
@@ -315,7 +316,9 @@ class FuzzyDecoder:
             return options
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
-            raise FsdError(f"stop_strings must be one text, or a list of texts, none of them empty; got {stop!r}.")
+            raise FsdError(f"stop_strings must be one text, or a list of texts, none of them empty; got {stop!r:.60}.")
+        for text in stop:
+            check_text(text, "stop_strings")
         criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
         criteria.append(StopStringCriteria(self._need_tokenizer(), list(stop)))
         return {**options, "stop_strings": None, "stopping_criteria": criteria}

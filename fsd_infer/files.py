@@ -46,7 +46,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
     No reader sees half a file, several processes may write at once, and an error leaves what was there. The file is as
     readable for others as any new one (some writers make private ones).
+
+    Raises FsdError where a device, a pipe or a directory is in the way: a rename would replace it.
     """
+    if path.exists() and not path.is_file():
+        raise FsdError(f"{path} is no file and is not replaced: give another name.")
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         draft.touch()
@@ -56,6 +60,24 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def writable(name: str | os.PathLike[str], what: str) -> Path:
+    """The path of a file that is written when long work is done, checked before: its folder is made.
+
+    Raises FsdError, which calls it ``what``, if it cannot be written.
+    """
+    path = Path(usable_name(name, what))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = "it is no file" if not path.name or path.exists() and not path.is_file() else None
+        if problem is None and not os.access(path.parent, os.W_OK | os.X_OK):
+            problem = f"{path.parent} is read-only"
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    if problem is not None:
+        raise FsdError(f"{what} {os.fspath(name)} cannot be written ({problem}): give another name.")
+    return path
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fsd_infer.errors import FsdError
+from fsd_infer.targets.token_ids import eos_ids
 
 # honoured, mostly because ``generate`` makes logits processors and stopping criteria of them
 _HONOURED = frozenset(
@@ -77,6 +78,9 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         config: as ``generate`` has prepared it.
         own: the model's.
     """
+    eos_ids(config)
+    if isinstance(config.num_beams, int) and config.num_beams < 1:
+        raise FsdError(f"num_beams must be at least 1, got {config.num_beams}.")
     blank = GenerationConfig()
     defaults = {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
     for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
@@ -101,6 +105,10 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
+    for name in ("logits_processor", "stopping_criteria"):
+        found = overrides.get(name)
+        if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
+            raise FsdError(f"{name} is a list of callables, as transformers has them; got {found!r:.60}.")
     config = overrides.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise FsdError(f"generation_config is a GenerationConfig, got {type(config).__name__}.")

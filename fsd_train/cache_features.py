@@ -13,37 +13,12 @@ from typing import Any
 import torch
 import yaml
 
-from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.target import Target
+from fsd_train import MAX_LENGTH, command_lines
 from fsd_train.data import read_answers
-from fsd_train.features import MAX_LENGTH, cache_features, token_bytes
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Options of `fsd-train cache-features`."""
-    parser = Parser("fsd-train cache-features", description="Store the target's features of answers.")
-    parser.add_argument(
-        "--config", type=Path, metavar="RECIPE",
-        help="a recipe to take target, data, output, layers and max-length from, where they are not given here",
-    )  # fmt: skip
-    parser.add_argument("--target", help="built-in name, directory or hub id")
-    parser.add_argument("--data", nargs="+", action="extend", help="answers: files or directories")
-    parser.add_argument("--output", help="directory of the cache")
-    parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="N",
-        help="also store the outputs of these decoder layers, for heads with fused_layers",
-    )  # fmt: skip
-    parser.add_argument("--max-length", type=int, help=f"tokens kept per sequence, as in training ({MAX_LENGTH})")
-    parser.add_argument("--max-tokens", type=int, default=None, help="tokens the cache may hold")
-    parser.add_argument(
-        "--min-answer-share", type=float, default=0.0, help="leave out rows with fewer answer tokens, which cost much"
-    )
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per forward")
-    parser.add_argument("--shard-tokens", type=int, default=65536, help="tokens per shard")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
-    return parser
+from fsd_train.features import cache_features, token_bytes
 
 
 def recipe_options(path: Path) -> dict[str, Any]:
@@ -70,7 +45,7 @@ def recipe_options(path: Path) -> dict[str, Any]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = build_parser()
+    parser = command_lines.cache_features()
     args = parser.parse_args(argv)
     defaults = recipe_options(args.config) if args.config else {}
     args.eagle3 = args.layers is None and defaults.pop("eagle3", False)

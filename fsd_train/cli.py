@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
+import io
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
+import fsd_infer
 from fsd_infer.cli.run import BAD_INPUT, run
 from fsd_infer.errors import UnknownNameError
+from fsd_infer.files import cache_dir, write_text
+from fsd_train.command_lines import PARSERS
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,40 @@ def _command(args: Sequence[str]) -> int:
     command = COMMANDS.get(args[0])
     if command is None:
         raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.")
+    if args[0] in PARSERS:
+        PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes are answered before anything is imported
+    if command.function.startswith("fsd_train.fit:") and list(args[1:]) in (["--help"], ["-h"]):
+        print(_kept_help(args, command))
+        return 0
+    return _run(args, command)
+
+
+def _run(args: Sequence[str], command: Command) -> int:
     module_name, function_name = command.function.split(":")
     function = getattr(importlib.import_module(module_name), function_name)
     return int(function(args if module_name == "fsd_train.fit" else args[1:]) or 0)
+
+
+def _kept_help(args: Sequence[str], command: Command) -> str:
+    """The options that come from the signatures of classes, listed once: to import those takes seconds.
+
+    The list is made again after a change of this code, of what is installed, or of the terminal's width.
+    """
+    facts = [str(version(name)) for name in ("torch", "lightning", "jsonargparse")]
+    facts += [str(shutil.get_terminal_size()), sys.executable]
+    for package in (Path(__file__).parent, Path(fsd_infer.__file__).parent):
+        facts += [f"{path} {path.stat().st_mtime_ns}" for path in sorted(package.rglob("*.py"))]
+    kept = cache_dir() / "help" / f"{args[0]}-{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.txt"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return kept.read_text(encoding="utf-8")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        _run(args, command)
+    text = shown.getvalue().rstrip()
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, text)
+    return text
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from fsd_infer.chat.conversations import row_conversation, row_questions
 from fsd_infer.chat.encoding import encode_conversation, row_id
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
+from fsd_train import MAX_LENGTH
 from fsd_train.backends import stable_seed
-from fsd_train.features import MAX_LENGTH, FeatureStore, WithFeatures, sequence_key
+from fsd_train.features import FeatureStore, WithFeatures, sequence_key
 from fsd_train.repository import find
 from fsd_train.safety import check_order
 from fsd_train.sampler import ResumableLoader, TokenBudgetSampler, ValidationLoader

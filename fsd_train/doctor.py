@@ -7,8 +7,6 @@ target clearly better with, say, the layers below those that its config names, t
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -21,18 +19,18 @@ from torch import Tensor
 
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.chat.rows import read_rows
-from fsd_infer.cli.options import positive
 from fsd_infer.cli.report import table
-from fsd_infer.cli.run import Parser
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
+from fsd_infer.files import writable, write_json
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.openai_client import Server
 from fsd_infer.rules.verification import Source
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype
+from fsd_train import command_lines
 from fsd_train.data import check_id, encode_row
 from fsd_train.engine_check import check_engine
 from fsd_train.features import FeatureStore, sequence_key
@@ -335,33 +333,18 @@ def depth_shares(runs: Sequence[int]) -> list[float]:
     return [reached[d + 1] / reached[d] if reached[d] else math.nan for d in range(STEPS)]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Options of `fsd-train doctor`."""
-    parser = Parser("fsd-train doctor", description="Say why a head accepts less than it should.")
-    parser.add_argument("--target", required=True, help="built-in name, directory or hub id")
-    parser.add_argument("--head", required=True, help="directory of the head, ours or another program's")
-    parser.add_argument("--data", required=True, help="rows of answers, as training takes them")
-    parser.add_argument("--features", help="a cache of `fsd-train cache-features` to compare with")
-    parser.add_argument("--rows", type=positive, default=16, help="how many rows are looked at")
-    parser.add_argument("--max-length", type=positive, default=512, help="rows longer than this are left out")
-    parser.add_argument("--max-new-tokens", type=positive, default=48, help="of each answer that is decoded")
-    parser.add_argument("--dtype", default="bfloat16", help="that the head is to run in")
-    parser.add_argument("--url", help="an OpenAI-compatible server that runs target and head, to compare with")
-    parser.add_argument("--json", metavar="FILE", help="also write the findings there")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train doctor`. The exit status is 1 if anything is wrong."""
-    args = build_parser().parse_args(argv)
+    args = command_lines.doctor().parse_args(argv)
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
+    record = None if args.json is None else writable(args.json, "the findings' file")
     target = Target.from_pretrained(args.target, dtype=torch.float32)
     head = load_head(args.head, target)
     rows = []
     for row in read_rows(args.data):
-        lengths = [len(row.values.get(name) or ()) for name in ("prompt_ids", "response_ids")]
-        if sum(lengths) <= args.max_length:
+        ids = [row.values.get(name) for name in ("prompt_ids", "response_ids")]
+        if sum(len(one) for one in ids if isinstance(one, list)) <= args.max_length:
             rows.append(row.values)
         if len(rows) == args.rows:
             break
@@ -376,8 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
         findings += [Finding(*found) for found in check_engine(server, prompts, answers, reached)]
     print(show(findings))
-    if args.json:
-        Path(args.json).write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+    if record is not None:
+        write_json(record, [asdict(finding) for finding in findings], indent=2)
     return 1 if any(finding.ok is False for finding in findings) else 0
 
 

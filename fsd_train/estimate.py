@@ -19,12 +19,12 @@ from lightning.pytorch import Callback, Trainer
 
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
-from fsd_infer.cli.run import Parser
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import usual_layers
 from fsd_infer.target import Target
+from fsd_train import command_lines
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.features import check_disk
@@ -118,6 +118,8 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         step = max(step - rate * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
     if prompts is not None:
         rows = list(read_prompts(prompts))
+        if not rows:
+            raise DataError(f"{prompts}: no prompts. Give a file with at least one row.")
         ids = encode_chat(target.tokenizer, rows[0].messages)
         start = time.perf_counter()
         FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
@@ -194,11 +196,7 @@ def _time(seconds: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train estimate`."""
-    parser = Parser("fsd-train estimate", description="Memory, disk and time of a recipe, from a short measurement.")
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe of a head")
-    parser.add_argument("--prompts", metavar="FILE", help="prompts that are still to be answered")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer (%(default)s)")
-    args = parser.parse_args(argv)
+    args = command_lines.estimate().parse_args(argv)
     lines = estimate(read_recipe(args.config), args.prompts, args.max_new_tokens)
     print(table(["what", "needs", "found by"], [list(line) for line in lines]))
     return 0

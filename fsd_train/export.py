@@ -15,10 +15,11 @@ from transformers import AutoConfig
 
 from fsd_infer.errors import DataError, ModelLoadError
 from fsd_infer.heads.checkpoint import is_head, load_head, read_any_config, save_head
-from fsd_infer.heads.export import FORMATS, TargetFacts, export_head
+from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import resolve_target
+from fsd_train import command_lines
 from fsd_train.data import read_answers
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.eagle_module import EagleModule
@@ -58,37 +59,9 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
     return target.lm_head_rows(ids)[0]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Options of `fsd-train export`."""
-    parser = argparse.ArgumentParser(
-        prog="fsd-train export", description="Write a head for fsd-infer or, with --to, for another engine."
-    )
-    parser.add_argument(
-        "source", help=".ckpt file of `fsd-train fit`, or the directory of a head, ours or a public one"
-    )
-    parser.add_argument("output", help="directory of the head")
-    parser.add_argument(
-        "--to",
-        choices=FORMATS,
-        help="write it as this program reads it: eagle is SafeAILab's code; default our own form",
-    )
-    parser.add_argument(
-        "--target", help="built-in name, directory or hub id, where the source does not name it or it moved"
-    )
-    parser.add_argument(
-        "--draft-vocab-size",
-        type=int,
-        metavar="N",
-        help="draft over the N most frequent ids of --data instead of those it was trained with (where the LM head is "
-        "the target's this costs no training: more ids cover more of the text and make drafting slower)",
-    )
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="answers to count ids in, with --draft-vocab-size")
-    return parser
-
-
 def export_main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train export`."""
-    parser = build_parser()
+    parser = command_lines.export()
     args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
         parser.error("--draft-vocab-size and --data go together")

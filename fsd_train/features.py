@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = "fsd-features"
 VERSION = 1
-MAX_LENGTH = 1024  # tokens kept per sequence by default, in training and in its cache
 _WEIGHTS = "weights_sha256"  # in the header's target; caches of earlier versions lack it
 _AGAIN = "delete it and its .json, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes left free on purpose

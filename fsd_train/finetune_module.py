@@ -73,7 +73,7 @@ class FinetuneModule(ScheduledModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self.losses(batch).mean()
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss, prog_bar=True, sync_dist=True)  # the mean over all devices
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

@@ -15,11 +15,11 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError, FsdError, ModelLoadError
 from fsd_infer.heads.config import usual_layers
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
+from fsd_train import command_lines
 from fsd_train.losses.rows import default_chunk_size
 from fsd_train.repository import SHIPPED
 
@@ -432,11 +432,7 @@ def recipe_for(name: str, files: Sequence[str] = ()) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train new-recipe`."""
-    parser = Parser(prog="fsd-train new-recipe", description="Write a recipe for a target.")
-    parser.add_argument("--target", required=True, help="built-in name, directory or hub id; its weights are not read")
-    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="answers that it is to be trained on")
-    parser.add_argument("--output", metavar="FILE", help="of the recipe; default standard output")
-    args = parser.parse_args(argv)
+    args = command_lines.new_recipe().parse_args(argv)
     if args.output and Path(args.output).exists():
         raise DataError(f"{args.output} exists already: give another name, or remove it.")
     text = recipe_for(args.target, args.data)

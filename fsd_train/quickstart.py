@@ -15,10 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsd_infer.cli.options import MOST_COUNT, positive, whole_number
-from fsd_infer.cli.run import Parser
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import builtin_dir, shipped_drafter
+from fsd_train import command_lines
 from fsd_train.repository import find
 
 TARGET = "smollm2-135m"
@@ -78,20 +77,7 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train quickstart`."""
-    parser = Parser(
-        prog="fsd-train quickstart",
-        description="Fetch the built-in model, train a head for a minute, decode with the shipped head and compare.",
-    )
-    parser.add_argument(
-        "--train-seconds",
-        type=whole_number(0, MOST_COUNT),
-        default=60,
-        metavar="S",
-        help="0: do not train (%(default)s)",
-    )
-    parser.add_argument("--prompts", type=positive, default=12, metavar="N", help="how many to decode (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="(%(default)s)")
-    args = parser.parse_args(argv)
+    args = command_lines.quickstart().parse_args(argv)
     run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
     return 0
 

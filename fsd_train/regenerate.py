@@ -24,18 +24,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsd_infer.chat.encoding import read_jsonl
 from fsd_infer.chat.rows import rows_digest
-from fsd_infer.cli.options import MOST_SEED, positive, whole_number
-from fsd_infer.cli.run import Parser, one_line
+from fsd_infer.cli.run import one_line
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import read_json, write_json
-from fsd_infer.openai_client import API_KEY
 from fsd_infer.targets.loading import builtin_dir, is_builtin, parse_dtype
+from fsd_train import LONGEST, command_lines
 from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, LocalBackend
 from fsd_train.plan import Plan, answer_line, next_turns, plan_jobs
 from fsd_train.repository import find
-
-LONGEST = 2048  # tokens of prompt and answer, where no recipe says otherwise
 
 
 class AnswerFile:
@@ -142,88 +139,9 @@ def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool 
     return counts
 
 
-def _temperature(text: str) -> tuple[float, float]:
-    value, _, weight = text.partition(":")
-    pair = float(value), float(weight or 1)
-    if not (0 <= pair[0] < float("inf") and 0 < pair[1] < float("inf")):
-        raise argparse.ArgumentTypeError(f"{text}: needs a temperature >= 0 and a weight > 0")
-    return pair
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: no JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text}: needs a JSON object")
-    return value
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line of `fsd-train regenerate`."""
-    p = Parser(prog="fsd-train regenerate", description=(__doc__ or "").replace("`", ""))
-    p.add_argument("--config", metavar="RECIPE", help="take target, output (data.train_files) and --max-length from it")
-    p.add_argument("--target", help="built-in name, directory or hub id of the target")
-    p.add_argument(
-        "--prompts", required=True, nargs="+", help="files or directories of prompts: see docs/training-data.md"
-    )
-    p.add_argument("--output", help="a .jsonl file, or a directory that will hold answers.jsonl")
-    p.add_argument(
-        "--max-length",
-        type=positive,
-        metavar="TOKENS",
-        help=f"of prompt and answer; default: the recipe's data.max_length, else {LONGEST} or the target's context",
-    )
-    p.add_argument("--max-new-tokens", type=positive, metavar="TOKENS", help="default: half of --max-length")
-    p.add_argument(
-        "--max-prompt-tokens",
-        type=positive,
-        metavar="TOKENS",
-        help="longer prompts are left out and counted; default: what --max-new-tokens leaves of --max-length",
-    )
-    p.add_argument(
-        "--temperature",
-        type=_temperature,
-        nargs="+",
-        default=[(0.0, 1.0)],
-        metavar="T[:WEIGHT]",
-        help="one value, or several that rows are spread over: 0:0.7 0.8:0.3 (default 0: greedy); rows may have "
-        "temperature, top_k and top_p of their own",
-    )
-    p.add_argument(
-        "--chat-template-args", type=_json_object, default={}, metavar="JSON",
-        help="""arguments of the chat template, such as '{"enable_thinking": false}'; rows may have tools and """
-        "chat_template_kwargs of their own",
-    )  # fmt: skip
-    p.add_argument("--limit", type=positive, help="answer so many prompts, a sample drawn by --seed")
-    p.add_argument("--limit-per-file", type=positive)
-    p.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
-    p.add_argument("--batch-size", type=positive, default=32)
-    p.add_argument("--dtype", help="of the local target: bfloat16, float32, ...")
-    p.add_argument("--device", help="of the local target")
-    p.add_argument(
-        "--drafter", default="none",
-        help="of the local target: what fsd-infer takes, e.g. shipped or shipped+lookup; the answers' law is the "
-        "target's own with any (%(default)s)",
-    )  # fmt: skip
-    p.add_argument("--endpoint", metavar="URL", nargs="+", help="let OpenAI-compatible servers generate instead")
-    p.add_argument("--endpoint-model", metavar="NAME", help="name under which the server knows the target")
-    p.add_argument("--concurrency", type=positive, default=64, help="requests in flight at the endpoint")
-    p.add_argument("--no-request-seeds", action="store_true", help="for servers that cannot seed single requests")
-    p.add_argument(
-        "--api-key-env",
-        default=API_KEY,
-        metavar="VAR",
-        help="environment variable with the endpoint's key (%(default)s)",
-    )
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    return p
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Raises FsdError for bad input."""
-    counts = run(parser().parse_args(argv))
+    counts = run(command_lines.regenerate().parse_args(argv))
     print(
         f"{counts['answered']} answered ({counts['tokens']} tokens; {counts['stop']} ended by themselves, "
         f"{counts['length']} cut at the limit), {counts['kept']} kept from earlier runs, "

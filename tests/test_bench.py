@@ -295,7 +295,7 @@ def test_a_file_that_is_no_record_is_not_overwritten(resume: bool, content: byte
 def test_where_no_record_can_be_written_is_found_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, message in (
-        (tmp_path, "is a directory"),
+        (tmp_path, "it is no file"),
         (tmp_path / "file" / "r.json", "cannot be written"),
         (tmp_path / ("x" * 240), "cannot be written"),
         ("", "no name"),

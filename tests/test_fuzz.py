@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsd_infer import FuzzyDecoder
@@ -26,63 +25,12 @@ from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.run import BAD_INPUT
 from fsd_infer.divergence import DIVERGENCES
-from fsd_infer.errors import DataError, FsdError
+from fsd_infer.errors import DataError
 from fsd_infer.numerals import read_float
 from fsd_infer.rules import RULES, parse_rule
 from tests.bench_toys import Toy, save_toy
+from tests.fuzzing import FUZZ, NUMERALS, one_line, refusal, values
 from tests.test_head_malformed import JUNK, changed, places
-
-FUZZ = settings(
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-NUMERALS = [
-    *(
-        "0",
-        "1",
-        "2",
-        "7",
-        "-1",
-        "-0",
-        "+1",
-        "007",
-        "0.3",
-        ".5",
-        "5.",
-        "1e-3",
-        "1e400",
-        "-1e400",
-        "1e-400",
-        "nan",
-        "inf",
-    ),
-    *("-inf", "Infinity", "1_0", "0_1", " 1", "1 ", "1\n", "\u0661", "\uff11", "0x1", "1,5", "1e", "e1", "--1", "1j"),
-    *("4611686018427387905", "9" * 21, "9" * 400, "9" * 5000, "-" + "9" * 5000, "1" + "0" * 5000 + ".5", "2147483648"),
-]
-WORDS = [
-    *("", " ", ":", "=", "::", ",", "@", "+", "none", "None", "true", "auto", "raw", "processed", "x" * 5000),
-    *("\0", "a\0b", "\ud800", "\udc80", "\u202e", "\ufeff", "é", "\U0001f600", "../x", "/", "//", ".", "~"),
-    *("~nobody/x", "%s%n", "{}", "[]", "-", "--", "__class__", "name", "*", "\x1b[31m", "\r\n", "lookup", "recycle"),
-    *("lookup+lookup", "+lookup", "none+", "cpu:7", "cpu:-1", "meta", "abacus", "1,2,3", "5,6,16,2", "999999,2,4"),
-    *("256,256,2", "0,0,0", "5,6", "1,1,2,inf"),
-]  # fmt: skip
-
-
-def one_line(message: str) -> None:
-    """Fails unless this can be shown in one line of some length."""
-    assert message.strip() and "Traceback" not in message and len(message.split("\n")) <= 3, message
-
-
-def refusal(what: Callable[[], Any]) -> FsdError | None:
-    """The error it ends in, None if it does not. Any other error is a failure."""
-    try:
-        what()
-    except FsdError as error:
-        one_line(str(error))
-        return error
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +41,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.fixture(scope="module")
 def decoder(toy: Toy) -> FuzzyDecoder:
     return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32, device="cpu")
-
-
-values = st.sampled_from(NUMERALS) | st.sampled_from(WORDS) | st.text(max_size=8)
 
 
 @st.composite
@@ -124,8 +69,8 @@ def is_a_slip(text: str) -> bool:
 
 
 @settings(FUZZ, max_examples=400)
-@given(text=rule_texts())
-def test_rules_as_text(text: str, decoder: FuzzyDecoder) -> None:
+@given(text=rule_texts(), warm=st.booleans())
+def test_rules_as_text(text: str, warm: bool, decoder: FuzzyDecoder) -> None:
     made: list[Any] = []
     if refusal(lambda: made.append(parse_rule(text))) is not None:
         return
@@ -133,7 +78,9 @@ def test_rules_as_text(text: str, decoder: FuzzyDecoder) -> None:
     assert not any(is_a_slip(part.rpartition("=")[2]) for part in text.split(":")), "read as another number"
     said = json.dumps(rule.describe())
     assert "NaN" not in said and parse_rule(text) == rule
-    assert decoder.generate([5, 6, 7], rule, max_new_tokens=3, do_sample=False).sequences
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1} if warm else {"do_sample": False}
+    error = refusal(lambda: decoder.generate([5, 6, 7], rule, max_new_tokens=4, **sampling))
+    assert error is None or "temperature 0" in str(error)
 
 
 def options_of(command: str) -> list[Any]:

@@ -30,7 +30,7 @@ PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 SWEEPS = {
     "exact": ["exact"],
     "draft-only": ["draft-only"],
-    "fuzzy": [f"fuzzy:{name}:{t}" for name in ("js", "tv", "kl") for t in (0.02, 0.1, 0.3, 1, "inf")]
+    "fuzzy": [f"fuzzy:{name}:{t}" for name in ("js", "tv", "kl") for t in (0.02, 0.1, 0.3, 0.6, "inf")]
     + [f"fuzzy:js:inf:floor={floor}" for floor in (0.1, 0.5)],
     "fuzzy-strict": [f"fuzzy-strict:js:{t}" for t in (0.02, 0.1, 0.3, "inf")],
     "random": [f"random:{rate}" for rate in (0.2, 0.5, 1)],
@@ -432,14 +432,14 @@ def test_sampled_drafts_take_no_law_over_children() -> None:
     ("text", "message"),
     [
         ("tilted", "price is missing; tilted takes price, budget, floor, gate, divergence, no_repeat"),
-        ("tilted:0", "price must be above 0, not 0"),
-        ("tilted:-1", "price must be above 0, not -1"),
-        ("tilted:nan", "price must be a number, not 'nan'"),
-        ("tilted:1e400", "price must be a number, not '1e400'"),
+        ("tilted:0", "price must be at least 0.001, not 0"),
+        ("tilted:-1", "price must be at least 0.001, not -1"),
+        ("tilted:nan", "price must be a number that fits a float, not 'nan'"),
+        ("tilted:1e400", "price must be a number that fits a float, not '1e400'"),
         ("tilted:1:floor=2", "floor must be between 0 and 1, not 2"),
         ("tilted:1:floor=inf", "floor must be between 0 and 1, not inf"),
         ("tilted:1:no_repeat=2.5", "no_repeat must be a whole number, not '2.5'"),
-        ("tilted:1:no_repeat=-1", "no_repeat must be at least 0, not -1"),
+        ("tilted:1:no_repeat=-1", "no_repeat must be between 0 and 64, not -1"),
         ("tilted:1:gate=-1", "gate must be at least 0, not -1"),
         ("tilted:1:budget=-1", "budget must be at least 0, not -1"),
     ],

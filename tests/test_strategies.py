@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import multiprocessing
 import os
@@ -213,6 +214,15 @@ def check_same_run(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
             torch.testing.assert_close(rank["head"][name], value, rtol=0, atol=0.1 * LR, msg=name)
 
 
+def check_logged_loss(out: Path, ranks: list[dict[str, Any]], accumulate: int = ACCUMULATE) -> None:
+    """What loggers got at each step is the mean over all ranks' batches, so it can be compared with one device's."""
+    (file,) = out.rglob("metrics.csv")
+    with file.open(newline="") as lines:
+        logged = [float(row["loss"]) for row in csv.DictReader(lines) if row.get("loss")]
+    means = [sum(losses) / len(ranks) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert logged == pytest.approx(means[accumulate - 1 :: accumulate], rel=1e-5)
+
+
 def check_metrics(out: Path, ranks: list[dict[str, Any]], **data: Any) -> None:
     """One process that validates the same weights finds the same: no row counts twice."""
     config = json.loads((out / "config.json").read_text())
@@ -260,6 +270,8 @@ def test_ddp_gives_the_single_process_curve(toys: Path, single: dict[str, Any], 
     argv = command(toys, tmp_path, ACCUMULATE, "--trainer.strategy", "ddp", "--trainer.devices", str(RANKS))
     ranks = run_ranks(argv, tmp_path)
     check_same_run(ranks, single)
+    check_logged_loss(tmp_path, ranks)
+    check_logged_loss(single["directory"], [single], RANKS * ACCUMULATE)
     check_metrics(tmp_path, ranks)
     check_files(tmp_path, toys, ranks[0])
     check_decoding(tmp_path, toys, ranks)

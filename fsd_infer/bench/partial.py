@@ -12,7 +12,7 @@ from typing import Any
 from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.files import usable_name, write_text
+from fsd_infer.files import writable, write_text
 
 
 class PartialFile:
@@ -29,9 +29,7 @@ class PartialFile:
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], resume: bool) -> None:
-        self.final = Path(usable_name(path, "the record's name"))
-        if not self.final.name or os.path.isdir(self.final):
-            raise FsdError(f"{path} is a directory: name a file for the record.")
+        self.final = writable(path, "the record")
         self.path = self.final.with_name(self.final.name + ".partial.jsonl")
         self.turns: list[Turn] = []
         self.described: dict[str, dict[str, Any]] = {}
@@ -46,7 +44,6 @@ class PartialFile:
             raise FsdError(f"{self.path} cannot be written ({error.strerror or error}): give another name.") from error
 
     def _begin(self, settings: dict[str, Any], resume: bool) -> None:
-        self.final.parent.mkdir(parents=True, exist_ok=True)
         lines = self.path.read_bytes().decode("utf-8", "replace").split("\n") if self.path.exists() else []
         header = _parse(lines[0]) if lines else None
         if not lines:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import DataError, FsdError
+from fsd_infer.files import usable_name, writable
 from fsd_infer.numerals import read_float
 
 LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
@@ -202,8 +203,8 @@ def sweep(args: argparse.Namespace) -> int:
         examples=args.examples,
         **_sweep_options(args),
     )
+    page = writable(args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html"), "the report")
     file = run_sweep(options, args.output, progress=True)
-    page = Path(args.html or file.with_suffix(".html"))
     write_page(file, page)
     print(f"answers: {file}\nreport: {page}", file=sys.stderr)
     return 0

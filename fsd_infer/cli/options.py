@@ -19,7 +19,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = read_int(text)
         if value is None:
-            raise ArgumentTypeError(f"{text!r} is not a whole number")
+            raise ArgumentTypeError(f"{text[:60]!r} is not a whole number")
         if value < low:
             raise ArgumentTypeError(f"must be at least {low}, got {value}")
         if value > high:
@@ -41,7 +41,7 @@ def real_number(text: str) -> float:
     """A number, perhaps ``inf``."""
     value = read_float(text)
     if value is None:
-        raise ArgumentTypeError(f"{text!r} is not a number")
+        raise ArgumentTypeError(f"{text[:60]!r} is not a number that fits a float")
     return value
 
 

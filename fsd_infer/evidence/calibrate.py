@@ -26,10 +26,10 @@ from fsd_infer.evidence.page import write_page
 from fsd_infer.evidence.settings import EXACT, Setting, SweepOptions
 from fsd_infer.evidence.summary import At, per_prompt, read_sweep, summarise
 from fsd_infer.evidence.sweep import sweep
-from fsd_infer.files import write_json
+from fsd_infer.files import usable_name, writable, write_json
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype
-from fsd_infer.tuning.calibrated import Calibrated, write_calibrated
+from fsd_infer.tuning.calibrated import Calibrated, check_calibrated, write_calibrated
 
 SCORE, NATS, SPEED = "score", "nats", "speed"
 RESAMPLES = 4000
@@ -53,7 +53,7 @@ class Promise:
         if self.kind not in (SCORE, NATS, SPEED):
             raise FsdError(f"unknown promise {self.kind!r}: known are {SCORE}, {NATS} and {SPEED}.")
         if not 0 < self.value < math.inf or (self.kind == SCORE and self.value >= 1):
-            limit = "between 0 and 1" if self.kind == SCORE else "above 0 and finite"
+            limit = "between 0 and 1 (100 points)" if self.kind == SCORE else "above 0 and finite"
             raise FsdError(f"a promise of {self.kind} must be {limit}, got {self.value}.")
 
     def text(self) -> str:
@@ -103,7 +103,7 @@ def calibrate(
     options.check()
     directory, target = _home(options)
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE)
-    folder = Path(output)
+    folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
     at = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
     facts = summarise(at, [setting.name for setting in settings], options.seed)
@@ -288,4 +288,5 @@ def _home(options: SweepOptions) -> tuple[Path, Target]:
     )
     if decoder.drafter.directory is None:
         raise FsdError(f"drafter {decoder.drafter.name} has no directory to write a setting to: use a head or a model.")
+    check_calibrated(decoder.drafter.directory)
     return decoder.drafter.directory, decoder.target

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import FsdError
-from fsd_infer.files import usable_name, write_text
+from fsd_infer.files import usable_name, writable, write_text
 
 VERSION = 1
-KEYS = {"temperature", "prompt", "repeat", "setting"}  # that say which line it is
+DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
+_NUMBER = (int, float)
+_HEAD = {"settings": dict, "families": dict, "rule_facts": dict, "prompts": list, "environment": dict}
+_PLACE = {"temperature": _NUMBER, "prompt": int, "repeat": int, "setting": str}  # which line it is
+_ANSWER = {
+    **dict.fromkeys(("seconds", "prefill_seconds", "gate_open_fraction", "gate_accepted_fraction"), _NUMBER),
+    **dict.fromkeys(("tokens", "rounds", "spent"), list), **dict.fromkeys(("sources", "finish_reason", "text"), str),
+    "target_forwards": int, "divergence_spent": (*_NUMBER, str),
+    **dict.fromkeys(("log_likelihood", "score", "repeated_4grams", "final"), object),
+}  # fmt: skip
 
 
 class SweepFile:
@@ -32,10 +42,9 @@ class SweepFile:
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], facts: dict[str, Any]) -> None:
-        self.path = Path(usable_name(path, "the sweep's file"))
+        self.path = writable(path, "the sweep's file")
         self.lines: list[dict[str, Any]] = []
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             whole = _whole_lines(self.path)
             if whole is None:
                 write_text(self.path, json.dumps({"sweep": VERSION, "settings": settings, **facts}) + "\n")
@@ -81,11 +90,24 @@ def _whole_lines(path: Path) -> list[dict[str, Any]] | None:
             value = json.loads(line)
         except (ValueError, RecursionError):
             break
-        if not isinstance(value, dict) or (found and not KEYS <= value.keys()):
+        if not (_is_line(value, found[0]) if found else _has(value, {"sweep": int})):
             break
         found.append(value)
     if not found and not path.stat().st_size:
         return None
-    if not found or found[0].get("sweep") != VERSION:
+    if not found or found[0]["sweep"] != VERSION or not _has(found[0], _HEAD):
         raise FsdError(f"{path} is no file of a sweep and is not overwritten: give another name.")
     return found
+
+
+def _has(value: Any, kinds: Mapping[str, Any]) -> bool:
+    return isinstance(value, dict) and all(key in value and isinstance(value[key], kind) for key, kind in kinds.items())
+
+
+def _is_line(value: Any, head: dict[str, Any]) -> bool:
+    """Is this what a sweep writes, of a prompt and a temperature of its own?"""
+    if not _has(value, _PLACE) or not _has(head, _HEAD):
+        return False
+    known = 0 <= value["prompt"] < len(head["prompts"])
+    known &= value["temperature"] in (head["settings"].get("temperatures") or ())
+    return known and _has(value, {"js": list} if value["setting"] == DISTANCES else _ANSWER)

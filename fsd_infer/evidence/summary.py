@@ -12,9 +12,8 @@ import numpy as np
 from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.bench.intervals import bootstrap_interval
 from fsd_infer.bench.paired import agreement, differences, intervals, ratios
-from fsd_infer.evidence.lines import read_lines
+from fsd_infer.evidence.lines import DISTANCES, read_lines
 from fsd_infer.evidence.settings import EXACT
-from fsd_infer.evidence.sweep import DISTANCES
 
 POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # where bins of positions in the answer end
 

@@ -21,13 +21,12 @@ from fsd_infer.chat.encoding import PromptRow, encode_chat
 from fsd_infer.chat.pieces import token_pieces
 from fsd_infer.decoder import FuzzyDecoder, Generation
 from fsd_infer.errors import ContextLengthError, FsdError
-from fsd_infer.evidence.lines import SweepFile
+from fsd_infer.evidence.lines import DISTANCES, SweepFile
 from fsd_infer.evidence.settings import EXACT, Setting, SweepOptions
 from fsd_infer.evidence.watch import Watched
 from fsd_infer.targets.loading import parse_dtype
 
 WARMUP_TOKENS = 16
-DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
 
 
 def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, rows: Sequence[PromptRow] = ()) -> Path:

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsd_infer.errors import CheckpointError
+from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.public import AUX_IDS, D2T, LM_HEAD, T2D
 from fsd_infer.heads.weights import SINGLE
 
-FORMATS = ("eagle", "vllm", "sglang", "speculators")
 TOKEN_MAP = "hot_token_ids.pt"  # what SGLang's --speculative-token-map takes
 _SPECULATED = 5  # tokens per round that a speculators config proposes
 

@@ -28,7 +28,7 @@ class Cactus(Rule):
         budget: nats that may be spent per request; None for no limit.
     """
 
-    delta: float = parameter(low=0)
+    delta: float = parameter(low=0, high=1e6)
     budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:

@@ -30,7 +30,7 @@ class Fly(Rule):
         budget: nats of regret that may be spent per request; None for no limit.
     """
 
-    window: int = parameter(6, low=1)
+    window: int = parameter(6, low=1, high=1024)
     entropy: float = parameter(0.3, low=0, infinite=True)
     budget: float | None = parameter(None, low=0, infinite=True)
 

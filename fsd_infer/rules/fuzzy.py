@@ -12,7 +12,7 @@ from torch import Tensor
 from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.gates import divergence_gate
+from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import Acceptance, Law
 from fsd_infer.rules.parameters import parameter
 
@@ -23,7 +23,8 @@ class DivergenceGate(Rule):
 
     Args:
         divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
-        threshold: T, in the divergence's unit; 0 never opens a gate, inf always does (also where D is infinite).
+        threshold: T, in the divergence's unit, at most its largest value; 0 never opens a gate, inf always does (also
+            where D is infinite).
         budget: nats that open gates may spend per request; None for no limit.
         gate_on: "raw" compares softmax(logits) of both models, "processed" the distributions after the request's
             logits processors. At temperature 0 processed distributions are one-hot and raw ones are compared always.
@@ -43,6 +44,7 @@ class DivergenceGate(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
+        check_gate(self.name, "threshold", self.divergence, self.threshold)
 
     def gate(self, at: Contexts) -> Tensor:
         """[R] bool"""

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from fsd_infer.divergence import divergence
+from fsd_infer.errors import FsdError
 from fsd_infer.rules.contexts import Contexts
+
+
+def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:
+    """Raise FsdError for a finite threshold that the divergence cannot pass: percent, bits, or another divergence's."""
+    most = divergence(measure).bounds[1]
+    if threshold is not None and most * (1 + 1e-6) < threshold < math.inf:  # the bound may be rounded up
+        raise FsdError(
+            f"rule {rule!r}: {parameter} must be at most {most:.4g}, the largest {measure}, not {threshold:g}; "
+            "write inf for a gate that is always open."
+        )
 
 
 def divergence_gate(at: Contexts, measure: str, threshold: float, processed: bool = False) -> Tensor:

@@ -56,7 +56,7 @@ class Parameter:
         if self.type in (float, int):
             value = read_float(text) if self.type is float else read_int(text)
             if value is None:
-                raise self._error("a number" if self.type is float else "a whole number", text)
+                raise self._error("a number that fits a float" if self.type is float else "a whole number", text)
             return value
         if self.type is bool:
             if text.lower() not in ("true", "false"):

@@ -31,7 +31,7 @@ class Relaxed(Rule):
         budget: nats that may be spent per request; None for no limit.
     """
 
-    k: int = parameter(10, low=0)
+    k: int = parameter(10, low=0, high=2**31 - 1)
     delta: float = parameter(0.6, low=0, high=1)
     relative: bool = False
     budget: float | None = parameter(None, low=0, infinite=True)

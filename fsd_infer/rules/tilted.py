@@ -17,10 +17,12 @@ from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.gates import divergence_gate
+from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
+LEAST_PRICE = 1e-3
+MOST_REPEAT = 64  # tokens of an n-gram; answers that repeat as many repeat shorter ones too
 GREEDY_SHARPNESS = 2.0  # at temperature 0 drafts are accepted about as under a draw from a law tilted so much more
 
 
@@ -37,7 +39,7 @@ class Tilted(Rule):
     one of the tree's deepest paths.
 
     Args:
-        price: accepted drafts that a nat is worth.
+        price: accepted drafts that a nat is worth, 0.001 or more: rounding would decide at lower ones.
         budget: nats that may be spent per request; None for no limit. A context that costs more than is left emits
             from p.
         floor: drafts below this share of the likeliest token's probability count as not drafted: nothing favours them.
@@ -52,16 +54,17 @@ class Tilted(Rule):
         FsdError: a number out of range.
     """
 
-    price: float = parameter(above=0, infinite=True)
+    price: float = parameter(low=LEAST_PRICE, infinite=True)
     budget: float | None = parameter(None, low=0, infinite=True)
     floor: float = parameter(0.0, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
-    no_repeat: int = parameter(0, low=0)
+    no_repeat: int = parameter(0, low=0, high=MOST_REPEAT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
+        check_gate(self.name, "gate", self.divergence, self.gate)
 
     def law(self, at: Contexts) -> Law:
         if self.price == math.inf:

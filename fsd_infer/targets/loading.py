@@ -236,7 +236,7 @@ def load_tokenizer(name_or_dir: str | os.PathLike[str]) -> PreTrainedTokenizerBa
     """A target's tokenizer alone, None for a local directory without one; otherwise as :func:`load_config`."""
     source = resolve_target(name_or_dir)
     with _explained(name_or_dir):
-        return AutoTokenizer.from_pretrained(source) if _has_tokenizer(source) else None
+        return _tokenizer(source)
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def load_target(
             output_loading_info=True,
             **common,
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, **common) if _has_tokenizer(source) else None
+        tokenizer = _tokenizer(source, **common)
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
@@ -326,6 +326,10 @@ def load_target(
     return model.eval().to(place), tokenizer
 
 
-def _has_tokenizer(source: str) -> bool:
+def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
-    return not directory.is_dir() or any((directory / file).is_file() for file in _TOKENIZER_FILES)
+    if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed one may load, and fail at every request
+    return tokenizer

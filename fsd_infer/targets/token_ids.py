@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+
+from fsd_infer.errors import FsdError
 
 
 def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -18,15 +22,20 @@ def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 
 
 def pad_id(config: GenerationConfig) -> int:
-    """The token that pads: the config's own, else the first that ends an answer, else 0."""
-    for value in (config.pad_token_id, config.eos_token_id):
-        value = value[0] if isinstance(value, list) else value
-        if value is not None:
-            return int(value)
-    return 0
+    """The token that pads: the config's own, else the first that ends an answer, else 0. Raises FsdError as eos_ids."""
+    named = [*_ids("pad_token_id", config.pad_token_id), *_ids("eos_token_id", config.eos_token_id)]
+    return named[0] if named else 0
 
 
 def eos_ids(config: GenerationConfig | None) -> set[int]:
-    """The tokens that end an answer; none without a config."""
-    named = None if config is None else config.eos_token_id
-    return set() if named is None else set(named) if isinstance(named, (list, tuple)) else {int(named)}
+    """The tokens that end an answer; none without a config. Raises FsdError if they are no whole numbers."""
+    return set() if config is None else set(_ids("eos_token_id", config.eos_token_id))
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    """One id, several, or None."""
+    found = value.tolist() if isinstance(value, Tensor) else value
+    found = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    if any(isinstance(one, bool) or not isinstance(one, Integral) for one in found):
+        raise FsdError(f"{name} of the generation config must be a token id, or a list of them, got {value!r:.60}.")
+    return [int(one) for one in found]

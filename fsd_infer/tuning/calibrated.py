@@ -8,7 +8,7 @@ from typing import Any
 
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.errors import CheckpointError, FsdError
-from fsd_infer.files import read_json, write_json
+from fsd_infer.files import read_json, writable, write_json
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.target import Target
 from fsd_infer.tuning.autotune import head_of
@@ -35,6 +35,12 @@ class Calibrated:
     tree: TreeShape | None
     promise: dict[str, Any]
     evidence: dict[str, Any]
+
+
+def check_calibrated(directory: Path) -> None:
+    """Raise, before anything is measured, what :func:`write_calibrated` would."""
+    if writable(directory / FILE, "the drafter's file").exists():
+        _entries(directory / FILE)
 
 
 def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Path:

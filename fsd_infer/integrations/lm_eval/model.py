@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +14,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fsd_infer.bench.likelihood import log_likelihoods
+from fsd_infer.cli.options import MOST_SEED
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError
+from fsd_infer.numerals import read_float, read_int
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
 from fsd_infer.tuning.autotune import parse_tree
@@ -191,21 +194,29 @@ class FsdLM(TemplateLM):
 
 
 def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """(texts to stop at, arguments of ``FuzzyDecoder.generate``) from a task's ``generation_kwargs``."""
+    """(texts to stop at, arguments of ``FuzzyDecoder.generate``) from a task's ``generation_kwargs``.
+
+    Raises FsdError for values that are no numbers or texts.
+    """
     options = dict(asked)
     until = options.pop("until", None) or []
     limits = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
-    temperature = float(options.pop("temperature", None) or 0.0)
+    temperature = read_float(str(options.pop("temperature", None) or 0.0))
+    if temperature is None or not 0 <= temperature < math.inf:
+        raise FsdError(f"temperature must be 0 or above and finite, got {asked['temperature']!r:.60}.")
+    until = [until] if isinstance(until, str) else until
+    if not isinstance(until, (list, tuple)) or not all(isinstance(text, str) for text in until):
+        raise FsdError(f"until must be a text or a list of texts, got {until!r:.60}.")
     if not options.pop("do_sample", temperature > 0):
         temperature = 0.0
-    options["max_new_tokens"] = next((int(limit) for limit in limits if limit is not None), NEW_TOKENS)
+    options["max_new_tokens"] = next((_count("max_gen_toks", n) for n in limits if n is not None), NEW_TOKENS)
     if temperature:
         options.update(do_sample=True, temperature=temperature)
     else:
         for name in ("top_p", "top_k"):
             options.pop(name, None)
         options.update(do_sample=False, temperature=None, top_p=None, top_k=None)
-    return [until] if isinstance(until, str) else list(until), options
+    return list(until), options
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:
@@ -214,6 +225,7 @@ def cut_before(text: str, until: Sequence[str]) -> str:
 
 
 def _count(name: str, value: int | str, least: int = 1) -> int:
-    if not str(value).isdigit() or int(value) < least:
-        raise FsdError(f"{name} must be a whole number from {least} on, got {value!r}.")
-    return int(value)
+    count = None if isinstance(value, bool) else read_int(str(value))
+    if count is None or not least <= count <= MOST_SEED:
+        raise FsdError(f"{name} must be a whole number from {least} on, got {value!r:.60}.")
+    return count

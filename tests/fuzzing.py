@@ -1,0 +1,49 @@
+"""What the fuzz tests share: odd numerals and words, and what an error has to look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from fsd_infer.errors import FsdError
+
+FUZZ = settings(
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+NUMERALS = [
+    *("0", "1", "2", "7", "-1", "-0", "+1", "007", "0.3", ".5", "5.", "1e-3", "1e400", "-1e400", "1e-400", "5e-324"),
+    *("1e-300", "1e308", "nan", "inf", "-inf", "Infinity", "1_0", "0_1", " 1", "1 ", "1\n", "\u0661", "\uff11", "0x1"),
+    *("1,5", "1e", "e1", "--1", "1j", "4611686018427387905", "9" * 21, "9" * 400, "9" * 5000, "-" + "9" * 5000),
+    *("1" + "0" * 5000 + ".5", "2147483648"),
+]  # fmt: skip
+WORDS = [
+    *("", " ", ":", "=", "::", ",", "@", "+", "none", "None", "true", "auto", "raw", "processed", "x" * 5000),
+    *("\0", "a\0b", "\ud800", "\udc80", "\u202e", "\ufeff", "é", "\U0001f600", "../x", "/", "//", ".", "~"),
+    *("~nobody/x", "%s%n", "{}", "[]", "-", "--", "__class__", "name", "*", "\x1b[31m", "\r\n", "lookup", "recycle"),
+    *("lookup+lookup", "+lookup", "none+", "cpu:7", "cpu:-1", "meta", "abacus", "1,2,3", "5,6,16,2", "999999,2,4"),
+    *("256,256,2", "0,0,0", "5,6", "1,1,2,inf"),
+]  # fmt: skip
+
+
+def one_line(message: str) -> None:
+    """Fails unless this can be shown in one line of some length."""
+    assert message.strip() and "Traceback" not in message and len(message.split("\n")) <= 3, message
+
+
+def refusal(what: Callable[[], Any]) -> FsdError | None:
+    """The error it ends in, None if it does not. Any other error is a failure."""
+    try:
+        what()
+    except FsdError as error:
+        one_line(str(error))
+        return error
+    return None
+
+
+values = st.sampled_from(NUMERALS) | st.sampled_from(WORDS) | st.text(max_size=8)
