@@ -11,17 +11,18 @@ from torch import Tensor
 
 from fsd_infer.beams.forest import Forest, Node, lay_out
 from fsd_infer.beams.options import BeamOptions
-from fsd_infer.beams.plan import Planner
+from fsd_infer.beams.plan import Planner, most_nodes
 from fsd_infer.beams.proposers import Begun, needs_features, proposer_of
 from fsd_infer.beams.sampling import Draw, draw
 from fsd_infer.beams.search import Beam, Hypothesis, Search, Terms
+from fsd_infer.beams.width import chances_of_width, dynamic_width, guesses_of
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
 from fsd_infer.engine import Request
-from fsd_infer.errors import NonFiniteLogitsError
+from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.logits_processors import TreeProcessors
 from fsd_infer.prefill import check_prompts, read_prompts
 from fsd_infer.stats import GenerationStats, RowRecord
@@ -97,7 +98,7 @@ class _Beams:
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
-        self.options = _filled(asked.options, drafter, self.device)
+        self.options = _filled(asked, drafter, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
         names = {type(processor).__name__ for processor in self.processors.processors}
         self.terms = Terms(
@@ -108,6 +109,8 @@ class _Beams:
             stops=self._stops if request.criteria else None,
             bounded=names <= _NEVER_LIFT,
             draw=self._draw if self.sampled else None,
+            width=None if self.options.confidence is None else self._width,
+            join_every=self.options.join_every,
         )
         self.successors = min(
             target.vocab_size, SUCCESSORS if self.sampled else self.terms.candidates * self.terms.beams
@@ -121,12 +124,12 @@ class _Beams:
     def _allocate(self, limits: Sequence[int]) -> None:
         """Forests and caches, or CacheMemoryError."""
         prompts, options, request = self.request.prompts, self.options, self.request
-        assert options.depth is not None and options.spread is not None
-        breadth = math.ceil(options.spread * self.beams)
-        nodes = options.depth * breadth if options.nodes is None else options.nodes
         # the nodes of a round beside those that are left of the last, and the spare slot
-        extra = 2 * (nodes + self.beams) + 1
-        slots = max(len(prompt) + self.beams * limit for prompt, limit in zip(prompts, limits, strict=True)) + extra
+        extra = 2 * (most_nodes(options, self.beams) + self.beams) + 1
+        slots = extra + max(
+            len(prompt) + _kept_nodes(self.beams, limit, options.join_every)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        )
         count = len(prompts)
         self.cache_bytes = self.target.cache_bytes(count, slots) + self.drafter.cache_bytes(count, slots)
         if needs_features(self.drafter):  # the target's, and the head's own
@@ -284,6 +287,19 @@ class _Beams:
         nodes, scores = [beam.node for beam in live], [beam.score for beam in live]
         return draw(nodes, scores, count, lambda node: self._processed(row, [node])[0].double().exp().cpu())
 
+    def _width(self, live: Sequence[Beam]) -> int:
+        """The dynamic width of a step, see :mod:`fsd_infer.beams.width`."""
+        assert self.options.confidence is not None
+        chances = chances_of_width(
+            [beam.score for beam in live],
+            *guesses_of([beam.node for beam in live]),
+            self.beams,
+            self.planner.breadth_of(self.beams),
+            self.terms.candidates,
+            self.terms.eos_token_ids,
+        )
+        return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
+
     def _put_aside(self) -> None:
         """Keep the answers of searches that are done, and their rows no longer."""
         going = [place for place, search in enumerate(self.searches) if not search.done]
@@ -312,12 +328,28 @@ class _Beams:
             record.finish_reason = "stop" if search.finished[0].stopped else "length"
 
 
-def _filled(options: BeamOptions, drafter: Drafter, device: torch.device) -> BeamOptions:
-    """With the defaults of the device where nothing was given."""
-    default = of_device(DEFAULTS, device)
+def _filled(asked: BeamRequest, drafter: Drafter, device: torch.device) -> BeamOptions:
+    """With the defaults of the device where nothing was given. Raises FsdError for options that mean nothing here."""
+    options, default = asked.options, of_device(DEFAULTS, device)
     depth = default.depth if options.depth is None else options.depth
-    spread = default.spread if options.spread is None else options.spread
-    return replace(options, depth=0 if isinstance(drafter, NoDrafter) else depth, spread=spread)
+    depth = 0 if isinstance(drafter, NoDrafter) else depth
+    if asked.request.greedy and (options.confidence is not None or options.join_every is not None):
+        raise FsdError(
+            "confidence and join_every change which beams go on, and beam search is transformers' to the token: sample "
+            "(do_sample=True, or a temperature above 0), or leave them out."
+        )
+    if options.confidence is not None and not depth:
+        raise FsdError("confidence compares the target with a drafter, and nothing is drafted: leave it out.")
+    if (options.min_width or 1) > asked.beams:
+        raise FsdError(f"min_width {options.min_width} is more than the {asked.beams} beams: lower it.")
+    return replace(options, depth=depth, spread=default.spread if options.spread is None else options.spread)
+
+
+def _kept_nodes(beams: int, limit: int, join_every: int | None) -> int:
+    """Slots for the new tokens of all live beams."""
+    if join_every is None or join_every >= limit:
+        return beams * limit
+    return limit + beams * join_every
 
 
 def _where(generator: torch.Generator | None) -> torch.device:
