@@ -161,8 +161,8 @@ class _Beams:
         self.proposer = proposer_of(self.drafter, begun)
         self.planner = Planner(self.terms, self.options, self.proposer, self.look, self.successors)
         self._take([[forest.root] for forest in begun.forests], logits)
-        self.advance()
         self.clock.lap("prefill")
+        self.advance()
         self.prefill_seconds = self.clock.seconds
 
     def draft(self) -> list[list[Node]]:
