@@ -283,7 +283,7 @@ def test_memory_is_bounded_and_refused_before_it_is_taken(target: Target) -> Non
     options: dict[str, Any] = dict(max_new_tokens=40, num_beams=4, do_sample=False)
     made = decoder.generate(prompts, **options)
     # prompt, four answers, twice a round's nodes, and the spare slot
-    slots = 9 + 4 * 40 + 2 * (4 * 6 + 4) + 1
+    slots = 9 + 4 * 40 + 2 * (8 + 4) + 1
     assert made.stats.cache_bytes == slots * target.cache_bytes_per_token
     with pytest.raises(CacheMemoryError, match=f"take {made.stats.cache_bytes} bytes"):
         decoder.generate(prompts, max_cache_bytes=made.stats.cache_bytes - 1, **options)
@@ -541,7 +541,7 @@ def test_joined_beams_do_not_depend_on_drafts_and_keep_one_sequence(target: Targ
     made = FuzzyDecoder(target, LookupDrafter(VOCAB)).generate(tiny_prompts(), **options)
     assert made.sequences == plain.sequences
     # longest prompt, one answer, the beams of four steps, twice a round's nodes, and the spare slot
-    slots = 21 + 40 + 4 * 4 + 2 * (3 * 6 + 4) + 1
+    slots = 21 + 40 + 4 * 4 + 2 * (3 * 4 + 4) + 1
     assert made.stats.cache_bytes == 4 * slots * target.cache_bytes_per_token
 
 

@@ -28,8 +28,8 @@ from fsd_infer.prefill import check_prompts, read_prompts
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 
-# Steps drafted per round and nodes per step, in multiples of the beams. A CPU pays for every node, a GPU hardly.
-DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.5), "cuda": BeamOptions(depth=6, spread=3.0)}
+# A CPU pays for every node, a GPU hardly. Measured on training prompts with 2 and 4 beams of smollm2-135m.
+DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.0, nodes=8), "cuda": BeamOptions(depth=6, spread=3.0)}
 SUCCESSORS = 64  # of a node, looked at where beams are sampled; others are drawn only if one of them arrives
 # Processors that leave log-probabilities at most 0. Others, and custom ones, may lift them.
 _NEVER_LIFT = {
@@ -188,7 +188,7 @@ class _Beams:
         for search in self.searches:
             before = search.forest.settled
             while not search.done:
-                self._look_at(search)
+                self._look_at(search.row, [beam.node for beam in search.live if beam.node.logits is not None])
                 if not search.step():
                     break
             settled.append(_between(before, search.forest.settled))
@@ -219,29 +219,27 @@ class _Beams:
         if not self.processors:
             values, tokens = ops.likeliest(logits, self.successors)
             rests = 1.0 - values.double().exp().sum(-1) if self.sampled else torch.zeros_like(values[..., 0])
-            self._fill(nodes, values, tokens, rests)
+            self._fill([search.row for search in self.searches], nodes, values, tokens, rests)
         self.proposer.observe(nodes)
 
     def look(self, nodes: Sequence[Sequence[Node]]) -> None:
         """Fill in ``likely`` and ``rest`` of nodes that the target has read, [B] rows, each at one depth."""
         for search, wanted in zip(self.searches, nodes, strict=True):
-            unseen = [node for node in wanted if node.likely is None]
-            if unseen:
-                scores = self._processed(search.row, unseen)
-                values, tokens = scores.topk(self.successors)
-                rests = scores.double().exp().sum(-1) - values.double().exp().sum(-1)
-                self._fill([unseen], values[None], tokens[None], rests[None])
+            self._look_at(search.row, wanted)
 
-    def _look_at(self, search: Search) -> None:
-        """:meth:`look` at a search's live beams."""
-        self.look(
-            [
-                [beam.node for beam in search.live if beam.node.logits is not None] if other is search else []
-                for other in self.searches
-            ]
-        )
+    def _look_at(self, row: int, nodes: Sequence[Node]) -> None:
+        """:meth:`look` at nodes of one prompt, by its number in the request."""
+        unseen = [node for node in nodes if node.likely is None]
+        if unseen:
+            scores = self._processed(row, unseen)
+            values, tokens = scores.topk(self.successors)
+            rests = scores.double().exp().sum(-1) - values.double().exp().sum(-1)
+            self._fill([row], [unseen], values[None], tokens[None], rests[None])
 
-    def _fill(self, nodes: Sequence[Sequence[Node]], values: Tensor, tokens: Tensor, rests: Tensor) -> None:
+    @staticmethod
+    def _fill(
+        prompts: Sequence[int], nodes: Sequence[Sequence[Node]], values: Tensor, tokens: Tensor, rests: Tensor
+    ) -> None:
         """Log-probabilities, falling, and tokens of likely successors, both [B, M, C], and the rest's sums [B, M]."""
         count = values.shape[-1]
         for row, (of_values, of_tokens, of_rests) in enumerate(
@@ -252,15 +250,12 @@ class _Beams:
                 known, ids = of_values[part], of_tokens[part]
                 if not known[0] < math.inf:  # NaN counts as the largest number
                     raise NonFiniteLogitsError(
-                        f"the target's log-probabilities in row {self._row(row)} are NaN or +inf. Check its weights "
+                        f"the target's log-probabilities in row {prompts[row]} are NaN or +inf. Check its weights "
                         "and dtype (fp16 overflows; bf16 or fp32 do not), and the request's logits processors."
                     )
                 while known and known[-1] == -math.inf:
                     known.pop()
                 node.likely, node.rest = (known, ids[: len(known)]), max(of_rests[place], 0.0)
-
-    def _row(self, row: int) -> int:
-        return self.searches[row].row if row < len(self.searches) else row
 
     def _processed(self, row: int, nodes: Sequence[Node]) -> Tensor:
         """The target's processed log-probabilities [M, V], fp32, at nodes of one depth of a request's row."""
@@ -342,7 +337,9 @@ def _filled(asked: BeamRequest, drafter: Drafter, device: torch.device) -> BeamO
         raise FsdError("confidence compares the target with a drafter, and nothing is drafted: leave it out.")
     if (options.min_width or 1) > asked.beams:
         raise FsdError(f"min_width {options.min_width} is more than the {asked.beams} beams: lower it.")
-    return replace(options, depth=depth, spread=default.spread if options.spread is None else options.spread)
+    nodes = default.nodes if options.given().keys().isdisjoint(("depth", "spread", "nodes")) else options.nodes
+    spread = default.spread if options.spread is None else options.spread
+    return replace(options, depth=depth, spread=spread, nodes=nodes)
 
 
 def _kept_nodes(beams: int, limit: int, join_every: int | None) -> int:

@@ -20,7 +20,8 @@ class BeamOptions:
     Attributes:
         depth: steps of the search that are drafted per round; 0: none. None: by device.
         spread: nodes drafted per step, in multiples of the number of beams; None: by device.
-        nodes: most nodes verified per round, besides the beams' own; None: no other limit.
+        nodes: most nodes verified per round, besides the beams' own; None: no other limit, and by device where depth
+            and spread are None too.
         confidence: dynamic width: a step keeps the most beams that are all drafted with at least this chance, above 0
             and at most 1; None: always ``num_beams``.
         min_width: the fewest that it keeps then; None: 1.
