@@ -92,6 +92,9 @@ def drafters_for(target: Target, family: str = "llama") -> dict[str, Drafter]:
     }
 
 
+WIDE = BeamOptions(depth=4, spread=1.5)  # so many drafts that they are of use to any number of beams
+
+
 # families and drafters ------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +104,7 @@ def test_equals_transformers(family: str) -> None:
     target = Target(doubled(family))
     decoder = FuzzyDecoder(target, LMDrafter(noisy_target(family), target))
     options = dict(max_new_tokens=20, num_beams=4, num_return_sequences=4)
-    made = check(decoder, tiny_prompts((5, 21)), **options)
+    made = check(decoder, tiny_prompts((5, 21)), beam_options=WIDE, **options)
     assert len({tuple(answer) for answer in made.sequences}) > 5
     assert made.stats.tau > 1.3, "no drafted beam was of use: the comparison would be hollow"
 
@@ -114,7 +117,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
     for length_penalty in (0.0, 1.0):
         for drafter in drafters_for(target, family).values():
             options = dict(num_beams=beams, num_return_sequences=beams, length_penalty=length_penalty)
-            check(FuzzyDecoder(target, drafter), tiny_prompts(), max_new_tokens=20, **options)
+            check(FuzzyDecoder(target, drafter), tiny_prompts(), max_new_tokens=20, beam_options=WIDE, **options)
 
 
 @pytest.mark.parametrize("name", ["none", "noisy", "head", "lookup", "recycle", "graft"])
@@ -122,7 +125,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
 def test_drafters(target: Target, name: str, beams: int) -> None:
     drafter = drafters_for(target)[name]
     options = dict(max_new_tokens=16, num_beams=beams, num_return_sequences=beams)
-    made = check(FuzzyDecoder(target, drafter), tiny_prompts(), **options)
+    made = check(FuzzyDecoder(target, drafter), tiny_prompts(), beam_options=WIDE, **options)
     if name in ("noisy", "lookup", "recycle"):  # a random head is of no use
         assert made.stats.tau > 1.1
 
@@ -562,7 +565,7 @@ def built_in(real: FuzzyDecoder, repo_root: Path, beams: int, count: int, tokens
     different = {}
     for number, prompt in enumerate([real.encode(text)[-200:] for text in texts]):
         sequences, scores = expected_beams(real.target.model, [prompt], **options)
-        made = real.generate([prompt], do_sample=False, **options)
+        made = real.generate([prompt], do_sample=False, beam_options=WIDE, **options)
         if made.sequences != sequences or made.scores != pytest.approx(scores, abs=1e-4):
             different[number] = scores, made.scores, sequences, made.sequences
         forwards += made.stats.target_forwards
