@@ -75,6 +75,7 @@ WRONG = {
     "hf-assisted": "name the assistant model",
     "hf-beams@none": "hf-beams takes no drafter",
     "beams:1@none": "give 2 to 64 beams",
+    "beams:4:depth=x@none": "is not a number that depth can be",
     "server:localhost:8000": "give its address",
     "server:http://h:port": "give its address",
     "fuzzy:js:-1@none": "threshold",

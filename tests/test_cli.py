@@ -210,6 +210,11 @@ BAD = {
     "temperature": (["--temperature", "-1"], "--temperature must be 0 or above"),
     "top-p": (["--temperature", "1", "--top-p", "1.5"], "--top-p"),
     "top-p and greedy": (["--top-p", "0.5"], "no effect at temperature 0"),
+    "beams and a rule": (["--num-beams", "2", "--rule", "tilted:2"], "has no meaning with num_beams > 1"),
+    "streamed beams": (["--num-beams", "2", "--stream"], "--stream shows one growing answer"),
+    "no beams": (["--beam-options", "depth=4"], "are about beams: add --num-beams"),
+    "unknown beam option": (["--num-beams", "2", "--beam-options", "width=4"], "beam option 'width=4'"),
+    "greedy and narrow": (["--num-beams", "2", "--beam-options", "join_every=4"], "a temperature above 0"),
     "unknown target": (["--target", "smolm2-135m"], "unknown target 'smolm2-135m'. Did you mean 'smollm2-135m'?"),
 }
 

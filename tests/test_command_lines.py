@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from fsd_infer.cli.main import build_parser
 from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, one_line, run
 from fsd_infer.errors import FsdError
+from fsd_infer.files import writable, write_text
 from fsd_infer.numerals import read_float, read_int
 from fsd_train.cli import main as train
 from fsd_train.command_lines import PARSERS
@@ -152,3 +154,17 @@ def test_public_names_are_imported_when_they_are_used() -> None:
     assert set(fsd_infer.__all__) == set(fsd_infer._HOME)
     with pytest.raises(AttributeError, match="no_such_name"):
         fsd_infer.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])
+def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Path) -> None:
+    """And nothing but a file is ever replaced, which a rename onto a device would do."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(FsdError, match="cannot be written|no name"):
+        writable(f"{tmp_path}/{name}", "the record")
+    if name in ("pipe", "directory"):
+        with pytest.raises(FsdError, match="is no file and is not replaced"):
+            write_text(tmp_path / name, "")
+    assert writable(tmp_path / "new" / "record.json", "the record").parent.is_dir()

@@ -161,6 +161,14 @@ def text(content: str | bytes) -> Callable[[Path], None]:
     )  # type: ignore[func-returns-value]
 
 
+def config_with(path: tuple[str, ...], value: Any) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        file = directory / "config.json"
+        file.write_text(json.dumps(changed(json.loads(file.read_text()), path, value)))
+
+    return apply
+
+
 DRAFTED = len(IDS)
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no object": (text("[1, 2]"), "holds list, not an object"),
@@ -168,6 +176,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "not UTF-8": (text(b"\xff\xfe{}"), "not UTF-8"),
     "too deep": (text("[" * 100_000 + "]" * 100_000), "nested too deep"),
     "a number of 5000 digits": (text('{"version": ' + "9" * 5000 + "}"), "cannot be read"),
+    "a target without facts": (
+        config_with(("target",), {}),
+        "target does not say its model_type, hidden_size, vocab_size",
+    ),
     "another format": (text('{"format": "other"}'), "is not an fsd-eagle-head checkpoint|without|has no"),
     "fractional draft ids": (reshaped("draft_ids", lambda ids: ids.float()), "draft_ids is of type F32"),
     "draft ids of NaN": (reshaped("draft_ids", lambda ids: ids.float() * torch.nan), "draft_ids is of type F32"),

@@ -11,24 +11,25 @@ from torch import Tensor
 
 from fsd_infer.beams.forest import Forest, Node, lay_out
 from fsd_infer.beams.options import BeamOptions
-from fsd_infer.beams.plan import Planner
+from fsd_infer.beams.plan import Planner, most_nodes
 from fsd_infer.beams.proposers import Begun, needs_features, proposer_of
 from fsd_infer.beams.sampling import Draw, draw
 from fsd_infer.beams.search import Beam, Hypothesis, Search, Terms
+from fsd_infer.beams.width import chances_of_width, dynamic_width, guesses_of
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
 from fsd_infer.engine import Request
-from fsd_infer.errors import NonFiniteLogitsError
+from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.logits_processors import TreeProcessors
 from fsd_infer.prefill import check_prompts, read_prompts
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 
-# Steps drafted per round and nodes per step, in multiples of the beams. A CPU pays for every node, a GPU hardly.
-DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.5), "cuda": BeamOptions(depth=6, spread=3.0)}
+# A CPU pays for every node, a GPU hardly. Measured on training prompts with 2 and 4 beams of smollm2-135m.
+DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.0, nodes=8), "cuda": BeamOptions(depth=6, spread=3.0)}
 SUCCESSORS = 64  # of a node, looked at where beams are sampled; others are drawn only if one of them arrives
 # Processors that leave log-probabilities at most 0. Others, and custom ones, may lift them.
 _NEVER_LIFT = {
@@ -97,7 +98,7 @@ class _Beams:
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
-        self.options = _filled(asked.options, drafter, self.device)
+        self.options = _filled(asked, drafter, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
         names = {type(processor).__name__ for processor in self.processors.processors}
         self.terms = Terms(
@@ -108,6 +109,8 @@ class _Beams:
             stops=self._stops if request.criteria else None,
             bounded=names <= _NEVER_LIFT,
             draw=self._draw if self.sampled else None,
+            width=None if self.options.confidence is None else self._width,
+            join_every=self.options.join_every,
         )
         self.successors = min(
             target.vocab_size, SUCCESSORS if self.sampled else self.terms.candidates * self.terms.beams
@@ -121,12 +124,12 @@ class _Beams:
     def _allocate(self, limits: Sequence[int]) -> None:
         """Forests and caches, or CacheMemoryError."""
         prompts, options, request = self.request.prompts, self.options, self.request
-        assert options.depth is not None and options.spread is not None
-        breadth = math.ceil(options.spread * self.beams)
-        nodes = options.depth * breadth if options.nodes is None else options.nodes
         # the nodes of a round beside those that are left of the last, and the spare slot
-        extra = 2 * (nodes + self.beams) + 1
-        slots = max(len(prompt) + self.beams * limit for prompt, limit in zip(prompts, limits, strict=True)) + extra
+        extra = 2 * (most_nodes(options, self.beams) + self.beams) + 1
+        slots = extra + max(
+            len(prompt) + _kept_nodes(self.beams, limit, options.join_every)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        )
         count = len(prompts)
         self.cache_bytes = self.target.cache_bytes(count, slots) + self.drafter.cache_bytes(count, slots)
         if needs_features(self.drafter):  # the target's, and the head's own
@@ -158,8 +161,8 @@ class _Beams:
         self.proposer = proposer_of(self.drafter, begun)
         self.planner = Planner(self.terms, self.options, self.proposer, self.look, self.successors)
         self._take([[forest.root] for forest in begun.forests], logits)
-        self.advance()
         self.clock.lap("prefill")
+        self.advance()
         self.prefill_seconds = self.clock.seconds
 
     def draft(self) -> list[list[Node]]:
@@ -185,7 +188,7 @@ class _Beams:
         for search in self.searches:
             before = search.forest.settled
             while not search.done:
-                self._look_at(search)
+                self._look_at(search.row, [beam.node for beam in search.live if beam.node.logits is not None])
                 if not search.step():
                     break
             settled.append(_between(before, search.forest.settled))
@@ -216,29 +219,27 @@ class _Beams:
         if not self.processors:
             values, tokens = ops.likeliest(logits, self.successors)
             rests = 1.0 - values.double().exp().sum(-1) if self.sampled else torch.zeros_like(values[..., 0])
-            self._fill(nodes, values, tokens, rests)
+            self._fill([search.row for search in self.searches], nodes, values, tokens, rests)
         self.proposer.observe(nodes)
 
     def look(self, nodes: Sequence[Sequence[Node]]) -> None:
         """Fill in ``likely`` and ``rest`` of nodes that the target has read, [B] rows, each at one depth."""
         for search, wanted in zip(self.searches, nodes, strict=True):
-            unseen = [node for node in wanted if node.likely is None]
-            if unseen:
-                scores = self._processed(search.row, unseen)
-                values, tokens = scores.topk(self.successors)
-                rests = scores.double().exp().sum(-1) - values.double().exp().sum(-1)
-                self._fill([unseen], values[None], tokens[None], rests[None])
+            self._look_at(search.row, wanted)
 
-    def _look_at(self, search: Search) -> None:
-        """:meth:`look` at a search's live beams."""
-        self.look(
-            [
-                [beam.node for beam in search.live if beam.node.logits is not None] if other is search else []
-                for other in self.searches
-            ]
-        )
+    def _look_at(self, row: int, nodes: Sequence[Node]) -> None:
+        """:meth:`look` at nodes of one prompt, by its number in the request."""
+        unseen = [node for node in nodes if node.likely is None]
+        if unseen:
+            scores = self._processed(row, unseen)
+            values, tokens = scores.topk(self.successors)
+            rests = scores.double().exp().sum(-1) - values.double().exp().sum(-1)
+            self._fill([row], [unseen], values[None], tokens[None], rests[None])
 
-    def _fill(self, nodes: Sequence[Sequence[Node]], values: Tensor, tokens: Tensor, rests: Tensor) -> None:
+    @staticmethod
+    def _fill(
+        prompts: Sequence[int], nodes: Sequence[Sequence[Node]], values: Tensor, tokens: Tensor, rests: Tensor
+    ) -> None:
         """Log-probabilities, falling, and tokens of likely successors, both [B, M, C], and the rest's sums [B, M]."""
         count = values.shape[-1]
         for row, (of_values, of_tokens, of_rests) in enumerate(
@@ -249,15 +250,12 @@ class _Beams:
                 known, ids = of_values[part], of_tokens[part]
                 if not known[0] < math.inf:  # NaN counts as the largest number
                     raise NonFiniteLogitsError(
-                        f"the target's log-probabilities in row {self._row(row)} are NaN or +inf. Check its weights "
+                        f"the target's log-probabilities in row {prompts[row]} are NaN or +inf. Check its weights "
                         "and dtype (fp16 overflows; bf16 or fp32 do not), and the request's logits processors."
                     )
                 while known and known[-1] == -math.inf:
                     known.pop()
                 node.likely, node.rest = (known, ids[: len(known)]), max(of_rests[place], 0.0)
-
-    def _row(self, row: int) -> int:
-        return self.searches[row].row if row < len(self.searches) else row
 
     def _processed(self, row: int, nodes: Sequence[Node]) -> Tensor:
         """The target's processed log-probabilities [M, V], fp32, at nodes of one depth of a request's row."""
@@ -283,6 +281,19 @@ class _Beams:
     def _draw(self, row: int, live: Sequence[Beam], count: int) -> list[Draw]:
         nodes, scores = [beam.node for beam in live], [beam.score for beam in live]
         return draw(nodes, scores, count, lambda node: self._processed(row, [node])[0].double().exp().cpu())
+
+    def _width(self, live: Sequence[Beam]) -> int:
+        """The dynamic width of a step, see :mod:`fsd_infer.beams.width`."""
+        assert self.options.confidence is not None
+        chances = chances_of_width(
+            [beam.score for beam in live],
+            *guesses_of([beam.node for beam in live]),
+            self.beams,
+            self.planner.breadth_of(self.beams),
+            self.terms.candidates,
+            self.terms.eos_token_ids,
+        )
+        return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
 
     def _put_aside(self) -> None:
         """Keep the answers of searches that are done, and their rows no longer."""
@@ -312,12 +323,30 @@ class _Beams:
             record.finish_reason = "stop" if search.finished[0].stopped else "length"
 
 
-def _filled(options: BeamOptions, drafter: Drafter, device: torch.device) -> BeamOptions:
-    """With the defaults of the device where nothing was given."""
-    default = of_device(DEFAULTS, device)
+def _filled(asked: BeamRequest, drafter: Drafter, device: torch.device) -> BeamOptions:
+    """With the defaults of the device where nothing was given. Raises FsdError for options that mean nothing here."""
+    options, default = asked.options, of_device(DEFAULTS, device)
     depth = default.depth if options.depth is None else options.depth
+    depth = 0 if isinstance(drafter, NoDrafter) else depth
+    if asked.request.greedy and (options.confidence is not None or options.join_every is not None):
+        raise FsdError(
+            "confidence and join_every change which beams go on, and beam search is transformers' to the token: sample "
+            "(do_sample=True, or a temperature above 0), or leave them out."
+        )
+    if options.confidence is not None and not depth:
+        raise FsdError("confidence compares the target with a drafter, and nothing is drafted: leave it out.")
+    if (options.min_width or 1) > asked.beams:
+        raise FsdError(f"min_width {options.min_width} is more than the {asked.beams} beams: lower it.")
+    nodes = default.nodes if options.given().keys().isdisjoint(("depth", "spread", "nodes")) else options.nodes
     spread = default.spread if options.spread is None else options.spread
-    return replace(options, depth=0 if isinstance(drafter, NoDrafter) else depth, spread=spread)
+    return replace(options, depth=depth, spread=spread, nodes=nodes)
+
+
+def _kept_nodes(beams: int, limit: int, join_every: int | None) -> int:
+    """Slots for the new tokens of all live beams."""
+    if join_every is None or join_every >= limit:
+        return beams * limit
+    return limit + beams * join_every
 
 
 def _where(generator: torch.Generator | None) -> torch.device:

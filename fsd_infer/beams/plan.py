@@ -20,6 +20,12 @@ from fsd_infer.beams.search import Beam, Search, Terms
 Look = Callable[[Sequence[Sequence[Node]]], None]
 
 
+def most_nodes(options: BeamOptions, beams: int) -> int:
+    """Nodes of a round at most, besides the beams' own; ``options`` with ``depth`` and ``spread`` given."""
+    assert options.depth is not None and options.spread is not None
+    return options.depth * math.ceil(options.spread * beams) if options.nodes is None else options.nodes
+
+
 class Planner:
     """Chooses the nodes of each round.
 
@@ -34,9 +40,12 @@ class Planner:
     def __init__(self, terms: Terms, options: BeamOptions, proposer: Proposer, look: Look, successors: int) -> None:
         assert options.depth is not None and options.spread is not None
         self.terms, self.proposer, self.look, self.successors = terms, proposer, look, successors
-        self.depth = options.depth
-        self.breadth = math.ceil(options.spread * terms.beams)
-        self.nodes = self.depth * self.breadth if options.nodes is None else options.nodes
+        self.depth, self.spread = options.depth, options.spread
+        self.nodes = most_nodes(options, terms.beams)
+
+    def breadth_of(self, width: int) -> int:
+        """Nodes for a step that keeps ``width`` beams."""
+        return math.ceil(self.spread * width)
 
     @property
     def most(self) -> int:
@@ -65,7 +74,7 @@ class Planner:
             self._ask(frontiers)
             for row, (search, frontier) in enumerate(zip(searches, frontiers, strict=True)):
                 frontiers[row] = []
-                for beam in self._next(frontier):
+                for beam in self.next_beams(frontier, search.most_kept(search.length + level)):
                     if beam.node.slot < 0:
                         if len(new[row]) - missing[row] >= self.nodes:
                             continue
@@ -82,8 +91,8 @@ class Planner:
             for node, guess in zip(nodes, guesses, strict=True):
                 node.proposed = guess
 
-    def _next(self, frontier: Sequence[Beam]) -> list[Beam]:
-        """The likely beams of the step after these."""
+    def next_beams(self, frontier: Sequence[Beam], width: int) -> list[Beam]:
+        """The likely beams of the step after these, which keeps ``width``."""
         lists = [beam.node.likely or beam.node.proposed or ([], []) for beam in frontier]
         found = [
             (beam.score + value, place, token)
@@ -95,11 +104,11 @@ class Planner:
             times = arrivals([beam.node for beam in frontier], [beam.score for beam in frontier], lists).tolist()
             columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
             found.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
-            drawn = self.terms.candidates * self.terms.beams
+            drawn = self.terms.candidates * width
             del found[2 * drawn :]
             early = {draw[1:]: place / drawn for place, draw in enumerate(found)}
             found.sort(key=lambda draw: -draw[0])
-            late = {draw[1:]: place / self.terms.beams for place, draw in enumerate(found)}
+            late = {draw[1:]: place / width for place, draw in enumerate(found)}
             found.sort(key=lambda draw: max(early[draw[1:]], late[draw[1:]]))
-        going = [draw for draw in found if draw[2] not in self.terms.eos_token_ids][: self.breadth]
+        going = [draw for draw in found if draw[2] not in self.terms.eos_token_ids][: self.breadth_of(width)]
         return [Beam(frontier[place].node.child(token), score) for score, place, token in going]

@@ -44,6 +44,8 @@ class Terms:
         bounded: no processor can lift a log-probability above 0.
         draw: how candidates are drawn where beams are sampled, in order: ``draw(prompt's number, live beams, count)``;
             None: the likeliest are taken.
+        width: dynamic width: how many beams the step after these live ones keeps; None: W.
+        join_every: every so many steps one beam alone goes on; None: never.
     """
 
     beams: int
@@ -53,6 +55,8 @@ class Terms:
     stops: Callable[[int, list[list[int]]], list[bool]] | None = None
     bounded: bool = True
     draw: Callable[[int, Sequence[Beam], int], list[Draw]] | None = None
+    width: Callable[[Sequence[Beam]], int] | None = None
+    join_every: int | None = None
 
     @property
     def candidates(self) -> int:
@@ -85,7 +89,9 @@ class Search:
 
     def step(self) -> bool:
         """Take one step, if what the target has read suffices for it; did it?"""
-        width = self.terms.beams
+        if self.terms.draw and any(beam.node.likely is None for beam in self.live):
+            return False
+        width = self._width()
         count = self.terms.candidates * width
         candidates, sure = self._drawn(count) if self.terms.draw else self._likeliest(count)
         last = self.length + 1 >= self.limit
@@ -113,6 +119,17 @@ class Search:
         self.done = last or not self.live or self._decided()
         return True
 
+    def most_kept(self, step: int) -> int:
+        """Most beams that this step keeps; steps count from 1."""
+        joins = self.terms.join_every is not None and step % self.terms.join_every == 0
+        return 1 if joins and step < self.limit else self.terms.beams
+
+    def _width(self) -> int:
+        most = self.most_kept(self.length + 1)
+        if self.terms.width is None or most == 1 or self.length + 1 >= self.limit:
+            return most
+        return self.terms.width(self.live)
+
     def _likeliest(self, count: int) -> tuple[list[Draw], int]:
         """The best candidates, and how many of them are so whatever follows the beams that are not read yet."""
         bound = -math.inf
@@ -129,8 +146,6 @@ class Search:
         return found, next((place for place, draw in enumerate(found) if draw[0] <= bound), len(found))
 
     def _drawn(self, count: int) -> tuple[list[Draw], int]:
-        if any(beam.node.likely is None for beam in self.live):
-            return [], 0
         assert self.terms.draw is not None
         found = self.terms.draw(self.row, self.live, count)
         return found, len(found)

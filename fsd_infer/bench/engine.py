@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from fsd_infer.beams import BeamOptions
 from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
@@ -14,13 +15,22 @@ from fsd_infer.rules import Rule
 class EngineMethod(Method):
     """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``."""
 
-    def __init__(self, name: str, decoder: FuzzyDecoder, rule: Rule, drafter: Drafter, beams: int = 1) -> None:
-        self.name, self.decoder, self.rule, self.drafter, self.beams = name, decoder, rule, drafter, beams
+    def __init__(
+        self,
+        name: str,
+        decoder: FuzzyDecoder,
+        rule: Rule,
+        drafter: Drafter,
+        beams: int = 1,
+        beam_options: BeamOptions | None = None,
+    ) -> None:
+        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
+        self.beams, self.beam_options = beams, beam_options or BeamOptions()
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         self.drafter.forget()  # a prompt that is repeated must not be answered from memory
         if self.beams > 1:
-            options = {**options, "num_beams": self.beams}
+            options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
         start = time.perf_counter()
         made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
         seconds = time.perf_counter() - start
@@ -45,5 +55,6 @@ class EngineMethod(Method):
             "by": "fsd_infer",
             "rule": self.rule.describe(),
             "beams": self.beams,
+            "beam_options": self.beam_options.given(),
             "drafter": self.drafter.describe(),
         }

@@ -13,6 +13,7 @@ A method is written as text, ``[label=]kind[:parameters]``; the label is what ta
 ``hf-assisted:DIR``        the same with an assistant model
 ``hf-beams:4``             the same with so many beams
 ``beams:4``                as many beams of this package, with the run's drafter; ``beams:4@none`` without
+``beams:4:depth=6``        with ``BeamOptions``, more of them after further colons
 ``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
 ``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_infer.bench.process`
 =========================  ============================================================================================
@@ -26,9 +27,10 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fsd_infer.beams import BeamOptions
 from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.bench.hf import GenerateMethod
@@ -129,9 +131,17 @@ class _HfBeams(Kind):
 class _Beams(_HfBeams):
     takes_drafter = True
 
+    def check(self, spec: Spec) -> None:
+        beams, _, options = spec.argument.partition(":")
+        super().check(replace(spec, argument=beams))
+        if options:
+            BeamOptions.parse(options)
+
     def make(self, spec: Spec, models: Models) -> Method:
         drafter = models.load(spec.drafter or models.drafter, spec.tree)
-        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, beams=int(spec.argument))
+        beams, _, options = spec.argument.partition(":")
+        made = BeamOptions.parse(options) if options else BeamOptions()
+        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, int(beams), made)
 
 
 class _Assisted(Kind):

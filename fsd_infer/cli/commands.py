@@ -113,6 +113,12 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
             if getattr(args, option):
                 raise FsdError(f"--{option.replace('_', '-')} shows one growing answer: leave --num-beams out.")
         options["num_beams"] = args.num_beams
+        if args.beam_options is not None:
+            from fsd_infer.beams import BeamOptions
+
+            options["beam_options"] = BeamOptions.parse(args.beam_options)
+    elif args.beam_options is not None:
+        raise FsdError("--beam-options are about beams: add --num-beams, or leave them out.")
     if args.temperature == 0:
         for option in ("top_p", "top_k"):
             if getattr(args, option) is not None:

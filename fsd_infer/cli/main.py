@@ -95,6 +95,11 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument(
         "--num-beams", type=positive, default=1, metavar="W", help="beam search, or sampling, of width W"
     )
+    request.add_argument(
+        "--beam-options",
+        metavar="NAME=NUMBER,...",
+        help="how beams are drafted, depth, spread and nodes; of beam sampling confidence, min_width and join_every",
+    )
     request.add_argument("--top-p", type=real_number, metavar="P")
     request.add_argument("--top-k", type=positive, metavar="K")
     request.add_argument("--seed", type=whole_number(0, MOST_SEED))

@@ -1,0 +1,100 @@
+"""Dynamic width of beam sampling: how many beams a step keeps, from what target and drafter find likely there.
+
+A search goes on within a forward as long as all beams that a step keeps were drafted. So a step keeps the most beams
+that are all drafted with a given chance. The chance is that of new races: it is estimated by running a fixed set of
+them, with the target's weights and the drafter's, through the very choice of nodes that drafting makes. These races are
+the same for every step and every seed and have nothing to do with those that draw the beams, so the width is a function
+of the two models' distributions alone, and given the width the draws have the law of beam sampling with that width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fsd_infer.beams.forest import Node
+
+RACES = 64
+Guess = tuple[list[float], list[int]]  # log-probabilities and their tokens
+
+
+@lru_cache(maxsize=64)
+def _log_exponentials(size: int) -> Tensor:
+    """ln of independent exponentials, [races, size] fp64, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.empty(size, RACES, dtype=torch.double).exponential_(generator=generator).log().T.contiguous()
+
+
+def chances_of_width(
+    scores: Sequence[float],
+    target: Sequence[Guess],
+    drafter: Sequence[Guess],
+    width: int,
+    breadth: int,
+    per_beam: int,
+    ends: Collection[int] = (),
+) -> list[float]:
+    """The chances that all beams that a step of width n keeps are drafted, for n from 1 to ``width``.
+
+    Args:
+        scores: of the live beams, ln of their weights.
+        target, drafter: of each what the two find likely next.
+        width: W, most beams.
+        breadth: nodes that are drafted.
+        per_beam: K, a step of width n draws K·n candidates.
+        ends: tokens that end an answer; they need no node.
+    """
+    highest = max(scores)
+    (of_target, of_drafter), going = _aligned([score - highest for score in scores], target, drafter, ends)
+    size = len(going)
+    log_e = _log_exponentials(size)
+    drawn = min(per_beam * width, size)
+
+    # nodes, as Planner chooses them: candidates that the drafter expects to arrive early and to rank high
+    first = min(2 * per_beam * width, size)
+    order = (log_e - of_drafter).topk(first, largest=False).indices
+    ranks = of_drafter[order].argsort(descending=True, stable=True).argsort()
+    position = torch.maximum(torch.arange(first) / (per_beam * width), ranks / width) + 1e-9 * ranks
+    position = position.masked_fill(~going[order] | (of_drafter[order] == -math.inf), math.inf)
+    best = position.topk(min(breadth, first), largest=False)
+    drafted = torch.zeros(log_e.shape, dtype=torch.bool)
+    drafted.scatter_(1, order.gather(1, best.indices), best.values < math.inf)
+
+    arrived = (log_e - of_target).topk(drawn, largest=False).indices
+    found = of_target[arrived].masked_fill(~going[arrived], -math.inf)
+    ready = drafted.gather(1, arrived) | (found == -math.inf)
+    chances = []
+    for n in range(1, width + 1):
+        kept = found[:, : per_beam * n].topk(min(n, drawn)).indices
+        chances.append(float(ready.gather(1, kept).all(1).double().mean()))
+    return chances
+
+
+def dynamic_width(chances: Sequence[float], confidence: float, fewest: int) -> int:
+    """max(fewest, largest n whose chance is at least ``confidence``)."""
+    return max([fewest, *(n for n, chance in enumerate(chances, 1) if chance >= confidence)])
+
+
+def guesses_of(nodes: Sequence[Node]) -> tuple[list[Guess], list[Guess]]:
+    """What the target and the drafter find likely after these nodes, all read; where it was not asked, the target's."""
+    target = [node.likely or ([], []) for node in nodes]
+    return target, [node.proposed or known for node, known in zip(nodes, target)]
+
+
+def _aligned(
+    scores: Sequence[float], target: Sequence[Guess], drafter: Sequence[Guess], ends: Collection[int]
+) -> tuple[Tensor, Tensor]:
+    """Scores [2, beams · C] of the candidates by target and drafter, -inf where not listed, and which go on."""
+    tokens = [list(dict.fromkeys([*known[1], *guess[1]])) for known, guess in zip(target, drafter)]
+    most = max(map(len, tokens))
+    rows = []
+    for lists in (target, drafter):
+        for score, (values, own), union in zip(scores, lists, tokens):
+            of = dict(zip(own, values))
+            rows.append([score + of.get(token, -math.inf) for token in union] + [-math.inf] * (most - len(union)))
+    goes = [[token not in ends for token in union] + [False] * (most - len(union)) for union in tokens]
+    return torch.tensor(rows, dtype=torch.double).view(2, -1), torch.tensor(goes).flatten()
