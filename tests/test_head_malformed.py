@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a number of 5000 digits": (text('{"version": ' + "9" * 5000 + "}"), "cannot be read"),
     "a target without facts": (
         config_with(("target",), {}),
-        "target does not say its model_type, hidden_size, vocab_size",
+        "target does not say its hidden_size, vocab_size",
     ),
     "another format": (text('{"format": "other"}'), "is not an fsd-eagle-head checkpoint|without|has no"),
     "fractional draft ids": (reshaped("draft_ids", lambda ids: ids.float()), "draft_ids is of type F32"),

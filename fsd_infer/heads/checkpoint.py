@@ -131,7 +131,7 @@ def _read_own(directory: Path, config: dict[str, Any]) -> PublicHead:
     version, trained_for = config.get("version", 0), config.get("target")
     if type(version) is not int or version < 1 or not isinstance(trained_for, dict):
         raise CheckpointError(f"{path} has no valid version and target. {_AGAIN}")
-    lacking = [key for key in ("model_type", "hidden_size", "vocab_size") if trained_for.get(key) is None]
+    lacking = [key for key in ("hidden_size", "vocab_size") if trained_for.get(key) is None]
     if lacking:  # or a head would be taken for any target's
         raise CheckpointError(f"{path}: target does not say its {', '.join(lacking)}. {_AGAIN}")
     if version > VERSION:
