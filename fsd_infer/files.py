@@ -116,8 +116,8 @@ def read_json(path: Path, advice: str, error: type[FsdError] = DataError) -> Any
     return parse_json(raw, str(path), advice, error)
 
 
-def read_shard_names(index: Path, advice: str) -> list[str]:
-    """The safetensors files that ``*.safetensors.index.json`` names, sorted, all in its own directory.
+def read_weight_map(index: Path, advice: str) -> dict[str, str]:
+    """Tensor name -> safetensors file, as ``*.safetensors.index.json`` has them, all files in its own directory.
 
     Raises:
         CheckpointError: no such file, or it is malformed; the message ends in ``advice``.
@@ -129,7 +129,7 @@ def read_shard_names(index: Path, advice: str) -> list[str]:
     for name in files.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name!r:.120}, which is no safetensors file beside it. {advice}")
-    return sorted(set(files.values()))
+    return files
 
 
 def sha256_of(path: Path) -> str:

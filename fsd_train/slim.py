@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fsd_infer.errors import CheckpointError
+from fsd_infer.files import read_weight_map
 from fsd_infer.target import Target
 from fsd_infer.targets.adapters import adapter_digest
 from fsd_infer.targets.loading import adapter_of, attention_for, resolve_target
@@ -60,8 +60,7 @@ def _weight_files(directory: Path) -> dict[str, str] | None:
     """Tensor name -> file, or None if the weights are not safetensors."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        mapping: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return mapping
+        return read_weight_map(index, "Fetch the model again.")
     single = directory / "model.safetensors"
     if not single.is_file():
         return None

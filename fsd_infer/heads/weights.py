@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsd_infer.errors import CheckpointError
-from fsd_infer.files import read_shard_names
+from fsd_infer.files import read_weight_map
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _AGAIN = "Copy or export the drafter again."
@@ -43,7 +43,7 @@ class Weights:
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists() or not index.exists():
             return [single]
-        return [self.directory / name for name in read_shard_names(index, _AGAIN)]
+        return [self.directory / name for name in sorted(set(read_weight_map(index, _AGAIN).values()))]
 
     def floats(self, name: str) -> Tensor:
         """A tensor of floating-point numbers. Raises CheckpointError for one of another kind (int8, say)."""

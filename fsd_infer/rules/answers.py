@@ -55,10 +55,11 @@ class Answers:
 
 
 def last_tokens(answers: Answers, tree: DraftTree, count: int) -> Tensor:
-    """[B, N, count] the last tokens of answer and path at each node, the node's own last; -1 before the beginning."""
+    """[B, N, count] the last tokens of answer and path at each node, the node's own last; -1 before the beginning.
+
+    count: at least 1.
+    """
     batch, nodes = tree.tokens.shape
-    if not count:
-        return tree.tokens.new_empty(batch, nodes, 0)
     # [B, count + N]: the tokens that precede the root, then the tree's
     tokens = torch.cat([answers.last(count + 1)[:, :-1], tree.tokens], 1)
     at = torch.arange(count + nodes, device=tokens.device).expand(batch, -1)
@@ -89,9 +90,9 @@ def repeating_tokens(answers: Answers, tree: DraftTree, rows: Tensor, nodes: Ten
     """[R, V] bool; which tokens would complete an n-gram that answer and path already have, after these R nodes."""
     count = rows.shape[0]
     found = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # the last column is nobody's
-    begun = last_tokens(answers, tree, n - 1)[rows, nodes]  # [R, n - 1]
+    last = last_tokens(answers, tree, n)
+    begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
-    ends = last_tokens(answers, tree, n)[rows]  # [R, N, n]
     same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
     found.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
     tokens = answers.tokens[rows]

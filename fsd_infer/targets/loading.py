@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
-from fsd_infer.files import read_json, read_shard_names, usable_name
+from fsd_infer.files import read_json, read_weight_map, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
 
@@ -162,7 +162,7 @@ def _check_directory(directory: Path) -> None:
         raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        shards = [directory / name for name in read_shard_names(index, "Copy the model again.")]
+        shards = [directory / name for name in sorted(set(read_weight_map(index, "Copy the model again.").values()))]
     else:
         shards = sorted(directory.glob("*.safetensors"))
     if not shards:
