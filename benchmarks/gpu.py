@@ -43,7 +43,8 @@ from fsd_infer.bench.settings import Settings
 from fsd_infer.cli.report import bench_table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.device.transfer import to_device
-from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, EagleDrafter, NoDrafter
+from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, NoDrafter
+from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Exact
@@ -83,7 +84,7 @@ def counting_target(config: Any, dtype: torch.dtype, device: torch.device) -> Ta
     return Target(model, name=f"random {config.model_type}")
 
 
-class SimulatedDrafter(Drafter):
+class SimulatedDrafter(WrappedDrafter):
     """A head's cost, and a path of drafts of which each is right with some chance if those before it are.
 
     Args:
@@ -91,24 +92,15 @@ class SimulatedDrafter(Drafter):
         chance: of a draft on the path.
     """
 
-    name = "simulated"
-
     def __init__(self, head: EagleDrafter, chance: float) -> None:
-        self.head, self.chance, self.clock = head, chance, ModelClock(None)
+        super().__init__(head)
+        self.name, self.head, self.chance, self.clock = "simulated", head, chance, ModelClock(None)
         depth, nodes = min(head.shape.depth, head.max_nodes - 1), torch.arange(head.max_nodes)
         # the path is node 1 to `depth`; all others are leaves beside its nodes
         self.parents = torch.where(nodes <= depth, nodes - 1, nodes % depth).clamp_min(0)[None]
         self.depths = torch.where(nodes <= depth, nodes, nodes % depth + 1)[None]
         self.scores = self.depths * math.log(max(chance, 0.01)) - 3.0 * (nodes > depth)
         self.forget()
-
-    @property
-    def parts(self) -> tuple[EagleDrafter]:
-        return (self.head,)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.head.max_nodes
 
     @property
     def max_depth(self) -> int:
@@ -124,9 +116,10 @@ class SimulatedDrafter(Drafter):
         return {**super().describe(), "chance": self.chance, "head": self.head.describe()}
 
 
-class _SimulatedSession(DraftSession):
+class _SimulatedSession(WrappedSession):
     def __init__(self, drafter: SimulatedDrafter, session: DraftSession) -> None:
-        self.drafter, self.session, self.started = drafter, session, False
+        super().__init__(session)
+        self.drafter, self.started = drafter, False
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.drafter.clock(self.session.extend, tokens, features, counts)
@@ -150,9 +143,6 @@ class _SimulatedSession(DraftSession):
             q_index=to_device(torch.full_like(parents, -1), device),
             scores=to_device(drafter.scores.expand_as(parents), device),
         )
-
-    def select(self, rows: Tensor) -> None:
-        self.session.select(rows)
 
 
 class ModelClock:
