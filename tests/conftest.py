@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fsd_infer import FuzzyDecoder
 from fsd_infer.targets.loading import builtin_dir
+from tests.bench_toys import Toy, save_toy
 
 settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("steady")  # how busy a machine is says nothing of the code
@@ -34,6 +36,16 @@ def seeds() -> Iterator[None]:
     np.random.seed(0)
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def toy_decoder(toy: Toy) -> FuzzyDecoder:
+    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture(scope="session")

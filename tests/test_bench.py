@@ -22,15 +22,10 @@ from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.main import main
 from fsd_infer.cli.report import bench_table, fitted_tables, short_names, table
 from fsd_infer.targets.loading import parse_dtype
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 
 METHODS = ["hf-generate", "hf-lookup:4", "plain", "exact", "fuzzy:js:0.3"]
 NEW = 10
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
 
 
 def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:

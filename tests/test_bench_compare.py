@@ -22,7 +22,7 @@ from fsd_infer.bench import parse_methods
 from fsd_infer.bench.methods import METHODS
 from fsd_infer.bench.process import ProcessMethod
 from fsd_infer.cli.report import bench_table
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 
 # a peer's script: counts up from the prompt's last token
 SCRIPT = """
@@ -40,11 +40,6 @@ def load():
 
 serve(load)
 """
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from fsd_infer.bench.base import Turn
 from fsd_infer.bench.process import ProcessMethod
 from fsd_infer.bench.record import BenchPrompt
 from fsd_infer.cli.main import main
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 
 # answers with the prompt's last token, once per new token; writes down when it starts, answers and ends
 ENGINE = """
@@ -43,11 +43,6 @@ for line in sys.stdin:
     print(json.dumps({"seconds": 0.5, "prefill_seconds": 0.1, "answers": answers}), flush=True)
 note("end")
 """
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

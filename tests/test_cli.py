@@ -15,15 +15,10 @@ from fsd_infer.cli.report import COLOURS, RESET, show_accepted, use_colour
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.rules import RULES, Source
 from fsd_infer.targets.loading import parse_dtype
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.text_toys import tiny_tokenizer, write_rows
 
 PROMPT = "the cat sat on the mat"
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")

@@ -28,19 +28,9 @@ from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
 from fsd_infer.numerals import read_float
 from fsd_infer.rules import RULES, parse_rule
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.fuzzing import FUZZ, NUMERALS, one_line, refusal, values
 from tests.test_head_malformed import JUNK, changed, places
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def decoder(toy: Toy) -> FuzzyDecoder:
-    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32, device="cpu")
 
 
 @st.composite
@@ -70,7 +60,7 @@ def is_a_slip(text: str) -> bool:
 
 @settings(FUZZ, max_examples=400)
 @given(text=rule_texts(), warm=st.booleans())
-def test_rules_as_text(text: str, warm: bool, decoder: FuzzyDecoder) -> None:
+def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None:
     made: list[Any] = []
     if refusal(lambda: made.append(parse_rule(text))) is not None:
         return
@@ -79,7 +69,7 @@ def test_rules_as_text(text: str, warm: bool, decoder: FuzzyDecoder) -> None:
     said = json.dumps(rule.describe())
     assert "NaN" not in said and parse_rule(text) == rule
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1} if warm else {"do_sample": False}
-    error = refusal(lambda: decoder.generate([5, 6, 7], rule, max_new_tokens=4, **sampling))
+    error = refusal(lambda: toy_decoder.generate([5, 6, 7], rule, max_new_tokens=4, **sampling))
     assert error is None or "temperature 0" in str(error)
 
 
@@ -110,7 +100,7 @@ def command_lines(draw: st.DrawFn) -> tuple[str, list[str]]:
 def test_command_lines(
     line: tuple[str, list[str]],
     toy: Toy,
-    decoder: FuzzyDecoder,
+    toy_decoder: FuzzyDecoder,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -121,7 +111,7 @@ def test_command_lines(
 
     def loaded(target: str, drafter: str, **given: Any) -> FuzzyDecoder:
         same = (target, drafter) == (str(toy.target), str(toy.drafter)) and given.items() >= usual.items()
-        return decoder if same else load(target, drafter, **given)
+        return toy_decoder if same else load(target, drafter, **given)
 
     monkeypatch.setattr(FuzzyDecoder, "from_pretrained", loaded)
     monkeypatch.chdir(tmp_path)  # where records of odd names may be written
@@ -155,7 +145,7 @@ ROWS: list[dict[str, Any]] = [
 
 @settings(FUZZ, max_examples=300)
 @given(data=st.data())
-def test_prompt_files(data: st.DataObject, decoder: FuzzyDecoder, tmp_path: Path) -> None:
+def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: Path) -> None:
     """Rows with values replaced, removed or added; lines cut, joined or overwritten; all read as every reader does."""
     rows: list[Any] = data.draw(st.lists(st.sampled_from(ROWS), min_size=1, max_size=3))
     for _ in range(data.draw(st.integers(0, 2))):
@@ -179,12 +169,12 @@ def test_prompt_files(data: st.DataObject, decoder: FuzzyDecoder, tmp_path: Path
             read_references(found, kind)
         for row in found:
             asked_options(row)
-            encode_chat(decoder.tokenizer, row.messages)
+            encode_chat(toy_decoder.tokenizer, row.messages)
 
     def conversations() -> None:
         for row in read_rows(file):
             row_questions(row.values, row.where)
-            encode_conversation(decoder.tokenizer, row_conversation(row.values, row.where))
+            encode_conversation(toy_decoder.tokenizer, row_conversation(row.values, row.where))
 
     for read in (prompts, conversations):
         error = refusal(read)

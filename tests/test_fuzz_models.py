@@ -7,26 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from fsd_infer import FuzzyDecoder
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.fuzzing import FUZZ, refusal
 from tests.test_head_malformed import JUNK, changed, places
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def decoder(toy: Toy) -> FuzzyDecoder:
-    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32, device="cpu")
 
 
 @settings(FUZZ, max_examples=25)
@@ -67,8 +56,8 @@ VALUES = [
 
 @settings(FUZZ, max_examples=300)
 @given(data=st.data())
-def test_options_in_python(data: st.DataObject, decoder: FuzzyDecoder) -> None:
+def test_options_in_python(data: st.DataObject, toy_decoder: FuzzyDecoder) -> None:
     names = data.draw(st.lists(st.sampled_from(OPTIONS), min_size=1, max_size=2, unique=True))
     given = {name: data.draw(st.sampled_from(VALUES)) for name in names}
     given = {"prompts": [5, 6, 7], "max_new_tokens": 2, "do_sample": False, **given}
-    refusal(lambda: decoder.generate(**given))
+    refusal(lambda: toy_decoder.generate(**given))

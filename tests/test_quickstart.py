@@ -11,12 +11,7 @@ from fsd_infer.drafters import loading
 from fsd_train import quickstart, repository
 from fsd_train.cli import main
 from fsd_train.fit import with_recipes
-from tests.bench_toys import Toy, save_toy
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
+from tests.bench_toys import Toy
 
 
 def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
