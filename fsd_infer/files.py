@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from fsd_infer.errors import CheckpointError, DataError, FsdError
 
@@ -41,6 +44,21 @@ def cache_dir() -> Path:
 
 
 @contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A full disk within the block as an OSError that names ``path``: Python's names none, safetensors has its own."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A draft beside ``path`` that takes its place, by one rename, if the block ends without an error.
 
@@ -55,7 +73,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         draft.touch()
         mode = draft.stat().st_mode
-        yield draft
+        with disk_errors(path):
+            yield draft
         draft.chmod(mode)
         os.replace(draft, path)
     finally:
@@ -130,6 +149,21 @@ def read_weight_map(index: Path, advice: str) -> dict[str, str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name!r:.120}, which is no safetensors file beside it. {advice}")
     return files
+
+
+@contextmanager
+def open_safetensors(path: Path, advice: str, error: type[FsdError] = CheckpointError) -> Iterator[Any]:
+    """A safetensors file, open for reading. Slices that were taken of it stay readable after the block.
+
+    Raises ``error``, which names the file and ends in ``advice``, if it is damaged or lacks what the block asks for.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FsdError:
+        raise
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise error(f"{path} is truncated or damaged ({problem}). {advice}") from problem
 
 
 def sha256_of(path: Path) -> str:

@@ -40,7 +40,7 @@ def recipe_options(path: Path) -> dict[str, Any]:
             "eagle3": (model.get("head") or {}).get("layout") == "eagle3",
             "max_length": data.get("max_length"),
         }
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not a recipe with model.target and data.train_files ({error}).") from error
 
 

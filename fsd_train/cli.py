@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import fsd_infer
-from fsd_infer.cli.run import BAD_INPUT, run
+from fsd_infer.cli.run import BAD_INPUT, needed, run
 from fsd_infer.errors import UnknownNameError
 from fsd_infer.files import cache_dir, write_text
 from fsd_train.command_lines import PARSERS
@@ -86,6 +86,8 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
 
     The list is made again after a change of this code, of what is installed, or of the terminal's width.
     """
+    for package in ("lightning", "jsonargparse"):
+        needed(package)
     facts = [str(version(name)) for name in ("torch", "lightning", "jsonargparse")]
     facts += [str(shutil.get_terminal_size()), sys.executable]
     for package in (Path(__file__).parent, Path(fsd_infer.__file__).parent):

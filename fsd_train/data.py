@@ -393,11 +393,9 @@ class AnswersDataModule(LightningDataModule):
     def _tokenizer(self) -> Any:
         if self.tokenizer_name is None:
             return None
-        from transformers import AutoTokenizer
+        from fsd_infer.targets.loading import load_tokenizer
 
-        from fsd_infer.targets.loading import resolve_target
-
-        return AutoTokenizer.from_pretrained(resolve_target(self.tokenizer_name))
+        return load_tokenizer(self.tokenizer_name)
 
     def train_dataloader(self) -> DataLoader[Item]:
         """Batches of the training rows, in another order each epoch."""

@@ -28,6 +28,7 @@ from fsd_train import command_lines
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.features import check_disk
+from fsd_train.fit import explained, quiet, read_head_recipe
 from fsd_train.losses.rows import default_chunk_size
 from fsd_train.new_recipe import TargetFacts, activation_bytes, facts_of
 
@@ -58,16 +59,15 @@ class Recipe:
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """Raises DataError if the file is missing or is not the recipe of a head."""
+    """Raises DataError if the file is missing or is not the recipe of a head, or as `fit` does for its mistakes."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        sections = [values[name] for name in ("trainer", "model", "data")]
-        recipe = Recipe(*(dict(section.get("init_args", section)) for section in sections))
-        if "drafter" in recipe.model or not (recipe.model["target"] and recipe.data["train_files"]):
+        model, data = (values[name].get("init_args", values[name]) for name in ("model", "data"))
+        if "drafter" in model or not (model["target"] and data["train_files"]):
             raise ValueError("no head's target and train_files")
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not a head's recipe with trainer, model and data ({error}).") from error
-    return recipe
+    return Recipe(**read_head_recipe(path))
 
 
 class _Clock(Callback):
@@ -142,7 +142,7 @@ def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]
     module = EagleModule(**{**recipe.model, "time_limit": None})
     clock = _Clock()
     kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, quiet(), explained():
         Trainer(
             **kept, devices=1, max_steps=1 + _STEPS, limit_val_batches=0, logger=False, callbacks=[clock],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from fsd_infer.errors import DataError, ModelLoadError
+from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import is_head, load_head, read_any_config, save_head
 from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
-from fsd_infer.targets.loading import resolve_target
+from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_train import command_lines
 from fsd_train.data import read_answers
 from fsd_train.distillation_module import DistillationModule
@@ -45,10 +44,7 @@ def load_module(checkpoint: str | Path) -> DistillationModule:
 def target_facts(name: str) -> TargetFacts:
     """What other programs' formats want to know of a target; its weights are read when they are asked for."""
     directory = resolve_target(name)
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{name}: no target that can be found ({error}). Give its directory or hub id.") from error
+    config = load_config(name)
     text = config.get_text_config(decoder=True)
     architectures = list(getattr(config, "architectures", None) or [])
     return TargetFacts(str(directory), architectures, int(text.num_hidden_layers), partial(_lm_head_rows, name))

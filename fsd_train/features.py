@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from fsd_infer.errors import DataError
-from fsd_infer.files import read_json, replacing, sha256_of, write_json
+from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
 from fsd_infer.target import Target
 
 log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 FORMAT = "fsd-features"
 VERSION = 1
 _WEIGHTS = "weights_sha256"  # in the header's target; caches of earlier versions lack it
-_AGAIN = "delete it and its .json, and run `fsd-train cache-features` again."
+_AGAIN = "Delete it and its .json, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
 _Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
 
@@ -70,7 +69,7 @@ class FeatureStore:
         for record in _records(self.directory):
             path = self.directory / record["file"]
             if not path.is_file() or path.stat().st_size != record["bytes"]:
-                raise DataError(f"{path} is missing or truncated: {_AGAIN}")
+                raise DataError(f"{path} is missing or truncated. {_AGAIN}")
             offsets = record["offsets"]
             for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
                 self._where[key] = (len(self._shards), start, stop)
@@ -119,17 +118,15 @@ class FeatureStore:
             self._open, self._pid = {}, os.getpid()
         if shard not in self._open:
             self._verify(shard)
-            try:
-                self._open[shard] = safe_open(self._shards[shard], framework="pt").get_slice("features")
-            except SafetensorError as error:
-                raise DataError(f"{self._shards[shard]} is damaged ({error}): {_AGAIN}") from error
+            with open_safetensors(self._shards[shard], _AGAIN, DataError) as file:
+                self._open[shard] = file.get_slice("features")
         return self._open[shard][start:stop]
 
     def _verify(self, shard: int) -> None:
         """Raise DataError unless a shard matches its checksum, the first time that this process opens it."""
         path, expected = self._shards[shard], self._checksums[shard]
         if expected is not None and sha256_of(path) != expected:
-            raise DataError(f"{path} does not match its checksum: {_AGAIN}")
+            raise DataError(f"{path} does not match its checksum. {_AGAIN}")
         self._checksums[shard] = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,17 +271,34 @@ def _record_files(directory: Path) -> list[Path]:
 
 def _records(directory: Path) -> Iterator[dict[str, Any]]:
     for path in _record_files(directory):
-        yield read_json(path, "Delete it and cache again.")
+        record = read_json(path, "Delete it and cache again.")
+        if not _is_record(record):
+            raise DataError(f"{path}: not the record of a shard. Delete it and cache again.")
+        yield record
+
+
+def _is_record(found: Any) -> bool:
+    kinds = {"file": str, "bytes": int, "sha256": str, "offsets": list, "keys": list}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+        return False
+    offsets, keys = found["offsets"], found["keys"]
+    whole = all(isinstance(key, str) for key in keys) and all(type(offset) is int for offset in offsets)
+    return whole and len(offsets) == len(keys) + 1 and offsets == sorted(offsets) and offsets[0] == 0
 
 
 def _read_header(directory: Path) -> dict[str, Any]:
     path = directory / "index.json"
     if not path.is_file():
         raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
-    header: dict[str, Any] = read_json(path, "Delete the cache, make it again.")
-    if header.get("format") != FORMAT or header.get("version") != VERSION:
+    header = read_json(path, "Delete the cache, make it again.")
+    known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
+    if not known or not isinstance(header.get("target"), dict) or not _is_layers(header.get("layers", [])):
         raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
-    return header
+    return dict(header)
+
+
+def _is_layers(found: Any) -> bool:
+    return isinstance(found, list) and all(type(layer) is int for layer in found)
 
 
 def _facts(target: Target) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def main(argv: Sequence[str]) -> int:
     # a model section without class_path is a head's; `class_path: fsd_train.lm_module.LMModule` trains a small LM
     chosen = class_paths(with_recipes(argv))
     with _command_line(argv):
-        return _train(argv, DistillationModule if chosen else EagleModule, bool(chosen))
+        _train(argv, DistillationModule if chosen else EagleModule, bool(chosen))
+    return 0
 
 
 def finetune(argv: Sequence[str]) -> int:
@@ -137,12 +138,15 @@ def finetune(argv: Sequence[str]) -> int:
     from fsd_train.finetune_module import FinetuneModule
 
     with _command_line(argv):
-        return _train(["fit", *argv[1:]], FinetuneModule, False)
+        _train(["fit", *argv[1:]], FinetuneModule, False)
+    return 0
 
 
-def _train(argv: Sequence[str], model_class: type[ScheduledModule], subclasses: bool) -> int:
-    with _quiet(), _explained():
-        TrainCLI(
+def _train(
+    argv: Sequence[str], model_class: type[ScheduledModule], subclasses: bool, kind: type[TrainCLI] = TrainCLI
+) -> TrainCLI:
+    with quiet(), explained():
+        return kind(
             model_class,
             AnswersDataModule,
             subclass_mode_model=subclasses,
@@ -155,7 +159,24 @@ def _train(argv: Sequence[str], model_class: type[ScheduledModule], subclasses: 
             save_config_kwargs={"overwrite": True},
             args=with_recipes(argv),
         )
-    return 0
+
+
+class _Reader(TrainCLI):
+    """Reads and checks, and goes no further."""
+
+    def instantiate_classes(self) -> None:
+        pass
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def read_head_recipe(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Sections of a head's recipe with their defaults, checked as `fit` checks them. Raises FsdError as `fit` does."""
+    argv = ["fit", "--config", str(path)]
+    with _command_line(argv):
+        line = _train(argv, EagleModule, False, _Reader)
+    return {section: line.config["fit"][section].as_dict() for section in ("trainer", "model", "data")}
 
 
 def with_recipes(argv: Sequence[str]) -> list[str]:
@@ -240,11 +261,13 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Turns what Lightning, jsonargparse and torch raise for a bad configuration into FsdError."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            raise  # the command line says how to install it
         cause = _cause(error)
         if cause is not None:
             raise cause from None
@@ -289,7 +312,7 @@ def _command_line(argv: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Ours to say is printed as it is, warnings in one line, and none of Lightning's notices."""
     ours, theirs = logging.getLogger("fsd_train"), logging.getLogger("lightning.pytorch")
     level, their_level, handler = ours.level, theirs.level, logging.StreamHandler()

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from fsd_infer.errors import DataError, FsdError, ModelLoadError
+from fsd_infer.files import write_text
 from fsd_infer.heads.config import usual_layers
 from fsd_infer.target import Target
-from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, resolve_target
+from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, load_config
 from fsd_train import command_lines
 from fsd_train.losses.rows import default_chunk_size
 from fsd_train.repository import SHIPPED
@@ -109,13 +110,13 @@ def facts_of(name: str) -> TargetFacts:
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     try:
-        config = AutoConfig.from_pretrained(resolve_target(name))
+        config = load_config(name)
         _check_layers(config.get_text_config(decoder=True))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, FsdError):
-            raise
+    except FsdError:
+        raise
+    except Exception as error:  # a config can make any part of transformers fail
         raise ModelLoadError(f"no recipe can be made for {name}: {error}") from error
     text = config.get_text_config(decoder=True)
     target = Target(model, name=name)
@@ -441,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(text)
     else:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text.replace("--config RECIPE", f"--config {path}"), encoding="utf-8")
+        write_text(Path(path), text.replace("--config RECIPE", f"--config {path}"))
     config = yaml.safe_load(text)
     regenerate = [] if args.data else [f"fsd-train regenerate --config {path} --prompts PROMPTS.jsonl"]
     lines = [

@@ -20,15 +20,15 @@ from typing import IO, Any
 
 import yaml
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from fsd_infer.chat.encoding import read_jsonl
 from fsd_infer.chat.rows import rows_digest
 from fsd_infer.cli.run import one_line
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
-from fsd_infer.files import read_json, write_json
-from fsd_infer.targets.loading import builtin_dir, is_builtin, parse_dtype
+from fsd_infer.files import disk_errors, read_json, write_json
+from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST, command_lines
 from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, LocalBackend
 from fsd_train.plan import Plan, answer_line, next_turns, plan_jobs
@@ -57,7 +57,7 @@ class AnswerFile:
     def open(self) -> Iterator[tuple[set[str], IO[bytes]]]:
         """Yields the ids that are answered already and the file to append to. One process at a time may hold it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:
+        with disk_errors(self.path), open(self.path, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -85,6 +85,8 @@ class AnswerFile:
             write_json(self.meta_path, self.settings, indent=1)
             return
         found = read_json(self.meta_path, "Choose another --output.")
+        if not isinstance(found, dict):
+            raise FsdError(f"{self.meta_path} holds no settings of a run. Choose another --output.")
         wanted = json.loads(json.dumps(self.settings))  # as JSON holds it: tuples are lists there
         differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         if differing:
@@ -196,7 +198,7 @@ def resolve(args: argparse.Namespace) -> None:
         try:
             recipe = yaml.safe_load(find(args.config).read_text(encoding="utf-8"))
             model, data = dict(recipe.get("model") or {}), dict(recipe.get("data") or {})
-        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{args.config}: no recipe ({one_line(str(error))}).") from error
         args.target = args.target or model.get("init_args", model).get("target")
         files = data.get("train_files") or []
@@ -247,8 +249,8 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
 def _window(target: str) -> int | None:
     """Longest context by the target's config; None where it says nothing, or is not here."""
     try:
-        config = AutoConfig.from_pretrained(builtin_dir(target) if is_builtin(target) else target)
-    except (OSError, ValueError, KeyError):
+        config = load_config(target)
+    except FsdError:
         return None
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -260,8 +262,8 @@ def _generation_config(directory: str | Path) -> GenerationConfig | None:
     except OSError:  # the model has no such file: what is said of generation is in its config
         pass
     try:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory))
-    except (OSError, ValueError):
+        return GenerationConfig.from_model_config(load_config(directory))
+    except FsdError:
         return None
 
 

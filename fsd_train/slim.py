@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fsd_infer.errors import CheckpointError
-from fsd_infer.files import read_weight_map
+from fsd_infer.files import open_safetensors, read_weight_map
 from fsd_infer.target import Target
 from fsd_infer.targets.adapters import adapter_digest
-from fsd_infer.targets.loading import adapter_of, attention_for, resolve_target
+from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
+
+_AGAIN = "Fetch the model again."
 
 
 def load_slim(name: str, dtype: torch.dtype) -> Target | None:
@@ -23,9 +22,14 @@ def load_slim(name: str, dtype: torch.dtype) -> Target | None:
     It is possible for directories of safetensors whose embedding layer has no computed buffers. Only the result's
     :meth:`Target.embed`, LM head and facts are usable: it cannot run.
     """
-    directory, adapter = Path(resolve_target(name)), adapter_of(name)
+    directory = Path(resolve_target(name))
     if not directory.is_dir():
         return None
+    with explained(name):
+        return _load(name, directory, dtype)
+
+
+def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
     files = _weight_files(directory)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
@@ -41,6 +45,7 @@ def load_slim(name: str, dtype: torch.dtype) -> Target | None:
                 return None
             loaded = nn.Parameter(_read(directory / files[key], key).to(dtype), requires_grad=False)
             _replace(model, parameter, loaded)
+    adapter = adapter_of(name)
     if adapter is not None:  # it changes linear layers inside the decoder only
         model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
     if (directory / "generation_config.json").is_file():
@@ -60,24 +65,18 @@ def _weight_files(directory: Path) -> dict[str, str] | None:
     """Tensor name -> file, or None if the weights are not safetensors."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        return read_weight_map(index, "Fetch the model again.")
+        return read_weight_map(index, _AGAIN)
     single = directory / "model.safetensors"
     if not single.is_file():
         return None
-    with _open(single) as file:
+    with open_safetensors(single, _AGAIN) as file:
         return dict.fromkeys(file.keys(), single.name)
 
 
 def _read(path: Path, key: str) -> torch.Tensor:
-    with _open(path) as file:
-        return file.get_tensor(key)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({error}): fetch the model again.") from error
+    with open_safetensors(path, _AGAIN) as file:
+        tensor: torch.Tensor = file.get_tensor(key)
+    return tensor
 
 
 def move(target: Target, device: torch.device) -> None:

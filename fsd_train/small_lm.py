@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.errors import DataError, ModelLoadError
+from fsd_infer.files import disk_errors, write_text
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
@@ -140,6 +141,12 @@ class SmallLM(nn.Module):
         in bf16, whose adapter_config.json records the base model as ``source`` named it.
         """
         directory.mkdir(parents=True, exist_ok=True)
+        with disk_errors(directory):
+            self._save(directory)
+        write_text(directory / "training.json", json.dumps(record, indent=2, default=str) + "\n")
+        return directory
+
+    def _save(self, directory: Path) -> None:
         if not hasattr(self.model, "peft_config"):
             self.merged(EXPORT_DTYPE).save_pretrained(directory)
             if self.tokenizer is not None:
@@ -149,8 +156,6 @@ class SmallLM(nn.Module):
             state = {name: value.to(EXPORT_DTYPE) for name, value in self.model.state_dict().items() if "lora_" in name}
             self.model.save_pretrained(directory, save_embedding_layers=False, state_dict=state)
             (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
-        (directory / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-        return directory
 
     @torch.no_grad()
     def sample(

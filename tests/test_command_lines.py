@@ -13,7 +13,7 @@ import pytest
 import fsd_infer
 from fsd_infer.cli.main import build_parser
 from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
-from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, one_line, run
+from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, EXTRAS, INTERRUPTED, UNEXPECTED, one_line, run
 from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
 from fsd_infer.numerals import read_float, read_int
@@ -35,6 +35,12 @@ def raiser(error: BaseException) -> object:
         (IsADirectoryError(21, "Is a directory", "there"), BAD_INPUT, "prog: there: Is a directory"),
         (OSError("no space"), BAD_INPUT, "prog: no space"),
         (MemoryError(), BAD_INPUT, "prog: out of memory: ask for less"),
+        (
+            ModuleNotFoundError(name="peft.tuners"),
+            BAD_INPUT,
+            "prog: the package peft is not installed: pip install 'fsd",
+        ),
+        (ModuleNotFoundError("use `pip install x`"), BAD_INPUT, "prog: use `pip install x`"),
         (KeyboardInterrupt(), INTERRUPTED, "prog: interrupted"),
         (BrokenPipeError(32, "Broken pipe"), BROKEN_PIPE, ""),
     ],
@@ -111,6 +117,46 @@ def test_options_within_what_makes_sense(kind: object, bad: list[str], capsys: p
         assert stop.value.code == BAD_INPUT
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and err.startswith("fsd-infer: argument --try: "), "one line, without the usage"
+
+
+def test_extras_are_those_of_the_project(repo_root: Path) -> None:
+    text = (repo_root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    for package, extra in EXTRAS.items():
+        section = re.search(rf"^{extra} = \[(.*?)\](?:\s|$)", text, flags=re.M | re.S)
+        assert section is not None and f'"{ {"yaml": "pyyaml"}.get(package, package) }' in section[1]
+
+
+MISSING = [
+    ("scipy", "fsd_infer", "bench --prompts none.jsonl", "bench"),
+    ("scipy", "fsd_infer", "sweep --prompts none.jsonl --rules exact --output x", "bench"),
+    ("scipy", "fsd_infer", "calibrate --prompts x --rules exact --at-most-nats 1 --output x", "bench"),
+    ("lightning", "fsd_train", "fit --help", "train"),
+    ("jsonargparse", "fsd_train", "fit --help", "train"),
+]
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+from fsd_infer.cli.main import main as fsd_infer
+from fsd_train.cli import main as fsd_train
+
+class Without(MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+sys.meta_path.insert(0, Without())
+for package, program, command, _ in CASES:
+    print(globals()[program](command.split()))
+"""
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    """In a process of its own, which imports none of them before."""
+    script = WITHOUT.replace("CASES", repr(MISSING))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(BAD_INPUT)] * len(MISSING), done.stderr
+    for line, (package, _, _, extra) in zip(done.stderr.splitlines(), MISSING, strict=True):
+        assert f"package {package} is not installed: pip install 'fsd-toolkit[{extra}]'" in line
 
 
 HELP = [

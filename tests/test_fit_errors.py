@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
-from fsd_train.fit import TrainCLI, _explained, _quiet, readable
+from fsd_train.fit import TrainCLI, explained, quiet, readable
 from tests.train_toys import make_toys
 
 
@@ -218,7 +218,7 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
     """As :func:`call`, up to where a target would be loaded."""
 
     def begin() -> None:
-        with _quiet(), _explained():
+        with quiet(), explained():
             line.parse_arguments(line.parser, argv)
             line.instantiate_classes()
             line.before_fit()

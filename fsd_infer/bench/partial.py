@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.files import writable, write_text
+from fsd_infer.files import disk_errors, writable, write_text
 
 
 class PartialFile:
@@ -67,10 +66,12 @@ class PartialFile:
             row = _parse(line)
             try:
                 if row is not None and "described" in row:
+                    if not _fits(row["described"], dict[str, dict[str, Any]]):
+                        break
                     self.described.update(row["described"])
                 else:
                     self.turns.append(_turn(row))
-            except (TypeError, KeyError, AttributeError, ValueError):
+            except (TypeError, KeyError, AttributeError):
                 break  # a line cut short by the kill; every later turn is measured again
             kept.append(line)
         self._restart(settings, kept)
@@ -90,7 +91,7 @@ class PartialFile:
         self.described[name] = facts
 
     def _append(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -118,7 +119,29 @@ def _is_record(file: Path) -> bool:
 def _turn(row: Any) -> Turn:
     """A line's turn. Raises TypeError, KeyError or AttributeError if it holds none."""
     runs = {
-        name: TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
+        name: _made(TimedRun, {**run, "answers": [_made(Answer, answer) for answer in run["answers"]]})
         for name, run in row["runs"].items()
     }
-    return Turn(operator.index(row["group"]), operator.index(row["repeat"]), list(row["prompts"]), runs)
+    turn: Turn = _made(Turn, {**row, "runs": runs})
+    return turn
+
+
+def _made(kind: type, values: dict[str, Any]) -> Any:
+    """A dataclass of ``values``. Raises TypeError for values of other types than its fields'."""
+    made = kind(**values)
+    for name, hint in get_type_hints(kind).items():
+        if not _fits(getattr(made, name), hint):
+            raise TypeError(f"{name} is no {hint}")
+    return made
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Is this a value of the annotated type? For numbers, texts, dataclasses, and lists, dicts and unions of them."""
+    inner = get_args(hint)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if inner:
+        return any(_fits(value, each) for each in inner)
+    return hint is Any or type(value) is hint or (hint is float and type(value) is int)

@@ -48,8 +48,14 @@ class _Turns:
         self.prompts = [prompt.ids for prompt in prompts]
         self.groups = group_prompts(prompts, settings.batch_size)
         self.options = generate_options(settings)
-        self.finished: list[Turn] = list(partial.turns) if partial is not None else []
         self.places = [(group, repeat) for group in range(len(self.groups)) for repeat in range(settings.repeat)]
+        self.finished = [turn for turn in (partial.turns if partial is not None else []) if self._is_ours(turn)]
+
+    def _is_ours(self, turn: Turn) -> bool:
+        """Is it a place of this run, with an answer to each of its prompts?"""
+        if (turn.group, turn.repeat) not in self.places or turn.prompts != self.groups[turn.group]:
+            return False
+        return all(len(run.answers) == len(turn.prompts) for run in turn.runs.values())
 
     def done(self) -> set[tuple[int, int, str]]:
         """(group, repeat, method) of what is finished."""
@@ -87,7 +93,9 @@ def take_turns(
 ) -> list[Turn]:
     """Every method answers every prompt; which goes first rotates. Turns that ``partial`` holds are not repeated."""
     turns = _Turns(settings, prompts, partial, progress)
-    done = {(group, repeat) for group, repeat, _ in turns.done()}
+    names = {method.name for method in methods}
+    done = {(turn.group, turn.repeat): turn for turn in turns.finished if turn.runs.keys() == names}
+    turns.finished = list(done.values())
     todo = [place for place in turns.places if place not in done]
     if todo:
         for method in tqdm(methods, desc="warm-up", unit="method", disable=not progress, leave=False):

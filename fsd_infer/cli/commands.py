@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsd_infer.cli.run import needed
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import usable_name, writable
 from fsd_infer.numerals import read_float
@@ -155,6 +156,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def bench(args: argparse.Namespace) -> int:
     """`fsd-infer bench`."""
+    needed("scipy")  # of the intervals in the record
     import fsd_infer.bench
     from fsd_infer.cli.report import bench_table
     from fsd_infer.tuning.autotune import parse_tree
@@ -196,6 +198,7 @@ def bench(args: argparse.Namespace) -> int:
 
 def sweep(args: argparse.Namespace) -> int:
     """`fsd-infer sweep`."""
+    needed("scipy")
     from fsd_infer.evidence.page import write_page
     from fsd_infer.evidence.settings import SweepOptions
     from fsd_infer.evidence.sweep import sweep as run_sweep
@@ -218,6 +221,7 @@ def sweep(args: argparse.Namespace) -> int:
 
 def calibrate(args: argparse.Namespace) -> int:
     """`fsd-infer calibrate`."""
+    needed("scipy")
     from fsd_infer.cli.report import calibration_lines
     from fsd_infer.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_infer.evidence.calibrate import calibrate as run_calibrate

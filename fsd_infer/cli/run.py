@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -17,6 +18,14 @@ UNEXPECTED = 1  # an error of the program's
 BAD_INPUT = 2  # as argparse has it
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+EXTRAS = {
+    "scipy": "bench",
+    "lm_eval": "lm-eval",
+    "deepspeed": "deepspeed",
+    **dict.fromkeys(
+        ("lightning", "peft", "datasets", "torchmetrics", "jsonargparse", "tensorboardX", "yaml", "matplotlib"), "train"
+    ),
+}  # the extra of pyproject.toml that installs a package
 _LONGEST = 2000  # characters of a line
 
 
@@ -25,7 +34,7 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
 
     ======================  ==========================================================================================
     0                       it went well (or what the command returned)
-    2, a line               bad input: an FsdError, or a file that cannot be read or written
+    2, a line               bad input: an FsdError, a file that cannot be read or written, a package not installed
     1, a line               an error of the program's own; the line names a file that holds the traceback
     130                     interrupted
     141                     whoever read our output has gone
@@ -63,8 +72,16 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     except BaseException as error:  # not all are Exceptions: panics of libraries in Rust are not
         if debug:
             raise
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("fsd_"):
+            return _say(program, _missing(error), BAD_INPUT)
         message = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
         return _say(program, message, UNEXPECTED)
+
+
+def needed(package: str) -> None:
+    """Raise ModuleNotFoundError if a package that the end of long work needs is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(name=package)
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,6 +104,14 @@ def one_line(text: str) -> str:
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    if error.name is None:  # Lightning's, which name the command themselves
+        return str(error)
+    package = error.name.partition(".")[0]
+    wanted = f"'fsd-toolkit[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return f"the package {package} is not installed: pip install {wanted}"
 
 
 def _say(program: str, text: str, status: int) -> int:

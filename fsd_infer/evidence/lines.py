@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import FsdError
-from fsd_infer.files import usable_name, writable, write_text
+from fsd_infer.files import disk_errors, usable_name, writable, write_text
 
 VERSION = 1
 DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
@@ -20,7 +20,8 @@ _ANSWER = {
     **dict.fromkeys(("seconds", "prefill_seconds", "gate_open_fraction", "gate_accepted_fraction"), _NUMBER),
     **dict.fromkeys(("tokens", "rounds", "spent"), list), **dict.fromkeys(("sources", "finish_reason", "text"), str),
     "target_forwards": int, "divergence_spent": (*_NUMBER, str),
-    **dict.fromkeys(("log_likelihood", "score", "repeated_4grams", "final"), object),
+    **dict.fromkeys(("log_likelihood", "score", "repeated_4grams"), (*_NUMBER, type(None))),
+    "final": (str, type(None)),
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class SweepFile:
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line; it is on disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())

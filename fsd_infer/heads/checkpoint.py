@@ -5,8 +5,6 @@ Besides our own, EAGLE heads are read as other programs store them (:mod:`fsd_in
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError, shortened
-from fsd_infer.files import read_json
+from fsd_infer.files import read_json, replacing, write_json
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.layers import build_rotary
@@ -60,9 +58,9 @@ def save_head(
         "target": fingerprint,
         "training": extra or {},
     }
-    save_file(tensors, directory / SINGLE)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copymode(directory / CONFIG, directory / SINGLE)  # safetensors writes files for the user alone
+    with replacing(directory / SINGLE) as draft:
+        save_file(tensors, draft)
+    write_json(directory / CONFIG, config, indent=2)
     return directory
 
 

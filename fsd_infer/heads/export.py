@@ -5,8 +5,7 @@ A format that cannot express a head refuses it, with the reason and the nearest 
 
 from __future__ import annotations
 
-import json
-import shutil
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsd_infer.errors import CheckpointError
+from fsd_infer.files import replacing, write_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
 from fsd_infer.heads.head import EagleHead
@@ -73,13 +73,16 @@ def export_head(
     config = _speculators(head.config, target, dtype) if to == "speculators" else _llama(head.config, to, target, dtype)
     tensors = {name: (value.to(dtype) if value.is_floating_point() else value) for name, value in tensors.items()}
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / SINGLE)
+    with replacing(directory / SINGLE) as draft:
+        save_file(tensors, draft, metadata={"format": "pt"})
+    write_json(directory / "config.json", config, indent=2)
     if eagle3 or head.draft_ids is None:
         return []
     if to == "sglang":
-        torch.save(head.draft_ids.long().cpu(), directory / TOKEN_MAP)
+        pickled = io.BytesIO()
+        torch.save(head.draft_ids.long().cpu(), pickled)
+        with replacing(directory / TOKEN_MAP) as draft:
+            draft.write_bytes(pickled.getvalue())
         return [f"it drafts over its reduced vocabulary with --speculative-token-map {directory / TOKEN_MAP}"]
     return [f"{to} drafts over the whole vocabulary with heads of this layout; the weights are the same"]
 

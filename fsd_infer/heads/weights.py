@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsd_infer.errors import CheckpointError
-from fsd_infer.files import read_weight_map
+from fsd_infer.files import open_safetensors, read_weight_map
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _AGAIN = "Copy or export the drafter again."
@@ -70,28 +69,18 @@ class Weights:
 
     def _tensor(self, name: str, kinds: set[str], wanted: str) -> Tensor:
         self._check(name, kinds, wanted)
-        try:
-            with safe_open(self._files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        except (SafetensorError, OSError, ValueError) as error:
-            raise _damaged(self._files[name], error) from error
+        with open_safetensors(self._files[name], _AGAIN) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
     """(name, shape, type) of the tensors in a file."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}
-            return [(name, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()]
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file} is truncated or damaged ({error}): copy or export it again.")
+    with open_safetensors(file, _AGAIN) as opened:
+        slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}
+        return [(name, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()]
 
 
 def names_in_pickle(pickled: Path, telling: tuple[str, ...]) -> set[str]:

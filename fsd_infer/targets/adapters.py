@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from fsd_infer.errors import CheckpointError, ModelLoadError
-from fsd_infer.files import read_json
+from fsd_infer.files import open_safetensors, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -132,9 +130,5 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter.")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error}); copy or export it again."
-        ) from None
+    with open_safetensors(path, "Copy or export the adapter again.") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}

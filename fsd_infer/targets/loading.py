@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
-from fsd_infer.files import read_json, read_weight_map, usable_name
+from fsd_infer.files import open_safetensors, read_json, read_weight_map, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
 
@@ -33,6 +33,7 @@ __all__ = [
     "attention_for",
     "builtin_dir",
     "check_safetensors",
+    "explained",
     "is_builtin",
     "load_config",
     "load_target",
@@ -216,31 +217,26 @@ def check_safetensors(path: Path) -> int:
     Raises:
         CheckpointError: truncated or malformed.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return len(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error}); copy or fetch it again."
-        ) from None
+    with open_safetensors(path, "Copy or fetch it again.") as file:
+        return len(file.keys())
 
 
 def load_config(name_or_dir: str | os.PathLike[str]) -> PretrainedConfig:
     """A target's config alone; names and errors as of :func:`load_target`."""
     source = resolve_target(name_or_dir)
-    with _explained(name_or_dir):
+    with explained(name_or_dir):
         return AutoConfig.from_pretrained(source)
 
 
 def load_tokenizer(name_or_dir: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
     """A target's tokenizer alone, None for a local directory without one; otherwise as :func:`load_config`."""
     source = resolve_target(name_or_dir)
-    with _explained(name_or_dir):
+    with explained(name_or_dir):
         return _tokenizer(source)
 
 
 @contextmanager
-def _explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
+def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Whatever transformers makes of a model's files, as one of our errors."""
     name = os.fspath(name_or_dir)
     try:
@@ -292,7 +288,7 @@ def load_target(
     place = parse_device(device)
     source, adapter = resolve_target(name_or_dir, progress=progress), adapter_of(name_or_dir)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-    with _explained(name_or_dir):
+    with explained(name_or_dir):
         config = AutoConfig.from_pretrained(source, **common)
         _check_size(source, config, trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
