@@ -86,8 +86,8 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
 
     The list is made again after a change of this code, of what is installed, or of the terminal's width.
     """
-    for package in ("lightning", "jsonargparse"):
-        needed(package)
+    for name in ("lightning", "jsonargparse"):
+        needed(name)
     facts = [str(version(name)) for name in ("torch", "lightning", "jsonargparse")]
     facts += [str(shutil.get_terminal_size()), sys.executable]
     for package in (Path(__file__).parent, Path(fsd_infer.__file__).parent):
