@@ -1,4 +1,4 @@
-"""The dynamic tree of a head keeps its best candidates."""
+"""The dynamic tree of a head: the best candidates, found in lists on a CPU and in tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu.ops import likeliest
-from fsd_infer.drafters.eagle import TreeShape, _keep_best, _Level
-from fsd_infer.drafters.visits import visit_scores
+from fsd_infer.drafters.eagle import TreeShape, _best_in_lists, _best_in_tensors, _keep_best, _Level
 from fsd_infer.tree import DraftTree, ancestors_of
 
 VOCABULARY = 40
@@ -44,47 +43,29 @@ def paths(tree: DraftTree) -> list[dict[tuple[int, ...], tuple[float, list[float
     return found
 
 
-def best_in_lists(roots: Tensor, levels: list[_Level], drafter: Any, tilt: float) -> list[dict[tuple[int, ...], Any]]:
-    """The paths that the tree must have, found one row and one candidate at a time."""
-    found = []
-    for row, root in enumerate(roots.tolist()):
-        tokens, scores, parents, laws = [root], [0.0], [0], {}
-        for level in levels:
-            for number, node in enumerate(level.expanded[row].tolist()):
-                laws[node] = level.logits[row, number].tolist()
-                parents += [node] * drafter.shape.width
-            tokens += level.tokens[row].tolist()
-            scores += level.scores[row].tolist()
-        visits = visit_scores(scores, parents, tilt)
-        chosen = sorted(range(1, len(scores)), key=visits.__getitem__, reverse=True)[: drafter.max_nodes - 1]
-        named, of_row = {0: (root,)}, {}
-        for node in sorted(chosen):
-            named[node] = (*named[parents[node]], tokens[node])
-        inner = {parents[node] for node in chosen}
-        for node, path in named.items():
-            of_row[path] = scores[node], laws[node] if node in inner else None
-        found.append(of_row)
-    return found
-
-
 @pytest.mark.parametrize("peaked", [0.0, 5.0, 200.0])
 @pytest.mark.parametrize("shape", [TreeShape(1, 3, 9), TreeShape(3, 1, 4), TreeShape(4, 3, 8), TreeShape(5, 6, 16)])
 @pytest.mark.parametrize(("batch", "tilt"), [(1, 0.0), (3, 0.0), (3, 1.0)])
-def test_the_tree_keeps_the_best_candidates(shape: TreeShape, batch: int, tilt: float, peaked: float) -> None:
+def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, tilt: float, peaked: float) -> None:
     torch.manual_seed(0)
     drafter: Any = SimpleNamespace(shape=shape, max_nodes=min(shape.nodes, 1 + shape.candidates))
-    for _ in range(10):
+    for _ in range(20):
         levels = levels_of(shape, batch, peaked)
         roots, ids = torch.arange(batch), torch.arange(VOCABULARY)
-        tree = _keep_best(roots, levels, drafter, ids, tilt)
-        # where rounding chooses among equals, trees may differ
-        assert paths(tree) == best_in_lists(roots, levels, drafter, tilt) or (tilt and peaked == 200.0)
-        assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
-        assert torch.equal(tree.depths, tree.ancestors.sum(-1) - 1)
+        lists, tensors = (make(roots, levels, drafter, ids, tilt) for make in (_best_in_lists, _best_in_tensors))
+        assert paths(lists) == paths(tensors) or (tilt and peaked == 200.0)  # where rounding chooses among equals
+        for tree in (lists, tensors):
+            assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
+            assert torch.equal(tree.depths, tree.ancestors.sum(-1) - 1)
+        for row in lists.to_rows():  # down the likeliest path first
+            node = 0
+            while inner := [child for child, parent in enumerate(row.parents) if child and parent == node]:
+                assert min(inner) == node + 1 and row.scores[node + 1] == max(row.scores[child] for child in inner)
+                node += 1
         best = torch.cat([level.scores for level in levels], 1).sort(descending=True).values
-        assert tree.scores is not None
-        kept = tree.scores[:, 1:].sort(descending=True).values
+        kept = lists.scores[:, 1:].sort(descending=True).values
         assert tilt or torch.equal(kept, best[:, : drafter.max_nodes - 1])
+        assert torch.equal(_keep_best(roots, levels, drafter, ids, tilt).tokens, lists.tokens)
 
 
 def test_what_is_not_a_number_comes_through_to_be_refused() -> None:
