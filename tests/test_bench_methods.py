@@ -16,6 +16,7 @@ from fsd_infer.bench import ServerError, parse_methods, run
 from fsd_infer.bench.server import Server
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
+from fsd_infer.drafters.lm import DEFAULT_CHAINS, TILTED_CHAINS
 from fsd_infer.errors import UnknownNameError
 from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from tests.bench_toys import Toy, save_toy
@@ -122,6 +123,12 @@ def test_beams_in_batches(toy: Toy) -> None:
     for facts in (theirs, plain, drafted):
         assert 0 < facts["prefill_seconds"] < facts["seconds_per_answer"] * 2
         assert facts["decode_tokens_per_second"] > facts["tokens_per_second"]
+
+
+def test_a_record_names_the_drafts_that_were_made(toy: Toy) -> None:
+    facts = toy_run(toy, ["exact", "tilted:1"], limit=1)["methods"]
+    assert facts["exact"]["drafter"]["depth"] == DEFAULT_CHAINS["cpu"][0]
+    assert facts["tilted:1"]["drafter"]["depth"] == TILTED_CHAINS["cpu"][0]
 
 
 def test_where_the_time_goes_adds_up(toy: Toy) -> None:

@@ -19,7 +19,7 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
 from tests.families import VOCAB, tiny_model, tiny_prompts
 
-FAST_PROMPTS, SLOW_PROMPTS, NEW_TOKENS = 6, 60, 64
+FAST_PROMPTS, SLOW_PROMPTS, NEW_TOKENS = 4, 60, 40
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def _check(decoder: FuzzyDecoder, prompts: list[list[int]], expected: list[list[
 def test_greedy_equals_generate(decoder: FuzzyDecoder, untouched: Any, prompts: list[list[int]]) -> None:
     short = sorted(prompts, key=len)[:FAST_PROMPTS]
     expected = _generated(untouched, short)
-    _check(decoder, short[:2], expected[:2], batch=1)
-    _check(decoder, short[2:], expected[2:], batch=4)
+    _check(decoder, short[:1], expected[:1], batch=1)
+    _check(decoder, short[1:], expected[1:], batch=3)
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_hook_of_transformers_uses_the_shipped_head(decoder: FuzzyDecoder) -> No
 
 
 def test_fuzzy_accepts_more_on_the_real_model(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:
-    options = dict(max_new_tokens=32, do_sample=False, measure_log_likelihood=True)
-    short = sorted(prompts, key=len)[:4]
+    options = dict(max_new_tokens=24, do_sample=False)
+    short = sorted(prompts, key=len)[:3]
     exact = decoder.generate(short, rule="exact", **options).stats
     fuzzy = decoder.generate(short, rule="fuzzy:js:0.5", **options).stats
     assert fuzzy.tau > exact.tau

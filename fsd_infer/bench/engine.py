@@ -26,6 +26,7 @@ class EngineMethod(Method):
     ) -> None:
         self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
         self.beams, self.beam_options = beams, beam_options or BeamOptions()
+        self.drafted: dict[str, Any] | None = None  # its tree may be one for this rule and so many rows
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         self.drafter.forget()  # a prompt that is repeated must not be answered from memory
@@ -35,6 +36,7 @@ class EngineMethod(Method):
         made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
         seconds = time.perf_counter() - start
         stats = made.stats
+        self.drafted = self.drafted or stats.drafter
         answers = [
             Answer(
                 tokens=tokens,
@@ -56,5 +58,5 @@ class EngineMethod(Method):
             "rule": self.rule.describe(),
             "beams": self.beams,
             "beam_options": self.beam_options.given(),
-            "drafter": self.drafter.describe(),
+            "drafter": self.drafted or self.drafter.describe(),
         }
