@@ -41,9 +41,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def examine(world: Path, head: Path, out: Path, **options: str) -> dict[str, dict[str, Any]]:
-    arguments = {"target": str(world / "target"), "head": str(head), "data": str(world / "answers.jsonl"), **options}
-    command = [part for name, value in arguments.items() for part in (f"--{name}", value)]
-    status = cli(["doctor", "--rows", "40", *command, "--max-new-tokens", "24", "--json", str(out / "found.json")])
+    files = {"target": str(world / "target"), "head": str(head), "data": str(world / "answers.jsonl")}
+    arguments = {**files, "rows": "20", "max-new-tokens": "12", "json": str(out / "found.json"), **options}
+    status = cli(["doctor", *(part for name, value in arguments.items() for part in (f"--{name}", value))])
     found = {line["check"]: line for line in json.loads((out / "found.json").read_text())}
     assert status == int(any(line["ok"] is False for line in found.values()))
     return found
@@ -95,7 +95,7 @@ def test_missing_norm(world: Path, tmp_path: Path) -> None:
         # as a program that knows no final norm: what it scales is gone
         stored.pop("norm.weight")
 
-    found = examine(world, edited(world / "fsd", tmp_path / "head", strip, final_norm=False), tmp_path)
+    found = examine(world, edited(world / "fsd", tmp_path / "head", strip, final_norm=False), tmp_path, rows="40")
     assert wrong(found)[0] == "norms" and "final norm" in found["norms"]["says"], found
 
 
@@ -116,7 +116,7 @@ def test_another_template(world: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(other)
     found = examine(world, world / "eagle3", tmp_path, target=str(other))
     assert wrong(found)[0] == "template" and "fsd-train regenerate" in found["template"]["fix"], found
-    assert "40 of 40" in found["template"]["says"]
+    assert "20 of 20" in found["template"]["says"]
 
 
 @pytest.mark.parametrize("first", [0, WIDTH])
@@ -144,7 +144,7 @@ def test_shifted_features(first: int, world: Path, tmp_path: Path) -> None:
         assert wrong(found) == ["cached features"], found
         assert "shifted by one position" in found["cached features"]["says"]
         return
-    train(tmp_path, EAGLE3, features=str(tmp_path / "features"))
+    train(tmp_path, EAGLE3, features=str(tmp_path / "features"), steps=70)  # enough to see it
     found = examine(world, tmp_path / "head", tmp_path)
     assert wrong(found)[0] == "positions" and "token before" in found["positions"]["says"], found
 
@@ -212,9 +212,9 @@ def counters(rounds: list[int], positions: int = 4) -> str:
 
 def test_a_server_with_the_head_agrees(world: Path, tmp_path: Path) -> None:
     with engine(world, world / "eagle3") as url:
-        found = examine(world, world / "eagle3", tmp_path, url=url, rows="16")
+        found = examine(world, world / "eagle3", tmp_path, url=url, rows="8", **{"max-new-tokens": "24"})
     assert wrong(found) == [] and found["engine's answers"]["ok"] and found["engine's acceptance"]["ok"], found
-    assert found["engine's answers"]["says"] == "16 of 16 are ours"
+    assert found["engine's answers"]["says"] == "8 of 8 are ours"
     theirs, ours = found["engine's acceptance"]["says"].removeprefix("accepted by position: ").split("; ours ")
     assert theirs == ours and len(theirs.split()) == 4
 
@@ -223,7 +223,7 @@ def test_a_server_that_feeds_the_head_otherwise(world: Path, tmp_path: Path) -> 
     """Its numbering of layers is another: the answers are right, and few drafts are accepted."""
     other = edited(world / "eagle3", tmp_path / "head", lambda stored: None, fused_layers=[2, 3])
     with engine(world, other) as url:
-        found = examine(world, world / "eagle3", tmp_path, url=url, rows="24")
+        found = examine(world, world / "eagle3", tmp_path, url=url, rows="12")
     assert wrong(found) == ["engine's acceptance"] and "layer ids" in found["engine's acceptance"]["fix"], found
 
 
