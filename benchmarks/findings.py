@@ -1,0 +1,127 @@
+"""A sweep's file as a record: settings beside exact decoding, and beside random gates at equal tokens per forward.
+
+The sweep's lines hold whole answers and stay out of the repository; the record holds what its report shows, the nats
+that answers spent, and for each setting how its score and likelihood differ from those that the sweep's random gates
+reach where they emit as many tokens per forward. Between two rates a line is drawn, from exact on, which is rate 0.
+
+Run: python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsd_infer.bench.base import Answer
+from fsd_infer.bench.record import jsonable, write_record
+from fsd_infer.errors import FsdError
+from fsd_infer.evidence.settings import EXACT
+from fsd_infer.evidence.summary import At, Sweep, per_prompt, read_sweep, summarise
+
+Floats = NDArray[np.float64]
+
+RESAMPLES = 2000
+QUALITIES = ("score", "log_likelihood_per_token", "repeated_4grams")
+
+
+def record_of(sweep: Sweep) -> dict[str, Any]:
+    """``{"settings", "environment", "temperatures": {"0": {setting: facts}}}``, see :func:`facts_of`."""
+    seed = sweep.head["settings"]["seed"]
+    return {
+        "settings": {key: value for key, value in sweep.head["settings"].items() if key != "examples"},
+        "environment": sweep.head["environment"],
+        "temperatures": {f"{at.temperature:g}": facts_of(at, sweep.settings, seed) for at in sweep.at if at.turns},
+    }
+
+
+def facts_of(at: At, names: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
+    """By setting: :func:`fsd_infer.evidence.summary.summarise`, ``nats_per_answer`` and ``less_random``."""
+    found = summarise(at, names, seed)
+    against = less_random(at, names, seed)
+    for name, facts in found.items():
+        spent = [turn.runs[name].answers[0].divergence_spent for turn in at.turns]
+        facts["nats_per_answer"] = {"mean": float(np.mean(spent)), "most": max(spent)}
+        facts["less_random"] = against.get(name)
+    return found
+
+
+def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
+    """By setting and quality: its mean less that of random gates at equal tokens per forward, {"mean", "low", "high"}.
+
+    95 % percentile bootstrap intervals over prompts. None where the setting emits more per forward than every gate.
+    """
+    gates = [EXACT, *(name for name in names if name.startswith("random"))]
+    others = [name for name in names if name not in gates]
+    if len(gates) == 1 or not others:
+        return {}
+    columns = {name: _columns(at, name) for name in names}  # [P, 2 + 2 * qualities]
+    prompts = len(columns[EXACT])
+    draws = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
+    weights = np.stack([np.bincount(row, minlength=prompts) for row in draws]).astype(float)
+    weights = np.concatenate([np.ones((1, prompts)), weights])  # the first row: as measured
+    sums = {name: weights @ values for name, values in columns.items()}  # [1 + W, ...]
+    tau = {name: values[:, 0] / values[:, 1] for name, values in sums.items()}
+    found: dict[str, dict[str, Any]] = {name: {} for name in others}
+    for place, quality in enumerate(QUALITIES):
+        with np.errstate(invalid="ignore"):
+            means = {name: values[:, 2 + 2 * place] / values[:, 3 + 2 * place] for name, values in sums.items()}
+        if np.isnan(means[EXACT]).any():
+            continue
+        for name in others:
+            gaps = np.array([
+                means[name][row] - _at(tau[name][row], [(tau[gate][row], means[gate][row]) for gate in gates])
+                for row in range(len(weights))
+            ])  # fmt: skip
+            found[name][quality] = _interval(gaps)
+    return found
+
+
+def _columns(at: At, name: str) -> Floats:
+    """[prompts] tokens and forwards, then the weighted sum and the weight of each quality."""
+
+    def values(run: Any) -> tuple[float, ...]:
+        answer: Answer = run.answers[0]
+        likelihood = None if answer.log_likelihood is None else answer.log_likelihood * answer.length
+        pairs = [(answer.score, 1.0), (likelihood, float(answer.length)), (answer.repeated_4grams, 1.0)]
+        flat = [number for value, weight in pairs for number in ((0.0, 0.0) if value is None else (value, weight))]
+        return (answer.length - 1.0, float(answer.target_forwards or 0), *flat)
+
+    return per_prompt(at, name, values)
+
+
+def _at(tau: float, points: Sequence[tuple[float, float]]) -> float:
+    """The line through ``points`` (tokens per forward, quality) at ``tau``; NaN to the right of all of them."""
+    x, y = zip(*sorted(points), strict=True)
+    return float(np.interp(tau, x, y, right=np.nan))
+
+
+def _interval(gaps: Floats) -> dict[str, float] | None:
+    known = gaps[~np.isnan(gaps)]
+    if np.isnan(gaps[0]) or len(known) < 0.9 * len(gaps):
+        return None
+    low, high = np.quantile(known[1:], (0.025, 0.975))
+    return {"mean": float(gaps[0]), "low": float(low), "high": float(high)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, write. 2 after bad input."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__.split("\n\n")[0])
+    parser.add_argument("sweep", type=Path, help="file of `fsd-infer sweep`")
+    parser.add_argument("record", type=Path, help="where the record goes")
+    args = parser.parse_args(argv)
+    try:
+        write_record(args.record, jsonable(record_of(read_sweep(args.sweep))))
+    except FsdError as error:
+        print(f"findings: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
