@@ -87,8 +87,8 @@ def calibrate(
         progress: show progress bars.
 
     Returns:
-        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``candidates``, ``options``,
-        ``environment``, ``file``.
+        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``candidates``,
+        ``options``, ``environment``, ``file``.
 
     Raises:
         FsdError: options that make no sense, no candidate that reaches a promised speed, a drafter without a directory,
