@@ -58,6 +58,14 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
+def append_json(path: Path, row: dict[str, Any]) -> None:
+    """Append a line of JSON; it is on disk when this returns. Raises OSError, which names ``path``."""
+    with disk_errors(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A draft beside ``path`` that takes its place, by one rename, if the block ends without an error.

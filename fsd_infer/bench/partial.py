@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.files import disk_errors, writable, write_text
+from fsd_infer.files import append_json, writable, write_text
 
 
 class PartialFile:
@@ -82,19 +81,13 @@ class PartialFile:
 
     def add(self, turn: Turn) -> None:
         """Append a finished turn; it is on disk when this returns."""
-        self._append(asdict(turn))
+        append_json(self.path, asdict(turn))
         self.turns.append(turn)
 
     def describe(self, name: str, facts: dict[str, Any]) -> None:
         """Append what a record says about a method."""
-        self._append({"described": {name: facts}})
+        append_json(self.path, {"described": {name: facts}})
         self.described[name] = facts
-
-    def _append(self, row: dict[str, Any]) -> None:
-        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the record and remove the partial file."""

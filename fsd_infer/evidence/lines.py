@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsd_infer.errors import FsdError
-from fsd_infer.files import disk_errors, usable_name, writable, write_text
+from fsd_infer.files import append_json, usable_name, writable, write_text
 
 VERSION = 1
 DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
@@ -64,10 +63,7 @@ class SweepFile:
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line; it is on disk when this returns."""
-        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_json(self.path, line)
         self.lines.append(line)
 
 
