@@ -22,14 +22,12 @@ STYLES = (  # colour, marker: the marker alone distinguishes families in greysca
 Point = tuple[str, str, dict[str, float], dict[str, float]]  # family, label, x and y with "low" and "high"
 
 
-def points(
-    record: dict[str, Any], y: str, scale: float = 1.0, keep: Callable[[str], bool] = lambda rule: True
-) -> list[Point]:
+def points(name: str, y: str, scale: float = 1.0) -> list[Point]:
     """Of a record of `benchmarks.findings`: each setting's τ over exact's and its ``y`` less exact's, T = 0."""
     found = []
-    for name, facts in record["temperatures"]["0"].items():
-        rule = name.partition("@")[0]
-        if rule != "exact" and keep(rule):
+    for setting, facts in read(name)["temperatures"]["0"].items():
+        rule = setting.partition("@")[0]
+        if rule != "exact":
             across, up = facts["ratios"]["tau"], facts["differences"][y]
             found.append((_family(rule), _label(rule), _centred(across, "ratio"), _centred(up, "mean", scale)))
     return found
@@ -74,7 +72,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 PICTURES: dict[str, Callable[[Figure], None]] = {}
-TAU = "tokens per forward / exact's"
+TAU, LIKELIHOOD = "tokens per forward / exact's", "log-likelihood per token"
 
 
 def picture(draw: Callable[[Figure], None]) -> Callable[[Figure], None]:
@@ -83,13 +81,13 @@ def picture(draw: Callable[[Figure], None]) -> Callable[[Figure], None]:
     return draw
 
 
-def bench_points(name: str, y: str, scale: float = 1.0, keep: Sequence[str] = ()) -> list[Point]:
+def bench_points(name: str, y: str, scale: float = 1.0) -> list[Point]:
     """Of a record of `fsd-infer bench` or `benchmarks.compare_rules`, as :func:`points`; x without intervals."""
     record = read(name)
     exact = record["baseline"]
     found = []
     for method, facts in record["methods"].items():
-        if method.startswith("exact") or (keep and method not in keep):
+        if method.startswith("exact"):
             continue
         rule, up = method, record["differences"][exact][method][y]
         for option in ("no_repeat", "gate"):
@@ -102,40 +100,41 @@ def bench_points(name: str, y: str, scale: float = 1.0, keep: Sequence[str] = ()
     return found
 
 
-def score_and_rest(figure: Figure, record: str, keep: Callable[[str], bool] = lambda rule: True) -> None:
-    """Score and tokens per forward on the left, repeated 4-grams on the right."""
-    left, right = figure.subplots(1, 2)
-    for ax, quality, label in ((left, "score", "score"), (right, "repeated_4grams", "repeated 4-grams")):
-        found = points(read(record), quality, 100, keep=keep)
-        scatter(ax, found, TAU, f"{label} less exact's, points")
+def side_by_side(figure: Figure, *panels: tuple[list[Point], str]) -> None:
+    """A scatter per (points, label of y), over tokens per forward."""
+    for ax, (found, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        scatter(ax, found, TAU, f"{label} less exact's, {'nats' if label == LIKELIHOOD else 'points'}")
 
 
 @picture
 def random(figure: Figure) -> None:
     """Gates and tilted rules beside random gates, on word problems."""
-    score_and_rest(figure, "findings-maths")
+    record = "findings-maths"
+    side_by_side(
+        figure, (points(record, "score", 100), "score"), (points(record, "repeated_4grams", 100), "repeated 4-grams")
+    )
 
 
 @picture
 def rivals(figure: Figure) -> None:
     """Likelihood and repetition beside tokens per forward, with lookup, temperature 0."""
-    left, right = figure.subplots(1, 2)
     record = "rules-smollm2-135m-t0-lookup"
-    scatter(left, bench_points(record, "log_likelihood_per_token"), TAU, "log-likelihood per token less exact's, nats")
-    scatter(right, bench_points(record, "repeated_4grams", 100), TAU, "repeated 4-grams less exact's, points")
+    side_by_side(
+        figure,
+        (bench_points(record, "log_likelihood_per_token"), LIKELIHOOD),
+        (bench_points(record, "repeated_4grams", 100), "repeated 4-grams"),
+    )
 
 
 @picture
 def gates(figure: Figure) -> None:
     """What the same gate costs and wins by what it emits, beside other rules."""
-    left, right = figure.subplots(1, 2)
-    scatter(
-        left,
-        bench_points("findings-rules", "log_likelihood_per_token"),
-        TAU,
-        "log-likelihood per token less exact's, nats",
+    record = "findings-rules"
+    side_by_side(
+        figure,
+        (bench_points(record, "log_likelihood_per_token"), LIKELIHOOD),
+        (bench_points(record, "score", 100), "score"),
     )
-    scatter(right, bench_points("findings-rules", "score", 100), TAU, "score less exact's, points")
 
 
 @picture

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsd_infer.bench.base import Answer
+from fsd_infer.bench.intervals import RESAMPLES
 from fsd_infer.bench.record import jsonable, write_record
 from fsd_infer.errors import FsdError
 from fsd_infer.evidence.settings import EXACT
@@ -26,7 +27,6 @@ from fsd_infer.evidence.summary import At, Sweep, per_prompt, read_sweep, summar
 
 Floats = NDArray[np.float64]
 
-RESAMPLES = 2000
 QUALITIES = ("score", "log_likelihood_per_token", "repeated_4grams")
 
 

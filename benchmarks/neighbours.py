@@ -26,16 +26,16 @@ from fsd_infer.errors import FsdError
 
 ROOT = Path(__file__).resolve().parent.parent
 SPIN = "while True: pass"
-SETTLED = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None, "OMP_NUM_THREADS": None}  # whatever the caller's are
+SETTLED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")  # here, whatever the caller's are
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One process: its methods in turns, its environment, its threads, and how many others spin meanwhile."""
+    """One process: its methods in turns, its environment, threads beyond --threads, and others that spin meanwhile."""
 
     methods: str
     env: Mapping[str, str] = field(default_factory=dict)
-    threads: int | None = None
+    threads: int = 0
     busy: int = 0
 
 
@@ -63,7 +63,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> dict[str, float]:
     Raises:
         FsdError: it failed; its last line.
     """
-    threads = args.threads + (setting.threads or 0)
+    threads = args.threads + setting.threads
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(setting.busy)]
     env = {name: value for name, value in os.environ.items() if name not in SETTLED} | dict(setting.env)
     with tempfile.TemporaryDirectory() as folder:
