@@ -121,7 +121,7 @@ def test_beams_in_batches(toy: Toy) -> None:
     assert theirs["tau"] == plain["tau"] == 1.0 < drafted["tau"]
     assert theirs["target_forwards"] == plain["target_forwards"] > drafted["target_forwards"]
     for facts in (theirs, plain, drafted):
-        assert facts["prefill_seconds"] > 0
+        assert 0 < facts["prefill_seconds"] < facts["seconds_per_answer"] * 2  # a part of its batch of two
 
 
 def test_a_record_names_the_drafts_that_were_made(toy: Toy) -> None:
