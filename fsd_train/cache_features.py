@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import yaml
 
-from fsd_infer.errors import DataError
 from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.target import Target
 from fsd_train import MAX_LENGTH, command_lines
 from fsd_train.data import read_answers
-from fsd_train.features import cache_features, token_bytes
+from fsd_train.features import cache_features, is_layers, token_bytes
+from fsd_train.repository import recipe_errors
 
 
 def recipe_options(path: Path) -> dict[str, Any]:
@@ -29,19 +29,24 @@ def recipe_options(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is missing or not a recipe.
     """
-    try:
+    with recipe_errors(f"{path} is not a recipe with model.target and data.train_files"):
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
         model, data = (recipe[part].get("init_args", recipe[part]) for part in ("model", "data"))
-        return {
+        head = model.get("head") or {}
+        found = {
             "target": model["target"],
-            "data": [*data["train_files"], *(data.get("validation_files") or [])],
+            "data": data["train_files"] + (data.get("validation_files") or []),
             "output": data.get("features"),
-            "layers": (model.get("head") or {}).get("fused_layers"),
-            "eagle3": (model.get("head") or {}).get("layout") == "eagle3",
+            "layers": head.get("fused_layers"),
+            "eagle3": head.get("layout") == "eagle3",
             "max_length": data.get("max_length"),
         }
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is not a recipe with model.target and data.train_files ({error}).") from error
+        texts = [found["target"], *found["data"], found["output"] or ""]
+        if not all(isinstance(text, str) for text in texts) or type(found["max_length"] or 1) is not int:
+            raise TypeError("names must be texts, and max_length a whole number")
+        if not is_layers(found["layers"] or []):
+            raise TypeError("fused_layers must be a list of whole numbers")
+        return found
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -27,10 +27,11 @@ from fsd_infer.target import Target
 from fsd_train import command_lines
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
-from fsd_train.features import check_disk
+from fsd_train.features import check_disk, is_layers
 from fsd_train.fit import explained, quiet, read_head_recipe
 from fsd_train.losses.rows import default_chunk_size
 from fsd_train.new_recipe import TargetFacts, activation_bytes, facts_of
+from fsd_train.repository import recipe_errors
 
 _TIMED = 16  # tokens of the answer that is timed
 _STEPS = 3  # batches that are timed, after one that is not
@@ -60,13 +61,13 @@ class Recipe:
 
 def read_recipe(path: str | Path) -> Recipe:
     """Raises DataError if the file is missing or is not the recipe of a head, or as `fit` does for its mistakes."""
-    try:
+    with recipe_errors(f"{path} is not a head's recipe with trainer, model and data"):
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        model, data = (values[name].get("init_args", values[name]) for name in ("model", "data"))
+        _, model, data = (values[name].get("init_args", values[name]) for name in ("trainer", "model", "data"))
         if "drafter" in model or not (model["target"] and data["train_files"]):
             raise ValueError("no head's target and train_files")
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is not a head's recipe with trainer, model and data ({error}).") from error
+        if not is_layers((model.get("head") or {}).get("fused_layers") or []):
+            raise TypeError("fused_layers must be a list of whole numbers")
     return Recipe(**read_head_recipe(path))
 
 

@@ -292,12 +292,13 @@ def _read_header(directory: Path) -> dict[str, Any]:
         raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
     header = read_json(path, "Delete the cache, make it again.")
     known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
-    if not known or not isinstance(header.get("target"), dict) or not _is_layers(header.get("layers", [])):
+    if not known or not isinstance(header.get("target"), dict) or not is_layers(header.get("layers", [])):
         raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
     return dict(header)
 
 
-def _is_layers(found: Any) -> bool:
+def is_layers(found: Any) -> bool:
+    """Is it a list of whole numbers?"""
     return isinstance(found, list) and all(type(layer) is int for layer in found)
 
 

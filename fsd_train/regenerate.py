@@ -24,7 +24,6 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from fsd_infer.chat.encoding import read_jsonl
 from fsd_infer.chat.rows import rows_digest
-from fsd_infer.cli.run import one_line
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
@@ -32,7 +31,7 @@ from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, pars
 from fsd_train import LONGEST, command_lines
 from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, LocalBackend
 from fsd_train.plan import Plan, answer_line, next_turns, plan_jobs
-from fsd_train.repository import find
+from fsd_train.repository import find, recipe_errors
 
 
 class AnswerFile:
@@ -195,12 +194,13 @@ def resolve(args: argparse.Namespace) -> None:
     """
     recipe: dict[str, Any] = {}
     if args.config is not None:
-        try:
+        with recipe_errors(f"{args.config}: no recipe"):
             recipe = yaml.safe_load(find(args.config).read_text(encoding="utf-8"))
             model, data = dict(recipe.get("model") or {}), dict(recipe.get("data") or {})
-        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError, RecursionError) as error:
-            raise DataError(f"{args.config}: no recipe ({one_line(str(error))}).") from error
-        args.target = args.target or model.get("init_args", model).get("target")
+            named = model.get("init_args", model).get("target")
+            if not isinstance(named, str | None):
+                raise TypeError(f"model.target is {named!r}")
+            args.target = args.target or named
         files = data.get("train_files") or []
         answers = [
             str(path) for path in (files if isinstance(files, list) else [files]) if f"{path}".endswith(".jsonl")

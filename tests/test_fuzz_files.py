@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
 import shutil
@@ -188,6 +189,31 @@ def test_files(cases: int, world: Path, tmp_path: Path, monkeypatch: pytest.Monk
         check(command, name, root, data.draw)
 
     each()
+
+
+@pytest.mark.parametrize(
+    "command", ["cache-features --config recipe.yaml", "estimate --config recipe.yaml", REGENERATE]
+)
+@pytest.mark.parametrize("value", [3, [3], {"a": 3}], ids=["number", "list", "mapping"])
+def test_recipes_of_wrong_types(
+    command: str, value: Any, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each entry that these commands read, in turn, of a type that it cannot have; none ends in a traceback."""
+    root = shutil.copytree(world, tmp_path / "copy")
+    monkeypatch.chdir(root)
+    recipe = yaml.safe_load((root / "recipe.yaml").read_text())
+    inner = {"model": "target head head.fused_layers init_args", "trainer": ""}
+    inner["data"] = "train_files validation_files features max_length tokenizer"
+    for entry in [*inner, *(f"{section}.{name}" for section, names in inner.items() for name in names.split())]:
+        spoilt = copy.deepcopy(recipe)
+        *sections, last = entry.split(".")
+        place = spoilt
+        for section in sections:
+            place = place[section]
+        place[last] = value
+        (root / "recipe.yaml").write_text(yaml.safe_dump(spoilt))
+        status, said = call(command)
+        assert status in (0, BAD_INPUT) and "Traceback" not in said, f"{entry}: {said}"
 
 
 @pytest.mark.parametrize(

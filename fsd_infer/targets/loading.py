@@ -118,9 +118,12 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
 
     Raises:
         UnknownNameError: neither a built-in name, nor a directory, nor of the form owner/model.
-        ModelLoadError: a directory without a model in it, or the built-in target cannot be fetched.
+        ModelLoadError: neither text nor a path, a directory without a model in it, or the built-in target cannot be
+            fetched.
         CheckpointError: a truncated or malformed safetensors file in the directory.
     """
+    if not isinstance(name_or_dir, str | os.PathLike):
+        raise ModelLoadError(f"a target is a name or a directory, got {name_or_dir!r}.")
     name = os.fspath(name_or_dir)
     if name:
         usable_name(name, "target")
