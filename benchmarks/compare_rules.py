@@ -1,7 +1,8 @@
 """Acceptance rules side by side: exact, gates, the optimal rule at several prices, and the published rivals.
 
-One interleaved run per temperature and drafter: tok/s, tau, forwards, length, log-likelihood, repetition. Rules that
-let more drafts through take a deeper tree than exact (--lossy-tree). The same command goes on after an interruption.
+One interleaved run per temperature and drafter: tok/s, tau, forwards, length, log-likelihood, repetition. At
+temperature 0 rules that let more drafts through take a deeper tree than exact (--lossy-tree). The same command goes on
+after an interruption.
 
 Run: python -m benchmarks.compare_rules [--temperature 1] [--lookup] [--target NAME_OR_DIRECTORY] [--drafter HEAD]
 """
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lookup", action="store_true", help="graft n-gram lookup onto the head")
     parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--tree", default="6x4x9x0.5", help="of exact (%(default)s)")
-    parser.add_argument("--lossy-tree", default="10x2x11x0.2", help="of all other rules (%(default)s)")
+    parser.add_argument("--lossy-tree", help="of all other rules (10x2x11x0.2 at temperature 0, else that of exact)")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
     parser.add_argument("--limit", type=int, default=40, help="prompts (%(default)s)")
     parser.add_argument("--every", type=int, default=6, help="each so-many-th row (%(default)s)")
@@ -48,12 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def methods(args: argparse.Namespace, drafter: str) -> list[str]:
-    """Of the bench, each rule with its tree, and exact with that of the others too."""
+    """Of the bench, each rule with its tree, and exact with that of the others too where it is another."""
     rivals = [*RIVALS, "fly:4"] if args.temperature == 0 else RIVALS  # 6 drafts, its default, are nearly the whole tree
     rules = args.rules.split(",") if args.rules else [*GATES, *TILTED, *rivals]
     drafter += "+lookup" if args.lookup else ""
-    found = [f"exact=exact@{drafter}@{args.tree}", f"exact deep=exact@{drafter}@{args.lossy_tree}"]
-    return found + [f"{rule.replace(':', ' ').replace('=', ' ')}={rule}@{drafter}@{args.lossy_tree}" for rule in rules]
+    lossy_tree = args.lossy_tree or (args.tree if args.temperature else "10x2x11x0.2")
+    found = [f"exact=exact@{drafter}@{args.tree}"]
+    if lossy_tree != args.tree:
+        found.append(f"exact deep=exact@{drafter}@{lossy_tree}")
+    return found + [f"{rule.replace(':', ' ').replace('=', ' ')}={rule}@{drafter}@{lossy_tree}" for rule in rules]
 
 
 def record_path(args: argparse.Namespace) -> Path:

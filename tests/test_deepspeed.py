@@ -65,7 +65,7 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_trains_resumes_and_exports_on_cpus(stage: int, toys: Path, tmp_path: Path, repo_root: Path) -> None:
     pytest.importorskip("deepspeed")
     assert cli(fit(toys, tmp_path / "single", RANKS * ACCUMULATE)) == 0

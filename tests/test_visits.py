@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters.eagle import TILTED_SHAPES, EagleDrafter
+from fsd_infer.drafters.eagle import LITTLE_TILT_SHAPES, TILTED_SHAPES, EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lookup import LookupDrafter
 from fsd_infer.drafters.visits import visit_scores, visit_scores_by_level
@@ -102,6 +102,8 @@ def test_the_rule_chooses_the_default_tree_and_exact_decoding_stays_exact(decode
     assert drafter.for_batch(1) is drafter
     tilted = drafter.for_batch(1, parse_rule("tilted:2").tilt(greedy=True))
     assert isinstance(tilted, EagleDrafter) and tilted.shape == TILTED_SHAPES["cpu"]
+    sampled = drafter.for_batch(1, parse_rule("tilted:2").tilt(greedy=False))
+    assert isinstance(sampled, EagleDrafter) and sampled.shape == LITTLE_TILT_SHAPES["cpu"]
     given = drafter.reshaped(TreeShape(2, 2, 4))
     assert given.for_batch(1, 1.0) is given, "a tree that was asked for stays"
     plain = decoder.generate([[1, 2, 3]], drafter=given, max_new_tokens=12).sequences

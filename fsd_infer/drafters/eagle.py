@@ -98,11 +98,14 @@ READ_AT_ONCE = 256  # tokens of a prompt: more are not faster and take memory
 
 # A CPU pays for every verified node, a GPU hardly.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
-# Under a law that favours drafts depth pays, and width does not.
+# Under a law that favours drafts depth pays, and width does not ...
 TILTED_SHAPES = {
     "cpu": TreeShape(depth=10, width=2, nodes=11, stop_below=0.2),
     "cuda": TreeShape(depth=8, width=8, nodes=60),
 }
+# ... unless it favours them little, as tilted:2 does at temperature 1.
+LITTLE_TILT = 0.75
+LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
 
 
 @DRAFTERS.register("eagle")
@@ -113,7 +116,7 @@ class EagleDrafter(Drafter):
         head: the trained head.
         target: whose features it reads.
         shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`, for laws that favour drafts
-            :data:`TILTED_SHAPES`).
+            :data:`TILTED_SHAPES` or :data:`LITTLE_TILT_SHAPES`).
         context_ids: a reduced draft vocabulary is joined by the ids of each text, see :class:`ContextVocabulary`.
             A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
 
@@ -171,7 +174,8 @@ class EagleDrafter(Drafter):
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
         if self.by_default and tilt:
-            return self.reshaped(of_device(TILTED_SHAPES, self.target.device))
+            shapes_by_device = TILTED_SHAPES if tilt > LITTLE_TILT else LITTLE_TILT_SHAPES
+            return self.reshaped(of_device(shapes_by_device, self.target.device))
         shapes = {0.0: self.by_batch, **self.by_tilt}
         shapes_by_batch = shapes[min(shapes, key=lambda known: abs(known - tilt))]
         fitting = [size for size in shapes_by_batch if size <= batch]
