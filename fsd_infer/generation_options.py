@@ -32,7 +32,7 @@ _HONOURED = frozenset(
 _WITHOUT_EFFECT = frozenset(
     """
     use_cache compile_config disable_compile prefill_chunk_size decoder_start_token_id
-    transformers_version _from_model_config
+    transformers_version _from_model_config _commit_hash
     """.split()
 )
 # how to compute the answer, not which: what a model's own configuration says of it is passed over

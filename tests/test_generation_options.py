@@ -103,7 +103,7 @@ REFUSED: dict[str, Any] = {
 ELSEWHERE = {  # with tests of their own, or of no public meaning
     "stop_strings", "token_healing", "num_return_sequences", "num_beams",
     "compile_config", "continuous_batching_config",
-    "_from_model_config",
+    "_from_model_config", "_commit_hash",
 }  # fmt: skip
 
 
