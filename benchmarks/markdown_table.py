@@ -58,9 +58,14 @@ def markdown(record: dict[str, Any], name: str) -> str:
 
 
 def beside(record: dict[str, Any], baseline: str) -> str:
-    """A line per method: speed and tokens per forward as multiples of the baseline's, quality as differences."""
+    """A line per method: speed and tokens per forward as multiples of the baseline's, quality as differences.
+
+    Above temperature 0 with the nats spent per answer, since likelihood is no measure of loss there.
+    """
     methods, ratios, differences = record["methods"], record["ratios"][baseline], record["differences"][baseline]
     headers = ["method", "× tok/s (95 %)", "τ", "× τ", "forwards", "tokens", "log-likelihood", "repeated 4-grams"]
+    sampled = record["settings"]["temperature"] > 0
+    headers += ["nats per answer"] if sampled else []
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     for method, facts in methods.items():
         if method == baseline:
@@ -74,6 +79,7 @@ def beside(record: dict[str, Any], baseline: str) -> str:
             quality.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * repeats[k] for k in ("mean", "low", "high"))))
         row += [number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
+        quality += [number(float(facts["divergence_spent"]), 1)] if sampled else []
         lines.append(" | ".join([f"| `{method}`", *row, *(text.replace("-", "−") for text in quality)]) + " |")
     return "\n".join(lines)
 

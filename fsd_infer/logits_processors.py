@@ -13,8 +13,10 @@ from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
+    TopKLogitsWarper,
 )
 
+from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
@@ -161,7 +163,10 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
     """scores [M, V] of the texts [M, T] through all processors. Raises FsdError where one of transformers' fails."""
     for processor in processors:
         try:
-            scores = processor(texts, scores)
+            if type(processor) is TopKLogitsWarper:  # on by default; transformers' own takes six times as long on a CPU
+                scores = ops.keep_largest(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
+            else:
+                scores = processor(texts, scores)
         except Exception as error:
             if not _theirs(processor) or isinstance(error, FsdError):
                 raise

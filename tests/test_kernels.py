@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TopKLogitsWarper
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cache import SlotCache
@@ -30,6 +32,7 @@ from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.logits_processors import TreeProcessors
 from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
 from tests.test_packing import logits_through_cache
 
@@ -464,6 +467,21 @@ def test_the_likeliest_of_each_row(columns: int, count: int, dtype: torch.dtype)
         assert len(set(places.tolist())) == count and int(places.max()) < columns
         if not row.isnan().any():
             assert places.tolist() == order.sort(descending=True, stable=True).indices[:count].tolist()
+
+
+@pytest.mark.parametrize("columns, count", [(5, 5), (16, 1), (97, 6), (8192, 50), (8192, 300)])
+def test_the_largest_are_kept_as_transformers_does_it(columns: int, count: int) -> None:
+    scores = 4 * torch.randn(2, 6, columns)
+    scores[0, 1] = scores[0, 1].round()  # many equals
+    scores[0, 2, 1:] = -torch.inf
+    scores[0, 3] = torch.arange(columns) / 256
+    before = scores.clone()
+    processors = LogitsProcessorList([TopKLogitsWarper(count, filter_value=-7.0)])
+    found = TreeProcessors(processors).context_free(scores)
+    assert torch.equal(found, torch.stack([processors[0](None, row) for row in scores]))  # type: ignore[arg-type]
+    assert torch.equal(scores, before)
+    scores[1, 0, columns // 2] = torch.nan
+    assert ops.keep_largest(scores, count)[1, 0].isnan().any()
 
 
 @needs_kernels

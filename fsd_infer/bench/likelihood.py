@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from fsd_infer.target import Target
 
@@ -14,16 +15,22 @@ LOGIT_BYTES = 64 * 2**20  # of one fp32 piece [positions, V]; reducing it makes 
 
 
 def mean_log_likelihoods(
-    target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int = BATCH_TOKENS
+    target: Target,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_tokens: int = BATCH_TOKENS,
+    progress: bool = False,
 ) -> list[float]:
     """:func:`log_likelihoods` per token of the answer."""
-    sums = log_likelihoods(target, pairs, batch_tokens)
+    sums = log_likelihoods(target, pairs, batch_tokens, progress)
     return [total / len(answer) for (total, _), (_, answer) in zip(sums, pairs, strict=True)]
 
 
 @torch.inference_mode()
 def log_likelihoods(
-    target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int = BATCH_TOKENS
+    target: Target,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_tokens: int = BATCH_TOKENS,
+    progress: bool = False,
 ) -> list[tuple[float, bool]]:
     """Raw log-probability, in nats, of each answer given its prompt; one forward per batch of pairs.
 
@@ -31,6 +38,7 @@ def log_likelihoods(
         target: gives the features and the LM head.
         pairs: (prompt, answer), neither of them empty.
         batch_tokens: largest batch, in tokens with padding; a longer pair goes alone.
+        progress: show a bar.
 
     Returns:
         Per pair, in the order given: the sum over the answer's tokens, and whether each of them is the likeliest one.
@@ -40,9 +48,11 @@ def log_likelihoods(
     """
     target.check_lm_head()
     found = [(0.0, True)] * len(pairs)
-    for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
-        for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
-            found[index] = scored
+    with tqdm(total=len(pairs), desc="log-likelihood", unit="answer", disable=not progress) as bar:
+        for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
+            for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
+                found[index] = scored
+            bar.update(len(batch))
     return found
 
 

@@ -105,7 +105,7 @@ def _measure(
             for method in made:
                 method.close()
     if settings.log_likelihood:
-        _add_log_likelihoods(models.scorer(), models.tokenizer, asked, turns)
+        _add_log_likelihoods(models.scorer(), models.tokenizer, asked, turns, progress)
     _add_measures(models.tokenizer, rows, references, turns)
     record = build_record(asked, described, turns, settings.seed, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
@@ -146,7 +146,9 @@ def encode_rows(rows: Sequence[PromptRow], models: Models) -> list[BenchPrompt]:
     return asked
 
 
-def _add_log_likelihoods(target: Target, tokenizer: Any, prompts: Sequence[BenchPrompt], turns: Sequence[Turn]) -> None:
+def _add_log_likelihoods(
+    target: Target, tokenizer: Any, prompts: Sequence[BenchPrompt], turns: Sequence[Turn], progress: bool
+) -> None:
     """Every different answer is scored once. Of an answer whose text alone is known, the text's own tokens are."""
     answers: dict[tuple[int, tuple[int, ...]], list[Answer]] = {}
     for turn in turns:
@@ -157,7 +159,8 @@ def _add_log_likelihoods(target: Target, tokenizer: Any, prompts: Sequence[Bench
                     tokens = tokenizer.encode(answer.text, add_special_tokens=False)
                 if tokens:
                     answers.setdefault((index, tuple(tokens)), []).append(answer)
-    scores = mean_log_likelihoods(target, [(prompts[index].ids, tokens) for index, tokens in answers])
+    pairs = [(prompts[index].ids, tokens) for index, tokens in answers]
+    scores = mean_log_likelihoods(target, pairs, progress)
     for alike, score in zip(answers.values(), scores, strict=True):
         for answer in alike:
             answer.log_likelihood = score

@@ -18,6 +18,7 @@
 #include <initializer_list>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 // A linear layer, [columns, depth].
 struct fsd_linear {
@@ -676,29 +677,35 @@ inline float number(bf16 x) {
   return value;
 }
 
-// The `most` likeliest of x [columns], logits, in falling order, the first of equals first: ln q and where they stand.
+// The `most` largest of x [columns] in falling order, the first of equals first, and where they stand.
 template <class Number>
-void likeliest(const Number* x, int64_t columns, int64_t most, float* log_q, int64_t* where) {
+void select_largest(const Number* x, int64_t columns, int64_t most, float* largest, int64_t* where) {
   int64_t held = 0;
   const auto consider = [&](int64_t at) {
     const float value = number(x[at]);
     int64_t place = held < most ? held++ : most - 1;
-    for (; place > 0 && value > log_q[place - 1]; --place) {
-      log_q[place] = log_q[place - 1];
+    for (; place > 0 && value > largest[place - 1]; --place) {
+      largest[place] = largest[place - 1];
       where[place] = where[place - 1];
     }
-    log_q[place] = value;
+    largest[place] = value;
     where[place] = at;
   };
   for (int64_t at = 0; at < most; ++at) consider(at);
   for (int64_t at = most; at < columns; at += LANES) {
     const __m512 values = load(x + at, lanes(columns - at));
     unsigned left = 0xFFFF;
-    while (left &= _mm512_cmp_ps_mask(values, _mm512_set1_ps(log_q[most - 1]), _CMP_GT_OQ)) {
+    while (left &= _mm512_cmp_ps_mask(values, _mm512_set1_ps(largest[most - 1]), _CMP_GT_OQ)) {
       consider(at + __builtin_ctz(left));
       left &= left - 1;
     }
   }
+}
+
+// The `most` likeliest of x [columns], logits, in falling order, the first of equals first: ln q and where they stand.
+template <class Number>
+void likeliest(const Number* x, int64_t columns, int64_t most, float* log_q, int64_t* where) {
+  select_largest(x, columns, most, log_q, where);
   const float total = log_sum_exp(x, columns);
   for (int64_t i = 0; i < most; ++i) log_q[i] -= total;
 }
@@ -823,6 +830,31 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
       int64_t* const places = where + row * most;
       if (narrow_x) likeliest((const bf16*)x + row * columns, columns, most, values, places);
       else likeliest((const float*)x + row * columns, columns, most, values, places);
+    }
+  }
+}
+
+// Rows of x [rows, columns] into out: numbers below the `most`-th largest (at most `columns`) of their row become `other`.
+// A row with NaN stays as it is.
+void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t most, float other, float* out,
+                      int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    std::vector<float> largest(most);
+    std::vector<int64_t> places(most);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const float* const from = x + row * columns;
+      float* const to = out + row * columns;
+      select_largest(from, columns, most, largest.data(), places.data());
+      const bool whole = std::isnan(maximum(from, columns).value);
+      const __m512 least = _mm512_set1_ps(whole ? -INFINITY : largest[most - 1]), removed = _mm512_set1_ps(other);
+      for (int64_t at = 0; at < columns; at += LANES) {
+        const __mmask16 inside = lanes(columns - at);
+        const __m512 values = load(from + at, inside);
+        const __mmask16 below = _mm512_cmp_ps_mask(values, least, _CMP_LT_OQ);
+        _mm512_mask_storeu_ps(to + at, inside, _mm512_mask_mov_ps(values, below, removed));
+      }
     }
   }
 }

@@ -108,6 +108,9 @@ class Kernels:
         self._likeliest = library.fsd_likeliest
         self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
         self._likeliest.restype = None
+        self._keep_largest = library.fsd_keep_largest
+        self._keep_largest.argtypes = (c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int)
+        self._keep_largest.restype = None
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
         """x [..., depth] -> [..., columns]."""
@@ -158,6 +161,13 @@ class Kernels:
         narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, torch.get_num_threads()
         self._likeliest(narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads)
         return log_q, where
+
+    def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
+        """scores [..., V] in fp32 -> the same with numbers below the ``count``-th largest of their row as ``other``."""
+        found, columns = torch.empty_like(scores), scores.shape[-1]
+        rows, threads = scores.numel() // columns, torch.get_num_threads()
+        self._keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
+        return found
 
     def divergence(
         self,

@@ -6,6 +6,8 @@ other devices, for other data types, under autograd, on processors without AVX51
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
     "DecoderStack",
+    "keep_largest",
     "kernel_kind",
     "likeliest",
     "packed_products",
@@ -27,6 +30,7 @@ __all__ = [
     "weight_rows",
 ]
 
+_FEW_LARGEST = 256  # the kernel inserts each into a sorted list; of more, torch's selection is faster
 _STACK = "_decoder_stack"  # of a module that owns decoder layers, among its own attributes
 
 
@@ -78,6 +82,14 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return compiled.likeliest(logits.contiguous(), count)
     values, tokens = logits.topk(count, dim=-1)
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
+
+
+def keep_largest(scores: Tensor, count: int, other: float = -math.inf) -> Tensor:
+    """A copy of scores [..., V] whose numbers below the ``count``-th largest of their row are ``other``."""
+    compiled = _compiled(scores) if scores.dtype == torch.float32 and count <= _FEW_LARGEST else None
+    if compiled is not None:
+        return compiled.keep_largest(scores.contiguous(), count, other)
+    return scores.masked_fill(scores < scores.topk(count).values[..., -1:], other)
 
 
 def plain_divergence(
