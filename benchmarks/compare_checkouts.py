@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=24, help="prompts (%(default)s)")
     parser.add_argument("--every", type=int, default=10, help="each so-many-th row (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="new ones per answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--blocks", type=int, default=6, help="of prompts (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="record; an unfinished one is continued")
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     partial = args.json and args.json.with_name(args.json.name + ".partial.jsonl")
     record = run(
         args.prompts, methods, target=args.target, limit=args.limit, every=args.every, max_new_tokens=args.tokens,
-        isolate=args.blocks, threads=args.threads, baselines=[f"old {label(rule)}" for rule in rules], progress=True,
+        temperature=args.temperature, isolate=args.blocks, threads=args.threads, progress=True,
+        baselines=[f"old {label(rule)}" for rule in rules],
         json_path=args.json, resume=bool(partial and partial.exists()),
     )  # fmt: skip
     print(bench_table(record))

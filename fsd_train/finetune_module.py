@@ -28,7 +28,6 @@ class FinetuneModule(ScheduledModule):
         target: built-in name, directory or hub id of the model to start from.
         lora: options of ``peft.LoraConfig`` ({} for r 16, alpha 32, all linear layers); None trains all weights.
         lr: peak learning rate.
-        compile: run each decoder layer through torch.compile, in any shape. On a CPU it needs a C++ compiler.
         schedule: the other options of :class:`fsd_train.options.ScheduleOptions`; optimizer muon with ``lora`` only.
     """
 
@@ -39,7 +38,6 @@ class FinetuneModule(ScheduledModule):
         target: str,
         lora: dict[str, Any] | None = None,
         lr: float = 1e-3,
-        compile: bool = False,
         **schedule: Any,
     ) -> None:
         super().__init__(ScheduleOptions(target=target, lr=lr, **schedule))
@@ -57,8 +55,6 @@ class FinetuneModule(ScheduledModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)
             self.head = SmallLM(self.options.target, None, lora, dtype)
-        if self.hparams["compile"]:
-            self.head.compile_layers()
 
     def setup(self, stage: str) -> None:
         """Make the model. Raises DataError if the data has token ids that the target lacks."""
