@@ -17,11 +17,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
+from fsd_infer.cpu.kernels import kernels
 from fsd_infer.targets.loading import builtin_dir
 from tests.bench_toys import Toy, save_toy
 
-settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.load_profile("steady")  # how busy a machine is says nothing of the code
+# How busy a machine is says nothing about the code. Examples depend on the test alone, so one commit has one result.
+settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True, derandomize=True)
+settings.load_profile("steady")
 
 # One thread per core unless the caller says otherwise, shared out among pytest-xdist's processes: more of them spin
 # against each other on small machines.
@@ -65,3 +67,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """Kernels share their work out among threads, however many the other tests are given."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """``kernels()`` is looked for again, and once more when the test is over."""
+    monkeypatch.delenv("FSD_KERNELS", raising=False)
+    kernels.cache_clear()
+    yield monkeypatch
+    kernels.cache_clear()

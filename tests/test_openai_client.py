@@ -118,7 +118,7 @@ def test_extensions_are_sent_to_servers_that_take_them() -> None:
     assert [body["top_k"] for body in seen] == [-1] * 3
 
 
-def test_a_connection_that_the_server_has_closed_is_opened_anew() -> None:
+def test_a_connection_that_the_server_has_closed_is_opened_again() -> None:
     with replying(good) as (url, seen):
         server = Server(url)
         assert [server.complete(BODY) for _ in range(3)] == [DONE] * 3

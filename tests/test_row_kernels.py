@@ -1,0 +1,140 @@
+"""Kernels over rows of logits: maxima and sums, the likeliest, the largest, divergences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TopKLogitsWarper
+
+from fsd_infer.cpu import ops
+from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, kernels
+from fsd_infer.divergence import divergence
+from fsd_infer.logits_processors import TreeProcessors
+from tests.kernel_toys import needs_kernels
+
+pytestmark = pytest.mark.usefixtures("several_threads")
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_kernels), False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [5, 16, 32, 97, 4096])
+def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("FSD_KERNELS", str(int(compiled)))
+    x = torch.randn(2, 7, columns).mul(2).round().to(dtype)  # many equals
+    x[0, 1] = -torch.inf
+    x[0, 2, 1:] = -torch.inf
+    x[1, 3, -1] = torch.nan
+    x[1, 4, 0] = torch.inf
+    x[1, 5] = -x[1, 5].abs() - 1
+    x[1, 5, 1], x[1, 5, 3] = -0.0, 0.0  # equal
+    x[1, 6, -2] = -torch.tensor(torch.nan)
+    highest, best, total = ops.row_statistics(x)
+    torch.testing.assert_close(highest, x.float().amax(-1), equal_nan=True)
+    torch.testing.assert_close(total.double(), x.double().logsumexp(-1), equal_nan=True, rtol=1e-6, atol=1e-5)
+    broken = ((1, 3), (1, 6))
+    for b, n in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
+        assert (b, n) in broken or best[b, n] == (x[b, n] == x[b, n].max()).nonzero()[0, 0]
+    again, where = ops.row_maxima(x)
+    torch.testing.assert_close(again, highest, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(where, best)
+    rows = torch.tensor([13, 0, 2, 2, 12])
+    for found, whole in zip(ops.row_statistics(x.flatten(0, 1), rows), (highest, best, total), strict=True):
+        torch.testing.assert_close(found, whole.flatten()[rows], equal_nan=True)
+    with pytest.raises(IndexError):
+        ops.row_maxima(x.flatten(0, 1), rows + 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns, count", [(5, 5), (16, 1), (97, 6), (8192, 10)])
+def test_the_likeliest_of_each_row(columns: int, count: int, dtype: torch.dtype) -> None:
+    compiled = kernels()
+    assert compiled is not None
+    logits = (4 * torch.randn(2, 5, columns)).to(dtype)
+    logits[0, 1] = logits[0, 1].round()  # many equals
+    logits[0, 2, 1:] = -torch.inf
+    logits[0, 3] = (torch.arange(columns) / 256).to(dtype)  # each beats those before
+    logits[1, 0, columns // 2] = torch.nan
+    log_q, where = compiled.likeliest(logits, count)
+    expected = logits.float().log_softmax(-1)
+    assert log_q[1, 0].isnan().all()
+    expected[1, 0] = log_q[1, 0] = 0.0
+    torch.testing.assert_close(log_q, expected.sort(-1, descending=True).values[..., :count], atol=1e-5, rtol=1e-5)
+    for row, places, order in zip(logits.flatten(0, 1), where.flatten(0, 1), expected.flatten(0, 1)):
+        assert len(set(places.tolist())) == count and int(places.max()) < columns
+        if not row.isnan().any():
+            assert places.tolist() == order.sort(descending=True, stable=True).indices[:count].tolist()
+
+
+@pytest.mark.parametrize("columns, count", [(5, 5), (16, 1), (97, 6), (8192, 50), (8192, 300)])
+def test_the_largest_are_kept_as_transformers_does_it(columns: int, count: int) -> None:
+    scores = 4 * torch.randn(2, 6, columns)
+    scores[0, 1] = scores[0, 1].round()  # many equals
+    scores[0, 2, 1:] = -torch.inf
+    scores[0, 3] = torch.arange(columns) / 256
+    before = scores.clone()
+    processors = LogitsProcessorList([TopKLogitsWarper(count, filter_value=-7.0)])
+    found = TreeProcessors(processors).context_free(scores)
+    assert torch.equal(found, torch.stack([processors[0](None, row) for row in scores]))  # type: ignore[arg-type]
+    assert torch.equal(scores, before)
+    scores[1, 0, columns // 2] = torch.nan
+    assert ops.keep_largest(scores, count)[1, 0].isnan().any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", PLAIN_DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns, drafted", [(4097, 1000), (100, 37), (100, None), (16, None)])
+def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int | None) -> None:
+    measure = divergence(name)
+    ids = None if drafted is None else torch.randperm(columns)[:drafted]
+    p = (3 * torch.randn(2, 4, columns)).to(dtype)
+    q = (p if ids is None else p[..., ids]).float() + torch.randn(2, 4, drafted or columns)
+    p[0, 1, ::3], q[0, 2, 1::2], p[0, 3, 0] = -torch.inf, torch.finfo(torch.float32).min, torch.nan
+    q[1, 0] = p[1, 0].float() if ids is None else p[1, 0, ids].float()
+    p[1, 1, 0], q[1, 2], q[1, 3, 0] = torch.inf, -torch.inf, torch.nan
+    if ids is None or not measure.infinite_on_reduced_vocabulary:
+        assert ops.plain_divergence(name, p, q, ids) is not None
+    found = measure.with_reduced_drafter(p, q, ids)
+    expected = measure.with_reduced_drafter(p.double(), q.double(), ids)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True)
+    if ids is None:
+        assert found[1, 0] == 0, "equal distributions"
+    assert found.isnan().flatten().tolist() == [False] * 3 + [True, False] + [True] * 3
+
+
+@pytest.mark.parametrize("name", ["js", "tv", "top_k_js:4"])
+@pytest.mark.parametrize("p_type", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("q_type", [torch.bfloat16, torch.float32])
+def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q_type: torch.dtype) -> None:
+    measure, ids = divergence(name), torch.randperm(97)[:40]
+    p, q = torch.randn(6, 97).to(p_type), torch.randn(3, 40).to(q_type)
+    rows = torch.tensor([5, 0, 5, 2]), torch.tensor([2, 2, 0, 1])
+    found = measure.with_reduced_drafter(p, q, ids, rows)
+    expected = measure.with_reduced_drafter(p[rows[0]].double(), q[rows[1]].double(), ids)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    found = measure.with_reduced_drafter(p, q, ids, (None, rows[1][[0, 2, 3, 1, 2, 0]]))
+    expected = measure.with_reduced_drafter(p.double(), q[[2, 0, 1, 2, 0, 2]].double(), ids)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
+        with pytest.raises(IndexError):
+            measure.with_reduced_drafter(p, q, ids, wrong)
+    p, ids = torch.randn(3, 20), torch.tensor([4, 5, 19])
+    expected = divergence("js").with_reduced_drafter(p, p[:, :3], ids)
+    torch.testing.assert_close(divergence("js").with_reduced_drafter(p, p[:, :3], ids.int()), expected)
+
+
+@needs_kernels
+def test_tokens_that_are_not_there_are_refused() -> None:
+    p = torch.randn(3, 20)
+    for unknown in (-1, 20):
+        with pytest.raises(IndexError, match="20 columns"):
+            divergence("js").with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, unknown]))
+
+
+@needs_kernels
+def test_divergences_with_gradients_go_through_torch() -> None:
+    p, q = torch.randn(3, 20), torch.randn(3, 20, requires_grad=True)
+    divergence("js")(p, q).sum().backward()
+    assert q.grad is not None and bool(q.grad.abs().sum() > 0)
