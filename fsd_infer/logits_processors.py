@@ -163,7 +163,7 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
     """scores [M, V] of the texts [M, T] through all processors. Raises FsdError where one of transformers' fails."""
     for processor in processors:
         try:
-            if type(processor) is TopKLogitsWarper:  # on by default; transformers' own takes six times as long on a CPU
+            if type(processor) is TopKLogitsWarper:  # transformers' default, and slow on a CPU
                 scores = ops.keep_largest(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
             else:
                 scores = processor(texts, scores)

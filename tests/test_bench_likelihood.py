@@ -57,6 +57,14 @@ def test_batches_agree_with_single_forwards(directory: Path, monkeypatch: pytest
     )
 
 
+def test_a_bar_counts_the_answers(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target.from_pretrained(str(directory), dtype=torch.float32)
+    pairs = draw_pairs(6)
+    scores = mean_log_likelihoods(target, pairs, progress=True)
+    assert "log-likelihood: 100%" in (said := capsys.readouterr().err) and "6/6" in said
+    assert scores == mean_log_likelihoods(target, pairs) and not capsys.readouterr().err
+
+
 def test_batches_agree_in_bf16(directory: Path) -> None:
     target = Target.from_pretrained(str(directory), dtype=torch.bfloat16)
     pairs = draw_pairs(6)

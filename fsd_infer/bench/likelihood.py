@@ -18,10 +18,11 @@ def mean_log_likelihoods(
     target: Target,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_tokens: int = BATCH_TOKENS,
+    *,
     progress: bool = False,
 ) -> list[float]:
     """:func:`log_likelihoods` per token of the answer."""
-    sums = log_likelihoods(target, pairs, batch_tokens, progress)
+    sums = log_likelihoods(target, pairs, batch_tokens, progress=progress)
     return [total / len(answer) for (total, _), (_, answer) in zip(sums, pairs, strict=True)]
 
 
@@ -30,6 +31,7 @@ def log_likelihoods(
     target: Target,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_tokens: int = BATCH_TOKENS,
+    *,
     progress: bool = False,
 ) -> list[tuple[float, bool]]:
     """Raw log-probability, in nats, of each answer given its prompt; one forward per batch of pairs.

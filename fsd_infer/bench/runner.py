@@ -160,7 +160,7 @@ def _add_log_likelihoods(
                 if tokens:
                     answers.setdefault((index, tuple(tokens)), []).append(answer)
     pairs = [(prompts[index].ids, tokens) for index, tokens in answers]
-    scores = mean_log_likelihoods(target, pairs, progress)
+    scores = mean_log_likelihoods(target, pairs, progress=progress)
     for alike, score in zip(answers.values(), scores, strict=True):
         for answer in alike:
             answer.log_likelihood = score
