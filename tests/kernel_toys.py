@@ -1,4 +1,4 @@
-"""Which tests of our CPU kernels run on this machine, and their fixtures' names."""
+"""Which tests of our CPU kernels run on this machine."""
 
 from __future__ import annotations
 

@@ -835,7 +835,7 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
 }
 
 // Rows of x [rows, columns] into out: numbers below the `most`-th largest (at most `columns`) of their row become `other`.
-// A row with NaN stays as it is.
+// NaN stays.
 void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t most, float other, float* out,
                       int threads) {
 #pragma omp parallel num_threads(threads)
@@ -847,8 +847,7 @@ void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t mos
       const float* const from = x + row * columns;
       float* const to = out + row * columns;
       select_largest(from, columns, most, largest.data(), places.data());
-      const bool whole = std::isnan(maximum(from, columns).value);
-      const __m512 least = _mm512_set1_ps(whole ? -INFINITY : largest[most - 1]), removed = _mm512_set1_ps(other);
+      const __m512 least = _mm512_set1_ps(largest[most - 1]), removed = _mm512_set1_ps(other);
       for (int64_t at = 0; at < columns; at += LANES) {
         const __mmask16 inside = lanes(columns - at);
         const __m512 values = load(from + at, inside);
