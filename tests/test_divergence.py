@@ -56,10 +56,10 @@ def probabilities(logits: Tensor) -> np.ndarray:
     return softmax(logits.double().numpy())
 
 
-def has_ties(p: Tensor) -> bool:
-    """Does rounding decide which of p's tokens are in the top k?"""
-    ordered = p.double().sort().values
-    return bool((ordered.diff() < 1e-5).any()) or int((ordered == -INF).sum()) > 1
+def has_near_ties(p: Tensor) -> bool:
+    """Are two scores so close, but not equal, that rounding decides which of their tokens are in the top k?"""
+    gaps = p.double().sort().values.diff()
+    return bool(((gaps > 0) & (gaps < 1e-5)).any())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,7 +71,8 @@ def test_agrees_with_float64_reference_and_stays_in_range(name: str, pair: tuple
     assert got.dtype == torch.float32
     assert got.shape == ()
     probs_p, probs_q = probabilities(p), probabilities(q)
-    if name.startswith("top_k") and has_ties(p):
+    ties = len(set(p.tolist())) < len(p)  # which of equal tokens are in the top k
+    if name.startswith("top_k") and (ties or has_near_ties(p)):
         assert not got.isnan()
     else:
         assert got.item() == pytest.approx(reference(name, probs_p, probs_q), rel=2e-5, abs=2e-6)
@@ -184,7 +185,7 @@ def test_gradients_are_finite_and_agree_with_float64(name: str, pair: tuple[Tens
         assert x.dtype == torch.float32
         assert (x[logits == -INF] == 0).all()
         # tv has a kink where p = q, on either side of which rounding may fall
-        if "tv" not in name and not (name.startswith("top_k") and has_ties(pair[0])):
+        if "tv" not in name and not (name.startswith("top_k") and has_near_ties(pair[0])):
             torch.testing.assert_close(x, y.float(), rtol=1e-3, atol=2e-5)
 
 
