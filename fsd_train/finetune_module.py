@@ -18,6 +18,11 @@ from fsd_train.scheduled_module import ScheduledModule
 from fsd_train.small_lm import SmallLM, trained_state
 
 
+def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross-entropy of tokens [N] under logits [N, V], in nats, computed in float32: [N]."""
+    return torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
+
+
 class FinetuneModule(ScheduledModule):
     """Trains a causal LM to give the answers of the data, from its own weights on.
 
@@ -28,6 +33,8 @@ class FinetuneModule(ScheduledModule):
         target: built-in name, directory or hub id of the model to start from.
         lora: options of ``peft.LoraConfig`` ({} for r 16, alpha 32, all linear layers); None trains all weights.
         lr: peak learning rate.
+        compile: run each decoder layer and the loss through torch.compile, in any shape. On a CPU it needs a C++
+            compiler, and attention is the plain one: the fused one's backward pass is slower there.
         schedule: the other options of :class:`fsd_train.options.ScheduleOptions`; optimizer muon with ``lora`` only.
     """
 
@@ -38,12 +45,14 @@ class FinetuneModule(ScheduledModule):
         target: str,
         lora: dict[str, Any] | None = None,
         lr: float = 1e-3,
+        compile: bool = False,
         **schedule: Any,
     ) -> None:
         super().__init__(ScheduleOptions(target=target, lr=lr, **schedule))
         if self.options.optimizer == "muon" and lora is None:
             raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
         self.val_loss = StepMean(1)
+        self._token_losses = token_losses
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
@@ -55,6 +64,9 @@ class FinetuneModule(ScheduledModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)
             self.head = SmallLM(self.options.target, None, lora, dtype)
+        if self.hparams["compile"]:
+            self.head.compile_layers()
+            self._token_losses = torch.compile(token_losses, dynamic=True)
 
     def setup(self, stage: str) -> None:
         """Make the model. Raises DataError if the data has token ids that the target lacks."""
@@ -69,7 +81,7 @@ class FinetuneModule(ScheduledModule):
         wanted = to_device(on_host(batch, "loss_mask")[:, 1:].flatten().nonzero()[:, 0], ids.device)
         hidden = self.head.hidden(ids)[:, :-1].flatten(0, 1)[wanted]
         tokens = ids[:, 1:].flatten()[wanted]
-        return torch.nn.functional.cross_entropy(self.head.logits(hidden).float(), tokens, reduction="none")
+        return self._token_losses(self.head.logits(hidden), tokens)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self.losses(batch).mean()

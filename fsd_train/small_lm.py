@@ -123,6 +123,15 @@ class SmallLM(nn.Module):
         head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
         return head.finish(self.causal_lm.get_output_embeddings()(hidden)[..., : self.common])
 
+    def compile_layers(self) -> None:
+        """Run each of the decoder's layers through torch.compile from now on; weights and their names stay."""
+        if next(self.parameters()).device.type == "cpu":
+            self.causal_lm.set_attn_implementation("eager")
+        layers = set(self.causal_lm._no_split_modules)
+        for module in self.causal_lm.modules():
+            if type(module).__name__ in layers:
+                module.compile(dynamic=True)
+
     def merged(self, dtype: torch.dtype) -> Any:
         """A copy as a plain transformers model, adapters merged into its weights."""
         model = copy.deepcopy(self.model)
