@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fsd_train.finetune_module import FinetuneModule
 from fsd_train.task_score import greedy_answers, read_tasks
 from tests.text_toys import save_tiny_chat_target
 
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 LORA = {"r": 8, "lora_alpha": 16}
 
 
@@ -119,3 +121,26 @@ def test_bad_input_is_named(toys: Path, tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(config)
     assert cli(["finetune", "--config", str(path)]) == 2
     assert "none.jsonl: no row has an `answer`" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_training_has_the_losses_and_gradients_of_plain_training(toys: Path, tmp_path: Path) -> None:
+    """In batches of two shapes, and the adapter it exports loads under the names that any adapter has."""
+    items = [
+        {"input_ids": torch.randint(3, 20, (length,)), "loss_mask": torch.arange(length) > 2, "index": 0, "id": "0"}
+        for length in (5, 9, 12, 7, 4)
+    ]
+    batches = [dict(collate(items[:3])), dict(collate(items[3:]))]
+    found = []
+    for compiled in (False, True):
+        module = FinetuneModule(target=str(toys / "target"), lora=LORA, compile=compiled)
+        module.configure_model()
+        losses = [module.losses(batch) for batch in batches]
+        sum(loss.mean() for loss in losses).backward()
+        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found.append((losses, gradients))
+    (plain, expected), (fast, got) = found
+    assert expected.keys() == got.keys() != set()
+    torch.testing.assert_close(fast, plain)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert load_target(str(module.export(tmp_path / "adapter")))[0] is not None
