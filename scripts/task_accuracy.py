@@ -3,7 +3,8 @@
     python scripts/task_accuracy.py --target smollm2-135m-maths --tasks data/word-problems.jsonl.gz multiarith_dev.json
 
 Tasks are prompt files whose rows have an ``answer`` (a number, ``#### N``, an option). Shares are given for each file
-and each ``source`` in it, with 95 % Wilson intervals; ``--output`` writes them and all answers as JSON.
+and each ``source`` in it, with 95 % Wilson intervals; ``--output`` writes them, all answers and the
+environment as JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from fsd_infer.bench.environment import environment
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
 from fsd_infer.targets.loading import load_target
@@ -73,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({name: value for name, value in records[-1].items() if name != "answers"}))
             if args.output is not None:  # after each file: a stopped run loses nothing
                 settings = {name: str(value) for name, value in vars(args).items() if name not in ("tasks", "output")}
-                write_json(args.output, {"settings": settings, "tasks": records}, indent=1)
+                write_json(
+                    args.output, {"settings": settings, "environment": environment(), "tasks": records}, indent=1
+                )
     except FsdError as error:
         print(error, file=sys.stderr)
         return 1
