@@ -37,9 +37,9 @@ CHUNK = 2000
 Row = dict[str, Any]
 
 
-def problem_row(rng: random.Random, steps: int, unseen: bool) -> Row:
+def problem_row(rng: random.Random, steps: int, unseen: bool = False, held_out: bool = False) -> Row:
     """One problem: ``question``, ``answer`` (the work and ``#### N``), ``steps``, ``kind``, ``unseen``."""
-    made = make_problem(rng, steps, unseen)
+    made = make_problem(rng, steps, unseen, held_out)
     source = f"word-problems/{steps}"
     return {
         "question": made.question,
@@ -58,7 +58,7 @@ def held_out(seed: int, counts: dict[int, int]) -> list[Row]:
         rng = random.Random(f"held out {seed} {steps}")
         known: set[str] = set()
         while len(known) < count:
-            row = problem_row(rng, steps, unseen=len(known) % 2 == 1)
+            row = problem_row(rng, steps, unseen=len(known) % 2 == 1, held_out=True)
             if row["question"] not in known:
                 known.add(row["question"])
                 rows.append(row)
@@ -68,7 +68,7 @@ def held_out(seed: int, counts: dict[int, int]) -> list[Row]:
 def chunk(number: int, seed: int) -> list[Row]:
     """Training problems number ``CHUNK * number`` and on."""
     rng = random.Random(f"training {seed} {number}")
-    return [problem_row(rng, rng.choices(list(STEPS), list(STEPS.values()))[0], False) for _ in range(CHUNK)]
+    return [problem_row(rng, rng.choices(list(STEPS), list(STEPS.values()))[0]) for _ in range(CHUNK)]
 
 
 def gsm8k_answer(text: str) -> str:

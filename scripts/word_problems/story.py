@@ -52,11 +52,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Situation:
-    """Tells stories of one kind, of as many steps as asked for."""
+    """Tells stories of one kind, of as many steps as asked for; ``held_out``: held-out problems have it too."""
 
     tell: Callable[[Story, int], None]
     steps: range
     weight: float = 1.0
+    held_out: bool = True
 
     @property
     def name(self) -> str:

@@ -91,3 +91,105 @@ def plural(thing: str) -> str:
 def article(thing: str) -> str:
     """The thing with "a" or "an"."""
     return ("an " if thing[0] in "aeio" else "a ") + thing
+
+
+# Of everyday stories -------------------------------------------------------------------------------------------------
+THINGS = (*COLLECTED, *FOOD)
+PRICED = tuple(plural(thing) for thing in (*CHEAP, *GOODS))
+HOLDING = tuple((plural(box), box) for box in BOXES)
+JOBS = (
+    ("e-mails", "answer", "answered"),
+    ("letters", "write", "written"),
+    ("chairs", "paint", "painted"),
+    ("shirts", "iron", "ironed"),
+    ("fields", "plow", "plowed"),
+    ("fences", "repair", "repaired"),
+    ("bicycles", "fix", "fixed"),
+    ("rooms", "clean", "cleaned"),
+    ("essays", "mark", "marked"),
+    ("hedges", "trim", "trimmed"),
+    ("dogs", "walk", "walked"),
+    ("cars", "wash", "washed"),
+    ("cabinets", "build", "built"),
+    ("pies", "bake", "baked"),
+    ("lamps", "hang", "hung"),
+    ("doors", "replace", "replaced"),
+    ("scarves", "knit", "knitted"),
+    ("songs", "practice", "practiced"),
+)
+EARNED = """babysitting;raking leaves;walking dogs;selling lemonade;washing cars;shoveling snow;tutoring;delivering
+newspapers;painting fences;watering plants;selling cookies;cleaning garages""".replace("\n", " ").split(";")
+POINTS = (
+    ("coin", "coins", "collected", "round"),
+    ("star", "stars", "caught", "level"),
+    ("ring", "rings", "grabbed", "race"),
+    ("flag", "flags", "captured", "stage"),
+    ("goal", "goals", "scored", "half"),
+    ("target", "targets", "hit", "round"),
+    ("riddle", "riddles", "solved", "part"),
+    ("basket", "baskets", "made", "quarter"),
+)
+CROWDS = (
+    ("passengers", "bus", "got off", "got on"),
+    ("guests", "hotel", "checked out", "checked in"),
+    ("visitors", "museum", "went home", "came in"),
+    ("shoppers", "store", "left", "walked in"),
+    ("swimmers", "pool", "went home", "jumped in"),
+    ("diners", "restaurant", "left", "sat down"),
+    ("readers", "library", "left", "came in"),
+    ("cars", "parking lot", "drove off", "drove in"),
+    ("birds", "old oak", "flew away", "landed"),
+    ("fans", "stadium", "left early", "came late"),
+)
+OWNED = (
+    ("red marbles", "blue marbles", "marbles"),
+    ("apple pies", "cherry pies", "pies"),
+    ("daisies", "lilies", "flowers"),
+    ("novels", "comic books", "books"),
+    ("white eggs", "brown eggs", "eggs"),
+    ("wooden blocks", "plastic blocks", "blocks"),
+    ("plain bagels", "onion bagels", "bagels"),
+    ("postcards", "letters", "pieces of mail"),
+    ("holiday photos", "family photos", "photos"),
+    ("green peppers", "red peppers", "peppers"),
+    ("short candles", "long candles", "candles"),
+    ("striped shirts", "plain shirts", "shirts"),
+    ("sweet apples", "sour apples", "apples"),
+    ("big shells", "small shells", "shells"),
+    ("old coins", "new coins", "coins"),
+)
+ALIVE = (
+    ("boys", "girls", "children"),
+    ("teachers", "students", "people"),
+    ("cats", "dogs", "animals"),
+    ("adults", "children", "people"),
+    ("cows", "sheep", "animals"),
+    ("drummers", "singers", "musicians"),
+    ("ducks", "geese", "birds"),
+    ("men", "women", "people"),
+    ("nurses", "doctors", "people"),
+)
+PLACES = (
+    ("shelf", "shelves"),
+    ("tray", "trays"),
+    ("crate", "crates"),
+    ("cart", "carts"),
+    ("table", "tables"),
+    ("cupboard", "cupboards"),
+    ("tub", "tubs"),
+)
+SEATS = (
+    ("car", "cars"),
+    ("boat", "boats"),
+    ("tent", "tents"),
+    ("bench", "benches"),
+    ("cabin", "cabins"),
+    ("minibus", "minibuses"),
+    ("wagon", "wagons"),
+    ("room", "rooms"),
+    ("table", "tables"),
+)
+# Two kinds, both together, and what holds them.
+KINDS = tuple(
+    (*kinds, *place) for group, places in ((OWNED, PLACES), (ALIVE, SEATS)) for kinds in group for place in places
+)
