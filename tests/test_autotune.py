@@ -15,17 +15,8 @@ from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tuning import autotune
-from fsd_infer.tuning.autotune import (
-    Candidates,
-    Costs,
-    best_by_batch,
-    best_shape,
-    calibration_prompts,
-    head_of,
-    parse_tree,
-    rate,
-    tune,
-)
+from fsd_infer.tuning.autotune import calibration_prompts, head_of, parse_tree, tune
+from fsd_infer.tuning.shapes import BATCHES, DEPTHS, STOPS, Candidates, Costs, best_by_batch, best_shape, rate
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 
 
@@ -87,7 +78,7 @@ def test_chosen_shape_is_the_best_of_all() -> None:
         for d in range(1, 9)
         for w in (1, 2)
         for n in range(d + 1, 17)
-        for stop in autotune.STOPS
+        for stop in STOPS
         if n <= 1 + TreeShape(d, w, 2).candidates
     ]
     assert of(chosen) == pytest.approx(max(map(of, every)))
@@ -132,7 +123,7 @@ def test_larger_batches_draft_less_and_then_not_at_all() -> None:
     prices = Costs(curve, {1: 0.01, 2: 0.01}, 0.0, wide_level={1: 0.02, 2: 0.02}, wide_fixed=0.0)
     shapes = best_by_batch(prices, trees)
     nodes = [0 if shape is None else shape.nodes for shape in shapes.values()]
-    assert tuple(shapes) == autotune.BATCHES and nodes == sorted(nodes, reverse=True)
+    assert tuple(shapes) == BATCHES and nodes == sorted(nodes, reverse=True)
     assert nodes[0] >= 8 > nodes[2] >= 2 and nodes[-1] == nodes[-2] == 0
     for batch, shape in shapes.items():
         if shape is not None and batch > 1:
@@ -184,7 +175,7 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
     expected = reference(target.model, tiny_prompts())
     assert FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=24).sequences == expected
     assert drafter.by_batch and tuple(drafter.by_tilt) == autotune.TILTS
-    assert all(tuple(shapes) == autotune.BATCHES and shapes[1] for shapes in drafter.by_tilt.values())
+    assert all(tuple(shapes) == BATCHES and shapes[1] for shapes in drafter.by_tilt.values())
     (file,) = (quick / "trees").iterdir()
 
     again = drafter.reshaped(TreeShape(1, 1, 2))
@@ -192,11 +183,11 @@ def test_tune_measures_once(quick: Path, drafter: EagleDrafter, monkeypatch: pyt
         patch.setattr(autotune, "measure", None)
         assert tune(again, target, prompts) == shape == again.shape
         assert again.by_tilt == drafter.by_tilt
-        assert again.by_batch == drafter.by_batch and tuple(again.by_batch) == autotune.BATCHES[1:]
+        assert again.by_batch == drafter.by_batch and tuple(again.by_batch) == BATCHES[1:]
         with pytest.raises(TypeError):
             tune(again, target, prompts, refresh=True)
     file.write_text("{damaged")
-    assert tune(again, target, prompts).depth in autotune.DEPTHS
+    assert tune(again, target, prompts).depth in DEPTHS
     assert tune(drafter, target, prompts) == again.shape, "and what was damaged is written again"
 
 
