@@ -32,6 +32,7 @@ class FinetuneModule(ScheduledModule):
     Args:
         target: built-in name, directory or hub id of the model to start from.
         lora: options of ``peft.LoraConfig`` ({} for r 16, alpha 32, all linear layers); None trains all weights.
+        initial_adapter: directory of an exported adapter of the same rank to start from, with ``lora`` only.
         lr: peak learning rate.
         compile: run each decoder layer and the loss through torch.compile, in any shape. On a CPU it needs a C++
             compiler, and attention is the plain one: the fused one's backward pass is slower there.
@@ -44,6 +45,7 @@ class FinetuneModule(ScheduledModule):
         self,
         target: str,
         lora: dict[str, Any] | None = None,
+        initial_adapter: str | None = None,
         lr: float = 1e-3,
         compile: bool = False,
         **schedule: Any,
@@ -51,6 +53,8 @@ class FinetuneModule(ScheduledModule):
         super().__init__(ScheduleOptions(target=target, lr=lr, **schedule))
         if self.options.optimizer == "muon" and lora is None:
             raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
+        if initial_adapter is not None and lora is None:
+            raise DataError("initial_adapter is a start for lora: set model.lora, or leave it out.")
         self.val_loss = StepMean(1)
         self._token_losses = token_losses
         self.save_hyperparameters()
@@ -64,6 +68,8 @@ class FinetuneModule(ScheduledModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)
             self.head = SmallLM(self.options.target, None, lora, dtype)
+        if self.hparams["initial_adapter"] is not None:
+            self.head.load_adapter(self.hparams["initial_adapter"])
         if self.hparams["compile"]:
             self.head.compile_layers()
             self._token_losses = torch.compile(token_losses, dynamic=True)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from fsd_infer.drafters.lm import check_same_vocabulary
-from fsd_infer.errors import DataError, ModelLoadError
+from fsd_infer.errors import CheckpointError, DataError, ModelLoadError
 from fsd_infer.files import disk_errors, write_text
 from fsd_infer.target import Target
+from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_tensors, read_adapter_config
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
@@ -122,6 +123,24 @@ class SmallLM(nn.Module):
         """[..., H'] -> [..., Vd] over the tokens that both models have, with the family's scale and soft cap."""
         head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
         return head.finish(self.causal_lm.get_output_embeddings()(hidden)[..., : self.common])
+
+    def load_adapter(self, directory: str | Path) -> None:
+        """Give the adapter in training the weights of an exported one.
+
+        Raises:
+            CheckpointError: that one cannot be read, or has another rank, scale or other layers.
+        """
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        tensors, alpha = adapter_tensors(directory), read_adapter_config(directory)["lora_alpha"]
+        shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(self.model).items()}
+        same = {name: tensor.shape for name, tensor in tensors.items()} == shapes
+        if not same or alpha != self.model.peft_config["default"].lora_alpha:
+            raise CheckpointError(
+                f"the adapter in {directory} has another rank, another scale or other layers than the one in training: "
+                f"give model.lora the r, lora_alpha and target_modules of its {ADAPTER_CONFIG}."
+            )
+        set_peft_model_state_dict(self.model, tensors)
 
     def compile_layers(self) -> None:
         """Run each of the decoder's layers through torch.compile from now on; weights and their names stay."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from fsd_infer.errors import DataError
+from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import load_target
 from fsd_train.cli import main as cli
@@ -94,6 +94,27 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(toys: Path,
     one, two = (load_target(tmp_path / name / "model", dtype="fp32", device="cpu")[0] for name in ("whole", "again"))
     for name, value in one.named_parameters():
         torch.testing.assert_close(value, two.get_parameter(name))
+
+
+def test_a_run_starts_from_an_exported_adapter(toys: Path, tmp_path: Path) -> None:
+    def module(rank: int, start: Path | None) -> FinetuneModule:
+        made = FinetuneModule(str(toys / "target"), {"r": rank}, initial_adapter=start and str(start))
+        made.configure_model()
+        return made
+
+    first = module(4, None)
+    trained = {name: value for name, value in first.head.named_parameters() if "lora_" in name}
+    for value in trained.values():
+        torch.nn.init.normal_(value.data)
+    adapter = first.export(tmp_path / "adapter")
+    again = module(4, adapter)
+    for name, value in trained.items():
+        loaded = again.head.get_parameter(name)
+        assert loaded.requires_grad and torch.equal(loaded, value.to(torch.bfloat16).float())
+    with pytest.raises(CheckpointError, match="another rank"):
+        module(8, adapter)
+    with pytest.raises(DataError, match="initial_adapter"):
+        FinetuneModule(str(toys / "target"), initial_adapter=str(adapter))
 
 
 def test_the_loss_is_the_cross_entropy_of_answer_tokens(toys: Path) -> None:

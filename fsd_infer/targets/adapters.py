@@ -80,7 +80,7 @@ def adapter_digest(directory: str | Path) -> str:
     """16 hexadecimal digits of an adapter's weights and scale; for :meth:`fsd_infer.target.Target.weights_digest`."""
     config = read_adapter_config(directory)
     digest = hashlib.sha256(json.dumps([config["r"], config["lora_alpha"], config.get("use_rslora")]).encode())
-    for name, tensor in sorted(_tensors(Path(directory).expanduser()).items()):
+    for name, tensor in sorted(adapter_tensors(directory).items()):
         digest.update(name.encode())
         digest.update(tensor.to(torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -104,7 +104,7 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
     config = read_adapter_config(directory)
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    tensors = _tensors(directory)
+    tensors = adapter_tensors(directory)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     while tensors:
         name = next(iter(tensors))
@@ -126,8 +126,9 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
         weight.copy_(weight.to(torch.float32) + scale * change)
 
 
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    path = directory / ADAPTER_WEIGHTS
+def adapter_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
+    """An adapter's weights by name. Raises CheckpointError: missing or damaged."""
+    path = Path(directory).expanduser() / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter.")
     with open_safetensors(path, "Copy or export the adapter again.") as file:
