@@ -61,6 +61,21 @@ def test_every_line_of_work_is_right_and_there_are_as_many_as_asked_for(
     assert len(kinds) >= 8
 
 
+def test_every_text_of_a_tale_states_the_numbers_of_its_formula(script: ModuleType) -> None:
+    tales = importlib.import_module("word_problems.everyday").TALES
+    assert len(tales) > 20
+    for tale in tales:
+        letters = set(re.findall(r"[a-d]", tale.formula))
+        assert len(tale.work) == len(re.findall(r"[-+*/;]", tale.formula))
+        slots = {name for names in tale.slots for name in names.split()}
+        known = letters | slots | {"who", "he", "him", "his", "other", "eq"}
+        for text in tale.texts:
+            used = set(re.findall(r"{(\w+)}", text))
+            assert used & set("abcd") == letters and used <= known, text
+        for line in tale.work:
+            assert set(re.findall(r"{(\w+)}", line)) <= known and "{eq}" in line, line
+
+
 def test_the_shipped_problems_are_those_that_the_command_makes(script: ModuleType, tmp_path: Path) -> None:
     assert script.main(["heldout", "--output", str(tmp_path / "again.jsonl.gz")]) == 0
     assert (tmp_path / "again.jsonl.gz").read_bytes() == script.HELD_OUT.read_bytes()
