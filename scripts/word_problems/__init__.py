@@ -29,7 +29,9 @@ def make_problem(rng: random.Random, steps: int, unseen: bool = False, held_out:
         unseen: use wordings, names and things that are kept out of training.
         held_out: one of the situations of the held-out problems.
     """
-    fitting = [situation for situation in SITUATIONS if steps in situation.steps and situation.held_out >= held_out]
+    fitting = [
+        situation for situation in SITUATIONS if steps in situation.steps and (situation.held_out or not held_out)
+    ]
     weights = [situation.weight for situation in fitting]
     while True:
         situation = rng.choices(fitting, weights)[0]
