@@ -22,14 +22,19 @@ STYLES = (  # colour, marker: the marker alone distinguishes families in greysca
 Point = tuple[str, str, dict[str, float], dict[str, float]]  # family, label, x and y with "low" and "high"
 
 
-def points(name: str, y: str, scale: float = 1.0) -> list[Point]:
-    """Of a record of `benchmarks.findings`: each setting's τ over exact's and its ``y`` less exact's, T = 0."""
+def points(
+    name: str, y: str, scale: float = 1.0, temperature: str = "0", without: Sequence[str] = (), only: Sequence[str] = ()
+) -> list[Point]:
+    """Of a record of `benchmarks.findings`: each setting's τ over exact's and its ``y`` less exact's.
+
+    Settings with a tree of their own, and families in ``without`` or not in ``only``, are left out.
+    """
     found = []
-    for setting, facts in read(name)["temperatures"]["0"].items():
-        rule = setting.partition("@")[0]
-        if rule != "exact":
+    for rule, facts in read(name)["temperatures"][temperature].items():
+        family = _family(rule)
+        if rule != "exact" and "@" not in rule and family not in without and (not only or family in only):
             across, up = facts["ratios"]["tau"], facts["differences"][y]
-            found.append((_family(rule), _label(rule), _centred(across, "ratio"), _centred(up, "mean", scale)))
+            found.append((family, _label(rule), _centred(across, "ratio"), _centred(up, "mean", scale)))
     return found
 
 
@@ -106,13 +111,14 @@ def side_by_side(figure: Figure, *panels: tuple[list[Point], str]) -> None:
         scatter(ax, found, TAU, f"{label} less exact's, {'nats' if label == LIKELIHOOD else 'points'}")
 
 
+GATED = ("fuzzy-strict", "tilted gate")
+
+
 @picture
 def random(figure: Figure) -> None:
     """Gates and tilted rules beside random gates, on word problems."""
-    record = "findings-maths"
-    side_by_side(
-        figure, (points(record, "score", 100), "score"), (points(record, "repeated_4grams", 100), "repeated 4-grams")
-    )
+    panels = (("score", "score"), ("repeated_4grams", "repeated 4-grams"))
+    side_by_side(figure, *((points("findings-maths", y, 100, without=GATED), label) for y, label in panels))
 
 
 @picture
@@ -127,46 +133,64 @@ def rivals(figure: Figure) -> None:
 
 
 @picture
-def gates(figure: Figure) -> None:
-    """What the same gate costs and wins by what it emits, beside other rules."""
-    record = "findings-rules"
+def summaries(figure: Figure) -> None:
+    """ROUGE-L and likelihood beside tokens per forward, on summaries and translations, with lookup."""
+    record = "findings-rouge"
     side_by_side(
         figure,
+        (bench_points(record, "score", 100), "ROUGE-L"),
         (bench_points(record, "log_likelihood_per_token"), LIKELIHOOD),
-        (bench_points(record, "score", 100), "score"),
+    )
+
+
+@picture
+def temperatures(figure: Figure) -> None:
+    """Score beside tokens per forward at temperatures 0.7 and 1, on word problems."""
+    panels = ("0.7", "1")
+    side_by_side(
+        figure, *((points("findings-maths-warm", "score", 100, at), f"temperature {at}: score") for at in panels)
+    )
+
+
+@picture
+def gates(figure: Figure) -> None:
+    """What the same gate costs and wins by what it emits."""
+    only, record = ("fuzzy", "tilted", *GATED), "findings-maths"
+    side_by_side(
+        figure,
+        (points(record, "log_likelihood_per_token", only=only), LIKELIHOOD),
+        (points(record, "score", 100, only=only), "score"),
     )
 
 
 @picture
 def budget(figure: Figure) -> None:
-    """Nats that answers of one gate spent, with a budget of 4 and without one."""
+    """Nats that answers of a gate and of a tilted rule spent, with a budget of 2 and without one."""
     ax = figure.subplots(1, 1)
-    halves = ("calibration", "verification")
-    for shift, name, colour, label in (
-        (-0.2, "calibrate-speed", "#b8400e", "no budget"),
-        (0.2, "calibrate-nats", "#0057b8", "budget 4"),
-    ):
-        spent = [read(name)[half]["nats_per_answer"] for half in halves]
-        x = [place + shift for place in range(len(halves))]
+    found = read("findings-maths-budget")["temperatures"]["0"]
+    rules = ("fuzzy:js:0.5", "tilted:0.5")
+    for shift, option, colour, label in ((-0.2, "", "#b8400e", "no budget"), (0.2, ":budget=2", "#0057b8", "budget 2")):
+        spent = [found[rule + option]["nats_per_answer"] for rule in rules]
+        x = [place + shift for place in range(len(rules))]
         ax.bar(x, [one["most"] for one in spent], 0.36, color=colour, alpha=0.35, label=f"{label}: most")
         ax.bar(x, [one["mean"] for one in spent], 0.36, color=colour, label=f"{label}: mean")
-    ax.axhline(4, color="#111111", linewidth=1, linestyle="--")
-    ax.set_xticks(range(len(halves)), [f"{half} prompts" for half in halves])
-    ax.set_ylabel("nats spent per answer, fuzzy:js:0.5")
+    ax.axhline(2, color="#111111", linewidth=1, linestyle="--")
+    ax.set_xticks(range(len(rules)), rules)
+    ax.set_ylabel("nats spent per answer")
 
 
 @picture
 def trees(figure: Figure) -> None:
     """Tokens per forward of three rules on a wide and on a deep tree."""
     ax = figure.subplots(1, 1)
-    methods = read("findings-rules")["methods"]
-    rows = [("exact", "exact", "exact deep"), *((rule, f"{rule} wide", rule) for rule in ("fuzzy js 0.3", "tilted 2"))]
-    for place, (_, *pair) in enumerate(rows):
-        for shift, name, colour in zip((-0.2, 0.2), pair, ("#b8400e", "#0057b8"), strict=True):
-            tau = methods[name]["tau"]
-            ax.bar(place + shift, tau, 0.36, color=colour, label=None if place else "6,4,9" if shift < 0 else "10,2,11")
+    found = read("findings-maths")["temperatures"]["0"]
+    rules = ("exact", "fuzzy:js:0.4", "tilted:1")
+    for place, rule in enumerate(rules):
+        for shift, name, colour in ((-0.2, f"{rule}@6x4x9x0.5", "#b8400e"), (0.2, rule, "#0057b8")):
+            tau = found[name]["tau"]
+            ax.bar(place + shift, tau, 0.36, color=colour, label=None if place else "6,4,9" if shift < 0 else "10,2,13")
             ax.annotate(f"{tau:.2f}", (place + shift, tau), ha="center", va="bottom", fontsize=8)
-    ax.set_xticks(range(len(rows)), [name for name, _, _ in rows])
+    ax.set_xticks(range(len(rules)), rules)
     ax.set_ylabel("tokens per forward")
 
 
@@ -174,7 +198,7 @@ def trees(figure: Figure) -> None:
 def batches(figure: Figure) -> None:
     """Tokens per second of whole batches over plain decoding's."""
     ax = figure.subplots(1, 1)
-    record = read("batch-throughput")["batches"]
+    record = read("batch-rules")["batches"]
     sizes = sorted(map(int, record))
     methods = [name for name in record[str(sizes[0])]["methods"] if name != "plain"]
     for method, (colour, marker) in zip(methods, STYLES, strict=False):

@@ -2,13 +2,15 @@
 
 Run: python benchmarks/markdown_table.py RECORD.json [BASELINE]
 
-With a baseline: each method beside it, as docs/rules.md compares rules.
+With a baseline: each method beside it, as docs/rules.md compares rules. A record of `benchmarks.findings`: a table per
+temperature, as in docs/findings.md.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +67,76 @@ def beside(record: dict[str, Any], baseline: str) -> str:
     methods, ratios, differences = record["methods"], record["ratios"][baseline], record["differences"][baseline]
     headers = ["method", "× tok/s (95 %)", "τ", "× τ", "forwards", "tokens", "log-likelihood", "repeated 4-grams"]
     sampled = record["settings"]["temperature"] > 0
-    headers += ["nats per answer"] if sampled else []
+    scored = methods[baseline].get("score") is not None
+    headers += ["nats per answer"] * sampled + ["score, points"] * scored
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     for method, facts in methods.items():
         if method == baseline:
             row = ["1"]
-            quality = [f"{facts['log_likelihood_per_token']:.3f}", f"{100 * facts['repeated_4grams']:.1f} %"]
+            repeated = facts["repeated_4grams"]  # None where no answer has four tokens
+            quality = [
+                number(facts["log_likelihood_per_token"], 3),
+                "–" if repeated is None else f"{100 * repeated:.1f} %",
+            ]
+            score = [f"{100 * facts['score']:.1f}"] * scored
         else:
             speed = ratios[method]["tokens_per_second"]
             row = [f"{speed['median']:.2f} ({speed['low']:.2f}–{speed['high']:.2f})"]
-            likelihood, repeats = (differences[method][key] for key in ("log_likelihood_per_token", "repeated_4grams"))
-            quality = ["{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**likelihood)]
-            quality.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * repeats[k] for k in ("mean", "low", "high"))))
+            quality = [difference(differences[method].get("log_likelihood_per_token"), 3)]
+            quality.append(difference(differences[method].get("repeated_4grams"), 1, 100))
+            score = [difference(differences[method].get("score"), 1, 100)] * scored
         row += [number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
-        quality += [number(float(facts["divergence_spent"]), 1)] if sampled else []
+        quality += [number(float(facts["divergence_spent"]), 1)] * sampled + score
         lines.append(" | ".join([f"| `{method}`", *row, *(text.replace("-", "−") for text in quality)]) + " |")
     return "\n".join(lines)
 
 
+def difference(found: dict[str, Any] | None, digits: int, scale: float = 1.0) -> str:
+    """A difference times ``scale`` with its interval."""
+    if found is None:
+        return "–"
+    mean, low, high = (f"{scale * found[key]:+.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def sweep(record: dict[str, Any]) -> str:
+    """A table per temperature: each setting's ratios to exact and its differences from it."""
+    parts = []
+    for temperature, settings in record["temperatures"].items():
+        exact = settings["exact"]
+        score = exact["means"].get("score")
+        solved = "" if score is None else ", score {:.0f} % ({:.0f}–{:.0f})".format(
+            *(100 * score[key] for key in ("mean", "low", "high"))
+        )  # fmt: skip
+        parts.append(f"Temperature {temperature}, `exact`: {exact['tau']:.2f} tokens per forward{solved}.\n")
+        headers = ["rule", "× τ", "forwards ×", "length ×", "speed ×", "score, points", "log-likelihood"]
+        headers += ["repeated 4-grams, points", "nats per answer"]
+        lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+        for name, facts in settings.items():
+            if name == "exact":
+                continue
+            ratios = [facts["ratios"][key] for key in ("tau", "target_forwards", "answer_tokens", "speed")]
+            row = ["{ratio:.2f} ({low:.2f}–{high:.2f})".format(**ratio) for ratio in ratios]
+            differences = facts["differences"]
+            row.append(difference(differences.get("score"), 0, 100))
+            row.append(difference(differences.get("log_likelihood_per_token"), 3))
+            row.append(difference(differences.get("repeated_4grams"), 1, 100))
+            row.append(f"{facts['nats_per_answer']['mean']:.1f}")
+            lines.append(" | ".join([f"| `{name}`", *(text.replace("-", "−") for text in row)]) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of the record named."""
+    path, *baseline = sys.argv[1:] if argv is None else argv
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    if "temperatures" in record:
+        print(sweep(record))
+    else:
+        print(beside(record, *baseline) if baseline else markdown(record, path))
+
+
 if __name__ == "__main__":
-    found = json.loads(Path(sys.argv[1]).read_text())
-    print(beside(found, sys.argv[2]) if len(sys.argv) > 2 else markdown(found, sys.argv[1]))
+    main()

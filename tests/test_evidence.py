@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import findings, markdown_table
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.evidence.charts import Point, Series, chart, ticks
@@ -187,6 +188,20 @@ def test_page_shows_exact_and_random_everywhere(finished: Path) -> None:
         assert "nan" not in one.lower() and 'd="M' in one
     assert "&lt;b&gt;it&lt;/b&gt; is &amp; there" in text or "<b>it</b>" not in text
     assert 'class="e"' in text and "Temperature 0.8: 5 prompts" in text
+
+
+def test_a_record_becomes_tables(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    assert findings.main([str(finished), str(record)]) == 0
+    markdown_table.main([str(record)])
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if line.startswith("| `")]
+    assert (
+        len(lines) == 2 * 5 and "Temperature 0.8, `exact`: " in shown and len({line.count("|") for line in lines}) == 1
+    )
+    at = json.loads(record.read_text())["temperatures"]["0"]["fuzzy:js:0.3"]
+    assert lines[1].startswith("| `fuzzy:js:0.3` | {ratio:.2f} ({low:.2f}–{high:.2f}) |".format(**at["ratios"]["tau"]))
+    assert lines[1].endswith(f"| {at['nats_per_answer']['mean']:.1f} |")
 
 
 def test_rounds_end_with_the_answer() -> None:
