@@ -135,11 +135,11 @@ def rivals(figure: Figure) -> None:
 @picture
 def summaries(figure: Figure) -> None:
     """ROUGE-L and likelihood beside tokens per forward, on summaries and translations, with lookup."""
-    record = "findings-rouge"
+    panels = (("score", 100, "ROUGE-L"), ("log_likelihood_per_token", 1, LIKELIHOOD))
+    records = ("findings-rouge", "findings-rouge-2")
     side_by_side(
         figure,
-        (bench_points(record, "score", 100), "ROUGE-L"),
-        (bench_points(record, "log_likelihood_per_token"), LIKELIHOOD),
+        *(([one for record in records for one in bench_points(record, y, by)], label) for y, by, label in panels),
     )
 
 
