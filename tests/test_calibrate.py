@@ -16,7 +16,17 @@ from fsd_infer.bench.base import Answer, TimedRun, Turn
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.evidence.calibrate import NATS, SCORE, SPEED, Promise, calibrate, certify, loss_p_value, split
+from fsd_infer.evidence.calibrate import (
+    NATS,
+    SCORE,
+    SPEED,
+    Promise,
+    calibrate,
+    certify,
+    loss_p_value,
+    score_scale,
+    split,
+)
 from fsd_infer.evidence.settings import SweepOptions, parse_settings
 from fsd_infer.evidence.summary import At
 from fsd_infer.tuning.calibrated import FILE, Calibrated, calibrated, write_calibrated
@@ -53,6 +63,20 @@ def test_a_setting_that_just_breaks_the_promise_rarely_passes(lost: float, won: 
     assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 3000)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.06])
+@pytest.mark.parametrize("prompts", [40, 105, 300])
+def test_graded_scores_rarely_pass_either(prompts: int, noise: float) -> None:
+    """ROUGE-L of about 0.15, a true loss of 2 points: of whole answers, or half of it of a little everywhere."""
+    generator = np.random.default_rng(prompts)
+    passed = []
+    for _ in range(2000):
+        scores = generator.beta(2, 11, prompts)
+        lost = generator.random(prompts) < (0.02 if noise == 0 else 0.01) / scores.mean()
+        losses = lost * scores + (generator.normal(0.01, noise, prompts) if noise else 0)
+        passed.append(loss_p_value(losses, 0.02, float((scores**2).sum() / scores.sum())) <= 0.1)
+    assert np.mean(passed) <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
+
+
 def test_a_harmless_setting_passes_once_there_are_prompts_enough() -> None:
     assert loss_p_value(np.zeros(60), 0.02) > 0.1 and loss_p_value(np.zeros(160), 0.02) < 0.1
     generator = np.random.default_rng(0)
@@ -60,6 +84,19 @@ def test_a_harmless_setting_passes_once_there_are_prompts_enough() -> None:
     noisy = (draws < 0.03).astype(float) - (draws > 0.97)
     assert np.mean([loss_p_value(one, 0.02) <= 0.1 for one in noisy]) > 0.8
     assert loss_p_value(np.full(1000, 0.01), 0.02) < 0.1 < loss_p_value(np.full(1000, 0.03), 0.02), "ROUGE-L too"
+    slight = np.random.default_rng(1).normal(0.001, 0.05, 105)
+    assert loss_p_value(slight, 0.02, scale=0.2) < 0.01 < loss_p_value(slight, 0.02), "few prompts do for graded scores"
+
+
+def test_what_an_answer_is_worth() -> None:
+    assert score_scale(fake({}, prompts=5)) == 1
+    at = fake({}, prompts=3)
+    for turn, score in zip(at.turns, (0.1, 0.3, 0.0), strict=True):
+        turn.runs["exact"].answers[0].score = score
+    assert score_scale(at) == pytest.approx(0.1 / 0.4)
+    for turn in at.turns:
+        turn.runs["exact"].answers[0].score = 0.0
+    assert score_scale(at) == 1
 
 
 def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> At:

@@ -209,8 +209,7 @@ def p_value(at: At, name: str, promise: Promise, seed: int = 0) -> float:
     if promise.kind == NATS:  # enforced, answer by answer
         return 0.0
     if promise.kind == SCORE:
-        losses = score_losses(at, name)
-        return loss_p_value(losses, promise.value)
+        return loss_p_value(score_losses(at, name), promise.value, score_scale(at))
     own, exact = (per_prompt(at, one, lambda run: (run.answers[0].length, run.seconds)) for one in (name, EXACT))
     draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
     sums, others = own[draws].sum(1), exact[draws].sum(1)
@@ -224,19 +223,30 @@ def score_losses(at: At, name: str) -> np.ndarray:
     return exact[:, 0] / exact[:, 1] - own[:, 0] / own[:, 1]
 
 
-def loss_p_value(losses: np.ndarray, most: float) -> float:
+def score_scale(at: At) -> float:
+    """What a prompt is lost by where exact's answer to it is lost: 1 where answers are right or wrong.
+
+    Of graded scores (ROUGE-L) Σ score² / Σ score over prompts, their mean where each counts by its score.
+    """
+    sums = per_prompt(at, EXACT, lambda run: (run.answers[0].score, 1.0))
+    scores = sums[:, 0] / sums[:, 1]
+    return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
+
+
+def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
     """Of the hypothesis that the mean of ``losses`` [N], each from -1 to 1, is ``most`` or above.
 
     The larger of two: a normal test on paired differences with two pseudo-prompts, one half lost and one half won, so
     that few differences are not taken for none (Agresti and Min, 2005); and the exact binomial test for the hardest
-    case, a setting that loses ``most`` of the prompts and wins none.
+    case, a setting that loses whole prompts, worth ``scale`` each, and wins none.
     """
     from scipy.stats import binom, norm
 
+    losses, most = losses / scale, most / scale
     count, total = len(losses), float(losses.sum())
     mean, square = total / (count + 2), (float((losses**2).sum()) + 1) / (count + 2)
     normal = norm.cdf((mean - most) / math.sqrt((square - mean**2) / (count + 2)))
-    return float(max(normal, binom.cdf(max(math.ceil(round(total, 9)), 0), count, most)))
+    return float(max(normal, binom.cdf(max(math.ceil(round(total, 9)), 0), count, min(most, 1.0))))
 
 
 def _choose(
