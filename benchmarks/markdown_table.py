@@ -78,7 +78,7 @@ def beside(record: dict[str, Any], baseline: str) -> str:
                 number(facts["log_likelihood_per_token"], 3),
                 "–" if repeated is None else f"{100 * repeated:.1f} %",
             ]
-            score = [f"{100 * facts['score']:.1f}"] * scored
+            score = [f"{100 * facts['score']:.1f}"] if scored else []
         else:
             speed = ratios[method]["tokens_per_second"]
             row = [f"{speed['median']:.2f} ({speed['low']:.2f}–{speed['high']:.2f})"]
@@ -87,7 +87,7 @@ def beside(record: dict[str, Any], baseline: str) -> str:
             score = [difference(differences[method].get("score"), 1, 100)] * scored
         row += [number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
-        quality += [number(float(facts["divergence_spent"]), 1)] * sampled + score
+        quality += [number(float(facts["divergence_spent"]), 1).replace("inf", "∞")] * sampled + score
         lines.append(" | ".join([f"| `{method}`", *row, *(text.replace("-", "−") for text in quality)]) + " |")
     return "\n".join(lines)
 

@@ -10,10 +10,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from benchmarks.markdown_table import beside, sweep
 from fsd_infer.engine import decode
 from fsd_infer.rules import Tilted, Verification
 from fsd_infer.rules.contexts import Evidence
@@ -35,6 +39,28 @@ def test_accepted_lengths_on_that_page_are_the_records(repo_root: Path) -> None:
     both, alone = (record["methods"][name] for name in ("exact@lookup+recycle", "exact@lookup"))
     assert f"has τ {both['tau']:.2f} where lookup has {alone['tau']:.2f}" in page
     assert f"means over categories {both['tau_category_mean']:.2f} and {alone['tau_category_mean']:.2f};" in page
+
+
+@pytest.mark.parametrize(
+    "page, records, table, rows",
+    [
+        ("rules", "rules-*.json", lambda record: beside(record, "exact"), 90),
+        ("findings", "findings-rouge*.json", lambda record: beside(record, "exact"), 14),
+        ("findings", "findings-maths.json", sweep, 21),
+        ("findings", "findings-maths-warm.json", sweep, 30),
+    ],
+)
+def test_tables_are_what_their_records_say(
+    page: str, records: str, table: Callable[[dict[str, Any]], str], rows: int, repo_root: Path
+) -> None:
+    shown = (repo_root / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    found = [
+        line
+        for file in (repo_root / "benchmarks" / "results").glob(records)
+        for line in table(json.loads(file.read_text("utf-8"))).splitlines()
+        if line.startswith("| `")
+    ]
+    assert len(found) >= rows and set(found) <= set(shown)
 
 
 def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
