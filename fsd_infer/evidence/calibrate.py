@@ -224,9 +224,9 @@ def score_losses(at: At, name: str) -> np.ndarray:
 
 
 def score_scale(at: At) -> float:
-    """What a prompt is lost by where exact's answer to it is lost: 1 where answers are right or wrong.
+    """The score that is gone where exact's whole answer is: 1 if answers are right or wrong.
 
-    Of graded scores (ROUGE-L) Σ score² / Σ score over prompts, their mean where each counts by its score.
+    For graded scores (ROUGE-L) their mean over prompts, each weighted by its own score: Σ score² / Σ score.
     """
     sums = per_prompt(at, EXACT, lambda run: (run.answers[0].score, 1.0))
     scores = sums[:, 0] / sums[:, 1]
@@ -238,7 +238,7 @@ def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
 
     The larger of two: a normal test on paired differences with two pseudo-prompts, one half lost and one half won, so
     that few differences are not taken for none (Agresti and Min, 2005); and the exact binomial test for the hardest
-    case, a setting that loses whole prompts, worth ``scale`` each, and wins none.
+    case, a setting that loses whole answers, worth ``scale`` each (:func:`score_scale`), and wins none.
     """
     from scipy.stats import binom, norm
 
