@@ -69,62 +69,62 @@ def beside(record: dict[str, Any], baseline: str) -> str:
     sampled = record["settings"]["temperature"] > 0
     scored = methods[baseline].get("score") is not None
     headers += ["nats per answer"] * sampled + ["score, points"] * scored
-    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    rows = []
     for method, facts in methods.items():
         if method == baseline:
-            row = ["1"]
-            repeated = facts["repeated_4grams"]  # None where no answer has four tokens
-            quality = [
-                number(facts["log_likelihood_per_token"], 3),
-                "–" if repeated is None else f"{100 * repeated:.1f} %",
-            ]
-            score = [f"{100 * facts['score']:.1f}"] if scored else []
+            speed, repeated = "1", facts["repeated_4grams"]  # None where no answer has four tokens
+            score = f"{100 * facts['score']:.1f}" if scored else ""
+            likelihood = number(facts["log_likelihood_per_token"], 3)
+            repeats = "–" if repeated is None else f"{100 * repeated:.1f} %"
         else:
-            speed = ratios[method]["tokens_per_second"]
-            row = [f"{speed['median']:.2f} ({speed['low']:.2f}–{speed['high']:.2f})"]
-            quality = [difference(differences[method].get("log_likelihood_per_token"), 3)]
-            quality.append(difference(differences[method].get("repeated_4grams"), 1, 100))
-            score = [difference(differences[method].get("score"), 1, 100)] * scored
-        row += [number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
-        row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
-        quality += [number(float(facts["divergence_spent"]), 1).replace("inf", "∞")] * sampled + score
-        lines.append(" | ".join([f"| `{method}`", *row, *(text.replace("-", "−") for text in quality)]) + " |")
+            found = ratios[method]["tokens_per_second"]
+            speed = f"{found['median']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
+            score, likelihood, repeats = qualities(differences[method], score_digits=1)
+        row = [method, speed, number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
+        row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1), likelihood, repeats]
+        nats = number(float(facts["divergence_spent"]), 1).replace("inf", "∞")
+        rows.append(row + [nats] * sampled + [score] * scored)
+    return table(headers, rows)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: each row's first cell is code, the others are numbers."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    for name, *cells in rows:
+        lines.append(" | ".join([f"| `{name}`", *(cell.replace("-", "−") for cell in cells)]) + " |")
     return "\n".join(lines)
 
 
-def difference(found: dict[str, Any] | None, digits: int, scale: float = 1.0) -> str:
-    """A difference times ``scale`` with its interval."""
-    if found is None:
-        return "–"
-    mean, low, high = (f"{scale * found[key]:+.{digits}f}" for key in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+def qualities(differences: dict[str, Any], score_digits: int) -> list[str]:
+    """Differences, with their intervals, of score in points, log-likelihood, and repeated 4-grams in points."""
+
+    def shown(key: str, digits: int, scale: float = 1.0) -> str:
+        if key not in differences:
+            return "–"
+        mean, low, high = (f"{scale * differences[key][end]:+.{digits}f}" for end in ("mean", "low", "high"))
+        return f"{mean} ({low} to {high})"
+
+    return [shown("score", score_digits, 100), shown("log_likelihood_per_token", 3), shown("repeated_4grams", 1, 100)]
 
 
 def sweep(record: dict[str, Any]) -> str:
     """A table per temperature: each setting's ratios to exact and its differences from it."""
+    headers = ["rule", "× τ", "forwards ×", "length ×", "speed ×", "score, points", "log-likelihood"]
+    headers += ["repeated 4-grams, points", "nats per answer"]
     parts = []
     for temperature, settings in record["temperatures"].items():
         exact = settings["exact"]
-        score = exact["means"].get("score")
-        solved = "" if score is None else ", score {:.0f} % ({:.0f}–{:.0f})".format(
-            *(100 * score[key] for key in ("mean", "low", "high"))
-        )  # fmt: skip
-        parts.append(f"Temperature {temperature}, `exact`: {exact['tau']:.2f} tokens per forward{solved}.\n")
-        headers = ["rule", "× τ", "forwards ×", "length ×", "speed ×", "score, points", "log-likelihood"]
-        headers += ["repeated 4-grams, points", "nats per answer"]
-        lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+        score = {end: 100 * share for end, share in exact["means"].get("score", {}).items()}
+        solved = ", score {mean:.0f} % ({low:.0f}–{high:.0f})".format(**score) if score else ""
+        rows = []
         for name, facts in settings.items():
-            if name == "exact":
-                continue
-            ratios = [facts["ratios"][key] for key in ("tau", "target_forwards", "answer_tokens", "speed")]
-            row = ["{ratio:.2f} ({low:.2f}–{high:.2f})".format(**ratio) for ratio in ratios]
-            differences = facts["differences"]
-            row.append(difference(differences.get("score"), 0, 100))
-            row.append(difference(differences.get("log_likelihood_per_token"), 3))
-            row.append(difference(differences.get("repeated_4grams"), 1, 100))
-            row.append(f"{facts['nats_per_answer']['mean']:.1f}")
-            lines.append(" | ".join([f"| `{name}`", *(text.replace("-", "−") for text in row)]) + " |")
-        parts.append("\n".join(lines) + "\n")
+            if name != "exact":
+                ratios = [facts["ratios"][key] for key in ("tau", "target_forwards", "answer_tokens", "speed")]
+                row = [name, *("{ratio:.2f} ({low:.2f}–{high:.2f})".format(**ratio) for ratio in ratios)]
+                row += [*qualities(facts["differences"], score_digits=0), f"{facts['nats_per_answer']['mean']:.1f}"]
+                rows.append(row)
+        title = f"Temperature {temperature}, `exact`: {exact['tau']:.2f} tokens per forward{solved}."
+        parts.append(f"{title}\n\n{table(headers, rows)}\n")
     return "\n".join(parts)
 
 

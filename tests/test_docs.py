@@ -50,6 +50,18 @@ def test_tables_are_what_their_records_say(page: str, rows: int, repo_root: Path
     assert len(found) >= rows and set(found) <= set(shown)
 
 
+def test_links_lead_somewhere(repo_root: Path) -> None:
+    rooms = ("docs", "benchmarks", "data", "recipes", "fsd_infer", "fsd_train")
+    pages = [repo_root / "README.md", *(page for room in rooms for page in (repo_root / room).rglob("*.md"))]
+    dead = [
+        f"{page}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+        if "://" not in link and not (page.parent / link).exists()
+    ]
+    assert not dead and len(pages) > 20
+
+
 def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     """In a process of its own, since it registers what it adds; the rules are then tried on a round."""
     page = (repo_root / "docs" / "extending.md").read_text(encoding="utf-8")

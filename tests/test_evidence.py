@@ -196,9 +196,8 @@ def test_a_record_becomes_tables(finished: Path, tmp_path: Path, capsys: pytest.
     markdown_table.main([str(record)])
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.startswith("| `")]
-    assert (
-        len(lines) == 2 * 5 and "Temperature 0.8, `exact`: " in shown and len({line.count("|") for line in lines}) == 1
-    )
+    assert len(lines) == 2 * 5 and len({line.count("|") for line in lines}) == 1
+    assert "Temperature 0.8, `exact`: " in shown
     at = json.loads(record.read_text())["temperatures"]["0"]["fuzzy:js:0.3"]
     assert lines[1].startswith("| `fuzzy:js:0.3` | {ratio:.2f} ({low:.2f}–{high:.2f}) |".format(**at["ratios"]["tau"]))
     assert lines[1].endswith(f"| {at['nats_per_answer']['mean']:.1f} |")

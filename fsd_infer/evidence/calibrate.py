@@ -219,8 +219,7 @@ def p_value(at: At, name: str, promise: Promise, seed: int = 0) -> float:
 
 def score_losses(at: At, name: str) -> np.ndarray:
     """[prompts] exact's score less the setting's, means over repeats."""
-    own, exact = (per_prompt(at, one, lambda run: (run.answers[0].score, 1.0)) for one in (name, EXACT))
-    return exact[:, 0] / exact[:, 1] - own[:, 0] / own[:, 1]
+    return _scores(at, EXACT) - _scores(at, name)
 
 
 def score_scale(at: At) -> float:
@@ -228,9 +227,14 @@ def score_scale(at: At) -> float:
 
     For graded scores (ROUGE-L) their mean over prompts, each weighted by its own score: Σ score² / Σ score.
     """
-    sums = per_prompt(at, EXACT, lambda run: (run.answers[0].score, 1.0))
-    scores = sums[:, 0] / sums[:, 1]
+    scores = _scores(at, EXACT)
     return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
+
+
+def _scores(at: At, name: str) -> np.ndarray:
+    """[prompts] of a setting, means over repeats."""
+    sums = per_prompt(at, name, lambda run: (run.answers[0].score, 1.0))
+    return np.asarray(sums[:, 0] / sums[:, 1])
 
 
 def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
