@@ -27,7 +27,7 @@ from fsd_infer.evidence.summary import At, Sweep, per_prompt, read_sweep, summar
 
 Floats = NDArray[np.float64]
 
-QUALITIES = ("score", "log_likelihood_per_token", "repeated_4grams")
+QUALITIES = ("score", "log_likelihood_per_token", "copied_4grams", "repeated_4grams")
 
 
 def record_of(sweep: Sweep) -> dict[str, Any]:
@@ -88,7 +88,8 @@ def _columns(at: At, name: str) -> Floats:
     def values(run: Any) -> tuple[float, ...]:
         answer: Answer = run.answers[0]
         likelihood = None if answer.log_likelihood is None else answer.log_likelihood * answer.length
-        pairs = [(answer.score, 1.0), (likelihood, float(answer.length)), (answer.repeated_4grams, 1.0)]
+        pairs = [(answer.score, 1.0), (likelihood, float(answer.length)), (answer.copied_4grams, 1.0)]
+        pairs.append((answer.repeated_4grams, 1.0))
         flat = [number for value, weight in pairs for number in ((0.0, 0.0) if value is None else (value, weight))]
         return (answer.length - 1.0, float(answer.target_forwards or 0), *flat)
 

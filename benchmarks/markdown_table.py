@@ -65,23 +65,36 @@ def beside(record: dict[str, Any], baseline: str) -> str:
     Above temperature 0 with the nats spent per answer, since likelihood is no measure of loss there.
     """
     methods, ratios, differences = record["methods"], record["ratios"][baseline], record["differences"][baseline]
-    headers = ["method", "× tok/s (95 %)", "τ", "× τ", "forwards", "tokens", "log-likelihood", "repeated 4-grams"]
+    headers = [
+        "method",
+        "× tok/s (95 %)",
+        "τ",
+        "× τ",
+        "forwards",
+        "tokens",
+        "log-likelihood",
+        "copied 4-grams",
+        "repeated 4-grams",
+    ]
     sampled = record["settings"]["temperature"] > 0
     scored = methods[baseline].get("score") is not None
     headers += ["nats per answer"] * sampled + ["score, points"] * scored
     rows = []
     for method, facts in methods.items():
         if method == baseline:
-            speed, repeated = "1", facts["repeated_4grams"]  # None where no answer has four tokens
+            speed = "1"
+            shares = [
+                facts[key] for key in ("copied_4grams", "repeated_4grams")
+            ]  # None where no answer has four tokens
             score = f"{100 * facts['score']:.1f}" if scored else ""
             likelihood = number(facts["log_likelihood_per_token"], 3)
-            repeats = "–" if repeated is None else f"{100 * repeated:.1f} %"
+            copies, repeats = ("–" if share is None else f"{100 * share:.1f} %" for share in shares)
         else:
             found = ratios[method]["tokens_per_second"]
             speed = f"{found['median']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
-            score, likelihood, repeats = qualities(differences[method], score_digits=1)
+            score, likelihood, copies, repeats = qualities(differences[method], score_digits=1)
         row = [method, speed, number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
-        row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1), likelihood, repeats]
+        row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1), likelihood, copies, repeats]
         nats = number(float(facts["divergence_spent"]), 1).replace("inf", "∞")
         rows.append(row + [nats] * sampled + [score] * scored)
     return table(headers, rows)
@@ -96,7 +109,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def qualities(differences: dict[str, Any], score_digits: int) -> list[str]:
-    """Differences, with their intervals, of score in points, log-likelihood, and repeated 4-grams in points."""
+    """Differences, with their intervals, of score in points, log-likelihood, copied and repeated 4-grams in points."""
 
     def shown(key: str, digits: int, scale: float = 1.0) -> str:
         if key not in differences:
@@ -104,13 +117,14 @@ def qualities(differences: dict[str, Any], score_digits: int) -> list[str]:
         mean, low, high = (f"{scale * differences[key][end]:+.{digits}f}" for end in ("mean", "low", "high"))
         return f"{mean} ({low} to {high})"
 
-    return [shown("score", score_digits, 100), shown("log_likelihood_per_token", 3), shown("repeated_4grams", 1, 100)]
+    copies, repeats = (shown(key, 1, 100) for key in ("copied_4grams", "repeated_4grams"))
+    return [shown("score", score_digits, 100), shown("log_likelihood_per_token", 3), copies, repeats]
 
 
 def sweep(record: dict[str, Any]) -> str:
     """A table per temperature: each setting's ratios to exact and its differences from it."""
     headers = ["rule", "× τ", "forwards ×", "length ×", "speed ×", "score, points", "log-likelihood"]
-    headers += ["repeated 4-grams, points", "nats per answer"]
+    headers += ["copied 4-grams, points", "repeated 4-grams, points", "nats per answer"]
     parts = []
     for temperature, settings in record["temperatures"].items():
         exact = settings["exact"]

@@ -21,7 +21,7 @@ from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.errors import FsdError
 from fsd_infer.logits_processors import TreeProcessors
 from fsd_infer.prefill import check_prompts, read_prompts
-from fsd_infer.rules import Answers, Rule, Verdict, Verification, apply_rules
+from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
@@ -125,7 +125,7 @@ class _Batch:
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
         self.records = [RowRecord() for _ in range(count)]
-        self.answers = Answers([record.tokens for record in self.records], self.device)
+        self.texts = Texts([record.tokens for record in self.records], request.prompts, self.device)
         budgets = [math.inf if rule.budget is None else rule.budget for rule in self.rules]
         self.budget = torch.tensor(budgets, dtype=torch.float64)  # nats left per row
         process = self.processors.context_free if self.processors else None
@@ -150,7 +150,7 @@ class _Batch:
         features, logits = read_prompts(self.target, self.cache, tokens, self.lengths)
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._verdict(tree, logits)
-        self._emit(verdict, logits)
+        self._emit(tree, verdict, logits)
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
@@ -181,7 +181,7 @@ class _Batch:
         verdict = self._verdict(tree, logits)
         for row in self.rows:
             self.records[row].target_forwards += 1
-        self._emit(verdict, logits)
+        self._emit(tree, verdict, logits)
         self.clock.lap("rule")
         return verdict
 
@@ -216,7 +216,10 @@ class _Batch:
     def outcome(self) -> Outcome:
         seconds = self.clock.seconds  # the answers are complete: before a device is waited for
         stats = GenerationStats(
-            rows=[record.finish(self.prefill_seconds) for record in self.records],
+            rows=[
+                record.finish(self.prefill_seconds, prompt, self.drafter.proposers)
+                for record, prompt in zip(self.records, self.request.prompts, strict=True)
+            ],
             rule=_described(self.all_rules),
             drafter=self.drafter.describe(),
             seconds=seconds,
@@ -245,13 +248,13 @@ class _Batch:
             uniforms=torch.rand(*tree.tokens.shape, 3, generator=self.request.generator, device=self.device),
             budget_left=self.budget,
             process_draft=process_draft if processors else None,
-            answers=self.answers,
+            texts=self.texts,
         )
         return apply_rules(self.rules, round)
 
-    def _emit(self, verdict: Verdict, logits: Tensor) -> None:
+    def _emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor) -> None:
         """Append each row's new tokens, up to and including the first that ends its answer."""
-        tokens, counts = verdict.tokens.tolist(), (verdict.accepted + 1).tolist()
+        tokens, counts, path = verdict.tokens.tolist(), (verdict.accepted + 1).tolist(), verdict.path.tolist()
         sources, gates, spent = verdict.sources.tolist(), verdict.gate_open.tolist(), verdict.spent.tolist()
         log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
         elapsed = self.clock.seconds - self.prefill_seconds
@@ -266,6 +269,8 @@ class _Batch:
             record.sources += sources[index][:new]
             record.gates += gates[index][:new]
             record.spent += spent[index][:new]
+            proposed = [0 if tree.rows is None else tree.rows[index].proposer(node) for node in path[index][1:]]
+            record.proposers += [*proposed[: counts[index] - 1], -1][:new]
             if log_p is not None:
                 record.log_likelihoods += log_p[index][:new]
             record.decode_seconds = elapsed if self.prefill_seconds else 0.0
@@ -299,7 +304,7 @@ class _Batch:
             tokens, counts, self.roots, self.lengths = (x[index] for x in (tokens, counts, roots, self.lengths))
             features = features.index_select(0, to_device(index, self.device))
             self.budget = self.budget[index]
-            self.answers.select(going)
+            self.texts.select(going)
             self.cache.select(index)
             self.session.select(index)
         longest = int(counts.max())

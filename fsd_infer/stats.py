@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
+from fsd_infer.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Source
+
+
+class Share(TypedDict):
+    """Part of an answer: its tokens, how many of them only another law than the target's let through, nats spent."""
+
+    tokens: int
+    lossy: int
+    nats: float
 
 
 @dataclass
@@ -23,6 +32,10 @@ class RowStats:
         gate_accepted_fraction: share of tokens that only an open gate let through.
         divergence_spent: nats (temperature > 0: KL of the law to the target; 0: greedy regret), summed.
         finish_reason: "stop" (end of sequence or a stopping criterion) or "length".
+        copied_4grams: share of the answer's 4-grams that stand in its prompt; None if it is shorter.
+        repeated_4grams: share of them that occurred earlier in the answer; None if it is shorter.
+        by_proposer: by what proposed the tokens, a drafter's name or "target" for its own, see :func:`_shares`.
+        by_kind: by "copied", "repeated" or "new", see :func:`fsd_infer.ngrams.kinds`.
         mean_log_likelihood: mean of the target's raw log-probability of the emitted tokens, nats, if measured.
     """
 
@@ -35,6 +48,10 @@ class RowStats:
     finish_reason: str
     prefill_seconds: float
     decode_seconds: float
+    copied_4grams: float | None = None
+    repeated_4grams: float | None = None
+    by_proposer: dict[str, Share] = field(default_factory=dict)
+    by_kind: dict[str, Share] = field(default_factory=dict)
     mean_log_likelihood: float | None = None
 
     @property
@@ -97,12 +114,21 @@ class GenerationStats:
     def gate_accepted_fraction(self) -> float:
         return self._weighted("gate_accepted_fraction")
 
+    @property
+    def copied_4grams(self) -> float | None:
+        """Mean over the answers, as :attr:`repeated_4grams`; None if all are shorter."""
+        return _mean([row.copied_4grams for row in self.rows])
+
+    @property
+    def repeated_4grams(self) -> float | None:
+        return _mean([row.repeated_4grams for row in self.rows])
+
     def _weighted(self, name: str) -> float:
         return sum(getattr(row, name) * row.new_tokens for row in self.rows) / max(self.new_tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
         totals = ("new_tokens", "target_forwards", "tau", "tokens_per_second", "divergence_spent")
-        fractions = ("gate_open_fraction", "gate_accepted_fraction")
+        fractions = ("gate_open_fraction", "gate_accepted_fraction", "copied_4grams", "repeated_4grams")
         record = {name: getattr(self, name) for name in (*totals, *fractions)}
         record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
         record.update(rule=self.rule, drafter=self.drafter, cache_bytes=self.cache_bytes)
@@ -114,7 +140,8 @@ class GenerationStats:
 
 @dataclass
 class RowRecord:
-    """One answer while it grows: per emitted token its id, :class:`Source`, gate flag and nats spent.
+    """One answer while it grows: per emitted token its id, :class:`Source`, gate flag, nats spent, and which of the
+    drafter's ``proposers`` proposed it, -1 if none did.
 
     ``steps``: of a search with beams; None elsewhere, where each token is a step.
     """
@@ -123,13 +150,16 @@ class RowRecord:
     sources: list[int] = field(default_factory=list)
     gates: list[bool] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)
+    proposers: list[int] = field(default_factory=list)
     log_likelihoods: list[float] = field(default_factory=list)
     target_forwards: int = 0
     steps: int | None = None
     finish_reason: str | None = None
     decode_seconds: float = 0.0
 
-    def finish(self, prefill_seconds: float) -> RowStats:
+    def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
+        """Args: the prompt's tokens, and the names of the drafter's proposers."""
+        whose = [(*proposers, "target")[place] for place in self.proposers]
         count = len(self.tokens)
         forwards = self.target_forwards
         return RowStats(
@@ -142,9 +172,28 @@ class RowRecord:
             finish_reason=self.finish_reason or "length",
             prefill_seconds=prefill_seconds,
             decode_seconds=self.decode_seconds,
+            copied_4grams=copied_ngrams(prompt, self.tokens),
+            repeated_4grams=repeated_ngrams(self.tokens),
+            by_proposer=_shares(whose, self),
+            by_kind=_shares(kinds(prompt, self.tokens), self),
             mean_log_likelihood=sum(self.log_likelihoods) / count if self.log_likelihoods else None,
         )
 
 
+def _shares(labels: Sequence[str], record: RowRecord) -> dict[str, Share]:
+    found: dict[str, Share] = {}
+    for label, source, nats in zip(labels, record.sources, record.spent):
+        share = found.setdefault(label, Share(tokens=0, lossy=0, nats=0.0))
+        share["tokens"] += 1
+        share["lossy"] += source == Source.GATE
+        share["nats"] += nats
+    return found
+
+
 def _share(flags: Sequence[bool]) -> float:
     return sum(flags) / len(flags) if flags else 0.0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -146,12 +146,20 @@ class DraftTree:
 
 @dataclass
 class TreeRow:
-    """One row's tree in plain lists of N entries, for drafters that think in Python. Fields as in DraftTree."""
+    """One row's tree in plain lists of N entries, for drafters that think in Python. Fields as in DraftTree.
+
+    ``proposers``: see :meth:`proposer`; None if one drafter proposed all of it.
+    """
 
     tokens: list[int]
     parents: list[int]
     scores: list[float]
     q_index: list[int]
+    proposers: list[int] | None = None
+
+    def proposer(self, node: int) -> int:
+        """Which of the drafters that the tree's drafter is made of proposed the node, the first of several."""
+        return self.proposers[node] if self.proposers is not None and node < len(self.proposers) else 0
 
     def depths(self) -> list[int]:
         depths = [0]
@@ -189,6 +197,7 @@ class TreeRow:
             [number[self.parents[node]] for node in order],
             [self.scores[node] for node in order],
             [self.q_index[node] for node in order],
+            None if self.proposers is None else [self.proposers[node] for node in order],
         )
 
     def pad(self, count: int, ids: int) -> None:

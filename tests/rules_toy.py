@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
-from fsd_infer.rules import Answers, Rule, Verification
+from fsd_infer.rules import Rule, Texts, Verification
 from fsd_infer.tree import DraftTree, ancestors_of
 
 V = 4
@@ -141,7 +141,7 @@ class Toy:
             greedy=greedy,
             uniforms=torch.rand(*where.shape, 3, generator=generator),
             process_draft=self.process_draft if changed else None,
-            answers=None if answers is None else Answers(answers),
+            texts=Texts(tree.tokens[:, :1].tolist() if answers is None else answers),
         )
 
     def process_draft(self, tree: DraftTree) -> Tensor:
@@ -169,7 +169,7 @@ def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
     # tokens beyond LENGTH, cut off here, must not use up a budget that a row is charged for
     left = torch.full((rows,), math.inf if rule.budget is None else rule.budget, dtype=torch.float64)
     answers: list[list[int]] = [[] for _ in range(rows)]
-    looks = bool(getattr(rule, "no_repeat", 0))
+    looks = bool(getattr(rule, "novel", 0))
     while bool((length < LENGTH).any()):
         active = (length < LENGTH).nonzero().squeeze(-1)
         so_far = [answers[row] for row in active.tolist()] if looks else None
@@ -208,7 +208,7 @@ class Enumeration:
         toy: the models.
         kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted; or a law as a function of p, q and the drafted
             children, None in place of these where a draft is sampled and tested against the law.
-        divergence, threshold, gate_on, rate, budget, price, floor, no_repeat: the rule's parameters.
+        divergence, threshold, gate_on, rate, budget, price, floor, novel: the rule's parameters.
     """
 
     def __init__(
@@ -222,10 +222,10 @@ class Enumeration:
         budget: float = math.inf,
         price: float = 1.0,
         floor: float = 0.0,
-        no_repeat: int = 0,
+        novel: int = 0,
     ) -> None:
         self.toy, self.kind, self.rate, self.budget = toy, kind, rate, budget
-        self.price, self.floor, self.no_repeat = price, floor, no_repeat
+        self.price, self.floor, self.novel = price, floor, novel
         raw_p, raw_q = toy.p.double(), toy.full_q().double()
         self.p = softmax(toy.scores(raw_p).numpy(), axis=-1)
         self.q = softmax(toy.scores(raw_q).numpy(), axis=-1)
@@ -296,22 +296,35 @@ class Enumeration:
 
     def _repeats(self, text: tuple[int, ...], token: int) -> bool:
         """Would the token complete an n-gram of the text."""
-        n, after = self.no_repeat, (*text, token)
+        n, after = self.novel, (*text, token)
         return n > 0 and after[-n:] in [after[i : i + n] for i in range(len(after) - n)]
 
-    def _favoured(self, context: int, node: int) -> dict[int, int]:
+    def _held(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray, drafted: Sequence[int]) -> np.ndarray:
+        """The law with p for the drafts that complete a known n-gram, and the rest scaled to what they leave."""
+        known = np.array([token in drafted and self._repeats(text, token) for token in range(V)])
+        rest = law[~known].sum()
+        return np.where(known, p, law * (1 - p[known].sum()) / rest) if rest > 0 else p
+
+    def _clamped(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray) -> np.ndarray:
+        """A law from q: no token that completes a known n-gram gets more than p, what is cut off is drawn from p."""
+        known = np.array([self._repeats(text, token) for token in range(V)])
+        kept = np.where(known, np.minimum(law, p), law)
+        return kept + (law - kept).sum() * p
+
+    def _favoured(self, text: tuple[int, ...], context: int, node: int) -> dict[int, int]:
         """Token -> child, of the drafted tokens that a tilted law may favour."""
         p = self.p[context]
         drafted = dict(zip(self.ranking[context].tolist(), self.children[node]))
-        return {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.floor * p.max()}
+        likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.floor * p.max()}
+        return {token: child for token, child in likely.items() if not self._repeats(text, token)}
 
     def _worth(self, text: tuple[int, ...], context: int, token: int, child: int) -> float:
         """v of a drafted token."""
-        return (not self._repeats(text, token)) + self.value((*text, token), V * context + 1 + token, child)
+        return 1 + self.value((*text, token), V * context + 1 + token, child)
 
     def value(self, text: tuple[int, ...], context: int, node: int) -> float:
         """V, by the recursion that defines it."""
-        p, favoured = self.p[context], self._favoured(context, node)
+        p, favoured = self.p[context], self._favoured(text, context, node)
         terms = [1 - sum(p[token] for token in favoured)]
         terms += [
             p[token] * math.exp(self._worth(text, context, token, child) / self.price)
@@ -328,18 +341,23 @@ class Enumeration:
             cost = rel_entr(law, p).sum()
         elif self.kind == "tilted":
             tilted = p.copy()
-            for token, child in self._favoured(context, node).items():
+            for token, child in self._favoured(text, context, node).items():
                 tilted[token] *= math.exp(self._worth(text, context, token, child) / self.price)
-            tilted /= tilted.sum()
+            tilted = self._held(text, p, tilted / tilted.sum(), drafted.tolist())
             if gate and rel_entr(tilted, p).sum() <= left:
                 law, cost = tilted, rel_entr(tilted, p).sum()
         elif gate and self.kind in ("fuzzy", "random"):
             inside = np.zeros(V)
             inside[drafted] = p[drafted]
-            if inside.sum() > 0 and -math.log(inside.sum()) <= left:
-                law, cost = inside / inside.sum(), -math.log(inside.sum())
-        elif gate and rel_entr(q, p).sum() <= left:
-            law, cost = q, rel_entr(q, p).sum()
+            novel = [token for token in drafted if not self._repeats(text, token)]
+            if inside[novel].sum() > 0:
+                held = self._held(text, p, inside / inside.sum(), drafted.tolist())
+                if rel_entr(held, p).sum() <= left:
+                    law, cost = held, rel_entr(held, p).sum()
+        else:
+            clamped = self._clamped(text, p, q)
+            if gate and rel_entr(clamped, p).sum() <= left:
+                law, cost = clamped, rel_entr(clamped, p).sum()
         for y in range(V):
             yield law[y], y, y in drafted, cost
 
@@ -354,8 +372,14 @@ class Enumeration:
         return law(brentq(lambda z: law(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
 
     def _chain(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray, gate: bool, left: float) -> Iterator:
-        if self.kind == "tilted" or callable(self.kind):  # the exact test against the law
-            law = self.kind(p, q, None) if callable(self.kind) else self._clipped(text, p, q)
+        if self.novel or self.kind == "tilted" or callable(self.kind):  # the exact test against the law
+            if self.kind == "tilted":
+                law = self._clipped(text, p, q)
+            else:
+                kept = np.where(p > 0, q, 0.0) if self.kind == "fuzzy" else q
+                law = self.kind(p, q, None) if callable(self.kind) else kept
+                law = law + (1 - law.sum()) * np.clip(p - q, 0, None) / np.clip(p - q, 0, None).sum()
+            law = self._clamped(text, p, law)
             cost = rel_entr(law, p).sum()
             law, cost = (law, cost) if gate and cost <= left else (p, 0.0)
             yield from ((min(law[x], q[x]), x, True, cost) for x in range(V))

@@ -65,12 +65,12 @@ def test_settings_are_products_of_lists() -> None:
     ]  # fmt: skip
     assert found[4].rule == Fuzzy("tv", threshold=0.2) and found[4].tree is not None and found[4].tree.nodes == 8
     assert found[1].family == found[4].family and found[5].tree is None
-    named = parse_settings(["tilted:2/1:no_repeat=0/4"])[1:]
+    named = parse_settings(["tilted:2/1:novel=0/4"])[1:]
     assert [one.rule for one in named] == [
-        Tilted(2, no_repeat=0),
-        Tilted(2, no_repeat=4),
+        Tilted(2, novel=0),
+        Tilted(2, novel=4),
         Tilted(1),
-        Tilted(1, no_repeat=4),
+        Tilted(1, novel=4),
     ]
     with pytest.raises(FsdError, match="a tree is written depth,width,nodes"):
         parse_settings(["fuzzy@4x2"])

@@ -134,7 +134,7 @@ def waits_of(kind: str, greedy: bool) -> tuple[int, int]:
             ["exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "draft-only", "random:0.5"],
             ["none", "eagle", "reduced", "lm", "lookup", "recycle", *GRAFTS],
         ),
-        *product(["tilted:1:gate=0.3:no_repeat=2"], ["eagle", "lm", "reduced+lookup+recycle"]),
+        *product(["tilted:1:gate=0.3:novel=2"], ["eagle", "lm", "reduced+lookup+recycle"]),
     ],
 )
 def test_a_round_waits_for_the_device_as_often_as_is_stated(

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Source, Verification, parse_rule
+from fsd_infer.rules import (
+    DraftOnly,
+    Exact,
+    Fuzzy,
+    FuzzyStrict,
+    RandomGate,
+    Rule,
+    Source,
+    Texts,
+    Verification,
+    parse_rule,
+)
 from fsd_infer.tree import DraftTree
 from tests.tree_rounds import assert_same, one_row, verdict_of
 
@@ -48,7 +59,9 @@ def chain_round(
         )
     drafts = torch.multinomial(q_scores.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, length)
     tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
-    return Verification(tree, logits, scores, greedy, torch.rand(batch, length + 1, 3, generator=generator))
+    texts = Texts(tree.tokens[:, :1].tolist())
+    uniforms = torch.rand(batch, length + 1, 3, generator=generator)
+    return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
 
 
 def by_hand(first: float, second: float, draft: int, q: list[float], p: list[float] | None = None) -> Verification:

@@ -40,8 +40,10 @@ RULES = {
     "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "price": 0.2, "budget": 0.5},
     "tilted:0.5:floor=0.4": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "floor": 0.4},
     "tilted:0.5:gate=0.08": {"kind": "tilted", "threshold": 0.08, "price": 0.5},
-    "tilted:0.5:no_repeat=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "no_repeat": 2},
-    "tilted:0.3:no_repeat=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "no_repeat": 1},
+    "tilted:0.5:novel=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "novel": 2},
+    "tilted:0.3:novel=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "novel": 1},
+    "fuzzy:js:inf:novel=1": {"kind": "fuzzy", "threshold": math.inf, "novel": 1},
+    "draft-only:novel=1": {"kind": "draft-only", "novel": 1},
 }
 
 TOYS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import mpmath
@@ -16,10 +16,10 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import RULES, Answers, Exact, Fuzzy, Law, Rule, Tilted, Verification, parse_rule
-from fsd_infer.rules.answers import repeating_tokens, repeats
+from fsd_infer.rules import RULES, Exact, Fuzzy, Law, Rule, Texts, Tilted, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from fsd_infer.rules.laws import log_excess, tilt
+from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import clipped
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.test_rules_chain import chain_round
@@ -49,7 +49,7 @@ SWEEPS = {
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
     at = Evidence(round, at_once=True).whole
-    return rule.law(at).log_probs(at).double().exp().view(*round.scores.shape).numpy()
+    return rule.charged_law(at).log_probs(at).double().exp().view(*round.scores.shape).numpy()
 
 
 def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
@@ -219,8 +219,15 @@ def ways(tree: DraftTree, row: int) -> list[list[int]]:
     return found
 
 
+def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, child: int) -> bool:
+    """A known draft is taken only where it is the target's choice, and then nothing else is."""
+    scores = round.scores[row, node]
+    choice = children_of(round.tree, row, node).get(int(scores.argmax()))
+    return child == choice if choice is not None and known[row, choice] else not known[row, child]
+
+
 @pytest.mark.parametrize("step_by_step", [True, False])
-@pytest.mark.parametrize("options", ["", ":no_repeat=2", ":floor=0.2"])
+@pytest.mark.parametrize("options", [":novel=0", ":novel=2", ":floor=0.2"])
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
 def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, step_by_step: bool) -> None:
     rule = parse_rule(f"tilted:{price}{options}")
@@ -229,14 +236,16 @@ def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str,
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
-        verdict = verdict_of(rule, replace(round, answers=Answers(answers)), step_by_step)
-        again = repeats(Answers(answers), round.tree, rule.no_repeat) if rule.no_repeat else torch.zeros(6, 9).bool()
+        verdict = verdict_of(rule, replace(round, texts=Texts(answers)), step_by_step)
+        again = known(Texts(answers), round.tree, rule.novel) if rule.novel else torch.zeros(6, 9).bool()
         for row in range(6):
             scores = round.scores[row]
             worth = []
             for way in ways(round.tree, row):
                 loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
                 if any(math.exp(-x) < rule.floor for x in loss) or INF in loss:
+                    continue
+                if not all(_may_take(round, again, row, a, b) for a, b in zip(way, way[1:])):
                     continue
                 wins = sum(not again[row, node] for node in way[1:])
                 worth.append((wins - price * sum(loss), [round.tree.tokens[row, node] for node in way[1:]], loss))
@@ -350,16 +359,16 @@ def naive_repeats(text: list[int], n: int) -> bool:
 def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     answers: list[list[int]] = [[], [1], [1, 2], [0, 1] * 6, [], []]
-    grown = Answers(answers)
+    grown = Texts(answers)
     found = 0
     for seed in range(12):
         round = tree_round(seed, vocab=4, nodes=9)
         for row, answer in enumerate(answers):
             answer += torch.randint(0, 3, (1 + row * seed % 3,), generator=generator).tolist()
             round.tree.tokens[row, 0] = answer[-1]
-        mask = repeats(grown, round.tree, n)
+        mask = known(grown, round.tree, n)
         rows, nodes = torch.arange(6).repeat_interleave(9), torch.arange(9).repeat(6)
-        following = repeating_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
+        following = known_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
         for row, answer in enumerate(answers):
             for way in ways(round.tree, row):
                 text = answer + [int(round.tree.tokens[row, node]) for node in way[1:]]
@@ -375,16 +384,29 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     assert [row[row >= 0].tolist() for row in grown.tokens] == [answers[3], answers[0]]
 
 
-def test_a_draft_that_repeats_is_emitted_only_where_exact_decoding_emits_it() -> None:
-    """One child per node, each a repetition: nothing to win, so the law is p."""
-    round = no_width(chain_round(0, length=3, vocab=6))
-    answers = [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()]  # ends before the draft begins once more
-    answers = [[*row, int(root)] for row, root in zip(answers, round.tree.tokens[:, 0])]
-    found = Tilted(0.1, no_repeat=2)(replace(round, answers=Answers(answers)))
-    assert_same(found, Exact()(round))
-    assert Tilted(0.1)(round).accepted.sum() > found.accepted.sum()
-    with pytest.raises(FsdError, match="looks at the answer so far; pass answers"):
-        Tilted(1.0, no_repeat=2)(round)
+@pytest.mark.parametrize(
+    ("spec", "greedy"),
+    [
+        *product(["tilted:0.1", "fuzzy:js:inf", "random:1", "lenient:0.1", "typical:0:0", "cactus:5"], [False, True]),
+        ("fly:1:0", True),
+    ],
+)
+def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_it(spec: str, greedy: bool) -> None:
+    """One child per node, each of which completes a known n-gram, of the prompt or of the answer: the law is p."""
+    round = no_width(chain_round(0, length=3, vocab=6, greedy=greedy))
+    roots = round.tree.tokens[:, :1].tolist()
+    copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
+    repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
+    for texts in (copied, repeated):
+        found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))
+        assert_same(found, Exact()(round))
+        assert parse_rule(f"{spec}:novel=0")(round).accepted.sum() > found.accepted.sum()
+
+
+def test_a_rule_that_looks_at_texts_needs_them() -> None:
+    round = tree_round(0)
+    with pytest.raises(FsdError, match="looks at prompt and answer; pass texts"):
+        Tilted(1.0, novel=2)(replace(round, texts=None))
 
 
 def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
@@ -417,7 +439,7 @@ def test_what_only_fills_a_tree_up_wins_nothing() -> None:
     together = Verification(both, logits.expand(2, -1, -1), logits.expand(2, -1, -1), False, uniforms.expand(2, -1, -1))
     single = Verification(alone, logits[:, :2], logits[:, :2], False, uniforms[:, :2])
     for step_by_step in (True, False):
-        one, two = (verdict_of(Tilted(0.1), round, step_by_step) for round in (single, together))
+        one, two = (verdict_of(Tilted(0.1, novel=0), round, step_by_step) for round in (single, together))
         assert two.tokens[1, :2].tolist() == one.tokens[0].tolist()
         torch.testing.assert_close(two.spent[1, :2], one.spent[0])
 
@@ -431,15 +453,15 @@ def test_sampled_drafts_take_no_law_over_children() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tilted", "price is missing; tilted takes price, budget, floor, gate, divergence, no_repeat"),
+        ("tilted", "price is missing; tilted takes price, floor, gate, divergence, budget, novel"),
         ("tilted:0", "price must be at least 0.001, not 0"),
         ("tilted:-1", "price must be at least 0.001, not -1"),
         ("tilted:nan", "price must be a number that fits a float, not 'nan'"),
         ("tilted:1e400", "price must be a number that fits a float, not '1e400'"),
         ("tilted:1:floor=2", "floor must be between 0 and 1, not 2"),
         ("tilted:1:floor=inf", "floor must be between 0 and 1, not inf"),
-        ("tilted:1:no_repeat=2.5", "no_repeat must be a whole number, not '2.5'"),
-        ("tilted:1:no_repeat=-1", "no_repeat must be between 0 and 64, not -1"),
+        ("tilted:1:novel=2.5", "novel must be a whole number, not '2.5'"),
+        ("tilted:1:novel=-1", "novel must be between 0 and 64, not -1"),
         ("tilted:1:gate=-1", "gate must be at least 0, not -1"),
         ("tilted:1:budget=-1", "budget must be at least 0, not -1"),
     ],
@@ -450,8 +472,8 @@ def test_bad_parameters_are_refused_by_name(text: str, message: str) -> None:
 
 
 def test_records_say_what_it_is() -> None:
-    assert Tilted(2, no_repeat=4).describe() == {
-        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.0, "gate": None, "divergence": "js", "no_repeat": 4,
+    assert Tilted(2, novel=4).describe() == {
+        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.0, "gate": None, "divergence": "js", "novel": 4,
         "budget_unit": "nats", "price_unit": "accepted drafts per nat",
     }  # fmt: skip
     assert Tilted(2, gate=0.3).describe()["unit"] == "nats"

@@ -26,6 +26,7 @@ from fsd_infer.rules import (
     RandomGate,
     Rule,
     Source,
+    Texts,
     Verification,
     parse_rule,
 )
@@ -338,7 +339,7 @@ def test_plain_decoding_is_a_tree_without_drafts() -> None:
     logits = torch.randn(3, 1, 7)
     tree = DraftTree.root_only(torch.tensor([1, 2, 3]), vocab_size=7)
     for spec in SPECS:
-        round = Verification(tree, logits, logits, True, torch.rand(3, 1, 3))
+        round = Verification(tree, logits, logits, True, torch.rand(3, 1, 3), texts=Texts([[1], [2], [3]]))
         for step_by_step in (True, False):
             verdict = verdict_of(parse_rule(spec), round, step_by_step)
             assert verdict.tokens.tolist() == logits.argmax(-1).tolist()

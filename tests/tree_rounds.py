@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fsd_infer.rules import Rule, Verdict, Verification
+from fsd_infer.rules import Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, ancestors_of
 
@@ -76,7 +76,8 @@ def tree_round(
         kth = logits.topk(vocab // 2, dim=-1).values[..., -1:]
         scores = (logits / 0.7).masked_fill(logits < kth, -INF)
     uniforms = torch.rand(batch, nodes, 3, generator=generator)
-    return replace(Verification(tree, logits, scores, greedy, uniforms), **fields)  # type: ignore[arg-type]
+    texts = Texts(tokens[:, :1].tolist())
+    return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **fields)  # type: ignore[arg-type]
 
 
 def one_row(round: Verification, row: int) -> Verification:
@@ -98,6 +99,7 @@ def one_row(round: Verification, row: int) -> Verification:
         greedy=round.greedy,
         uniforms=None if round.uniforms is None else round.uniforms[part],
         budget_left=None if round.budget_left is None else round.budget_left[part],
+        texts=Texts(tree.tokens[part, :1].tolist()),
     )
 
 
@@ -105,7 +107,7 @@ def verdict_of(rule: Rule, round: Verification, step_by_step: bool) -> Verdict:
     """What the rule says, however contexts are asked for."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    return walk(round, [(rule.law, rows)], [budget] * len(rows), step_by_step)
+    return walk(round, [(rule.charged_law, rows)], [budget] * len(rows), step_by_step)
 
 
 def emitted(verdict: Verdict, row: int) -> list[int]:

@@ -199,7 +199,10 @@ class _Beams:
     def outcome(self) -> BeamOutcome:
         seconds = self.clock.seconds
         stats = GenerationStats(
-            rows=[record.finish(self.prefill_seconds) for record in self.records],
+            rows=[
+                record.finish(self.prefill_seconds, prompt, self.drafter.proposers)
+                for record, prompt in zip(self.records, self.request.prompts, strict=True)
+            ],
             rule={"rule": "beams", "beams": self.beams, "sampled": self.sampled},
             drafter=self.drafter.describe(),
             seconds=seconds,

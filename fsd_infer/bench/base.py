@@ -22,7 +22,10 @@ class Answer:
         counted: number of new tokens where ``tokens`` is None.
         text: of the answer where ``tokens`` is None.
         score: 1 where the answer is right, 0 where it is not, or ROUGE-L; None where its prompt has no reference.
+        copied_4grams: share of its 4-grams that stand in its prompt; None if it is shorter or unknown.
         repeated_4grams: share of its 4-grams that occurred earlier in it; None if it is shorter or unknown.
+        coverage: share of its words that lie in fragments of its prompt, see :func:`fsd_infer.ngrams.coverage`; of
+            answers scored by ROUGE, which copies raise.
         final: what it says in the end, see :func:`fsd_infer.bench.measures.final_answer`.
     """
 
@@ -37,7 +40,9 @@ class Answer:
     counted: int = 0
     text: str | None = None
     score: float | None = None
+    copied_4grams: float | None = None
     repeated_4grams: float | None = None
+    coverage: float | None = None
     final: str | None = None
 
     @property

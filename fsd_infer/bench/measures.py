@@ -1,21 +1,19 @@
-"""What needs no reference: how much an answer repeats itself, and what it says in the end."""
+"""What needs no reference: what an answer says in the end, and how much of a summary is its source's own words."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 from fsd_infer.bench.score import first_option, last_number
+from fsd_infer.ngrams import coverage
 
-NGRAM = 4
 
-
-def repeated_ngrams(tokens: Sequence[Hashable], n: int = NGRAM) -> float | None:
-    """Share of an answer's n-grams that occurred earlier in it; None if it is shorter than ``n`` tokens."""
-    count = len(tokens) - n + 1
-    if count < 1:
-        return None
-    return 1.0 - len({tuple(tokens[place : place + n]) for place in range(count)}) / count
+def word_coverage(source: str, summary: str) -> float | None:
+    """:func:`fsd_infer.ngrams.coverage` of words, in lower case."""
+    words, others = (re.findall(r"\w+", text.lower()) for text in (source, summary))
+    return coverage(words, others)
 
 
 def final_answer(text: str, options: Sequence[str] = ()) -> str | None:

@@ -203,6 +203,8 @@ def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None
         "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
         "divergence_spent": mean([answer.divergence_spent for answer in answers]),
         "score": mean([answer.score for answer in answers]),
+        "copied_4grams": mean([answer.copied_4grams for answer in answers]),
+        "coverage": mean([answer.coverage for answer in answers]),
         "repeated_4grams": mean([answer.repeated_4grams for answer in answers]),
         "log_likelihood_per_token": (
             sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
@@ -264,6 +266,8 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "divergence_spent": answer.divergence_spent,
         "log_likelihood_per_token": answer.log_likelihood,
         "score": answer.score,
+        "copied_4grams": answer.copied_4grams,
+        "coverage": answer.coverage,
         "repeated_4grams": answer.repeated_4grams,
         "final_answer": answer.final,
         "finish_reason": answer.finish_reason,

@@ -10,7 +10,7 @@ from typing import Any
 from fsd_infer.bench.base import Answer, Turn
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.likelihood import mean_log_likelihoods
-from fsd_infer.bench.measures import final_answer, repeated_ngrams
+from fsd_infer.bench.measures import final_answer, word_coverage
 from fsd_infer.bench.methods import make_methods, parse_methods
 from fsd_infer.bench.models import Models
 from fsd_infer.bench.partial import PartialFile
@@ -20,6 +20,7 @@ from fsd_infer.bench.score import Reference, asked_options, read_references
 from fsd_infer.bench.settings import Settings, models_of, set_threads
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.target import Target
 
 
@@ -106,7 +107,7 @@ def _measure(
                 method.close()
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), models.tokenizer, asked, turns, progress)
-    _add_measures(models.tokenizer, rows, references, turns)
+    _add_measures(models.tokenizer, asked, rows, references, turns)
     record = build_record(asked, described, turns, settings.seed, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
     record["environment"] = {
@@ -167,13 +168,17 @@ def _add_log_likelihoods(
 
 
 def _add_measures(
-    tokenizer: Any, rows: Sequence[PromptRow], references: Sequence[Reference | None], turns: Sequence[Turn]
+    tokenizer: Any,
+    prompts: Sequence[BenchPrompt],
+    rows: Sequence[PromptRow],
+    references: Sequence[Reference | None],
+    turns: Sequence[Turn],
 ) -> None:
     """:func:`measure` every answer."""
     for turn in turns:
         for run_ in turn.runs.values():
             for index, answer in zip(turn.prompts, run_.answers, strict=True):
-                measure(answer, tokenizer, references[index], final_options(rows[index], references[index]))
+                measure(answer, tokenizer, prompts[index].ids, rows[index], references[index])
 
 
 def final_options(row: PromptRow, reference: Reference | None) -> tuple[str, ...]:
@@ -181,8 +186,10 @@ def final_options(row: PromptRow, reference: Reference | None) -> tuple[str, ...
     return reference.options if reference is not None and reference.options else asked_options(row)
 
 
-def measure(answer: Answer, tokenizer: Any, reference: Reference | None, options: Sequence[str]) -> str | None:
-    """Hold an answer against its reference, if there is one, and note repetition and what it says in the end.
+def measure(
+    answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRow, reference: Reference | None
+) -> str | None:
+    """Hold an answer against its reference, if there is one, and note copies, repetition and what it says in the end.
 
     Returns its text. Nothing is noted of an answer that is unknown (of some servers).
     """
@@ -193,8 +200,10 @@ def measure(answer: Answer, tokenizer: Any, reference: Reference | None, options
         tokens = tokenizer.encode(text, add_special_tokens=False)
     if text is None or tokens is None:
         return None
-    answer.repeated_4grams = repeated_ngrams(tokens)
-    answer.final = final_answer(text, options)
+    answer.copied_4grams, answer.repeated_4grams = copied_ngrams(prompt, tokens), repeated_ngrams(tokens)
+    answer.final = final_answer(text, final_options(row, reference))
     if reference is not None:
         answer.score = reference.score(text)
+        if reference.kind == "rouge":
+            answer.coverage = word_coverage(row.messages[-1]["content"], text)
     return text

@@ -183,8 +183,11 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     for name in methods:
         sums = [_sum_ratio(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
         rows.append([shown[name], *sums, _mean(agreement.get(name), 100.0, 1)])
-    ends = [("repeated_4grams", "repeated 4-grams %", 100.0, 1), ("finished_fraction", "ended %", 100.0, 1)]
-    note = f"x: sums over answers, of {shown[baseline]}'s; same end: the last number, or the option named, is its own"
+    ends = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
+    covered = any(facts.get("coverage") is not None for facts in methods.values())
+    ends += [("coverage", "coverage %", 100.0, 1)] * covered + [("finished_fraction", "ended %", 100.0, 1)]
+    note = "copied: of 4-grams those that stand in the prompt; repeated: that occurred before in the answer\n"
+    note += f"x: sums over answers, of {shown[baseline]}'s; same end: the last number, or the option named, is its own"
     return (
         f"beside {shown[baseline]}\n"
         + fitted_tables(headers, rows)
@@ -239,6 +242,8 @@ def stats_line(stats: GenerationStats) -> str:
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s (prefill {stats.prefill_seconds:.2f} s), "
         f"{stats.tokens_per_second:.1f} tok/s; tau {tau} over {stats.target_forwards} target forwards; "
         f"gate open at {100 * stats.gate_open_fraction:.1f} % of tokens, {stats.divergence_spent:.3f} nats spent; "
+        f"4-grams copied from the prompt {_percent(stats.copied_4grams, 0)} %, repeated "
+        f"{_percent(stats.repeated_4grams, 0)} %; "
         f"ended by {reasons}; rule {rule}, drafter {stats.drafter['name']}"
     )
 

@@ -149,6 +149,11 @@ class Drafter(ABC):
         return ()
 
     @property
+    def proposers(self) -> tuple[str, ...]:
+        """Names of the drafters that propose nodes of its trees, in the order of :meth:`TreeRow.proposer`."""
+        return (self.name,)
+
+    @property
     @abstractmethod
     def max_nodes(self) -> int:
         """Largest tree, root included."""

@@ -66,6 +66,10 @@ class GraftedDrafter(Drafter):
         return self.main, self.side
 
     @property
+    def proposers(self) -> tuple[str, ...]:
+        return self.main.proposers + self.side.proposers
+
+    @property
     def max_nodes(self) -> int:
         return max(self.nodes, self.main.max_nodes)  # main's own tree where it samples
 
@@ -113,16 +117,19 @@ class GraftedSession(DraftSession):
         if side.sampled:
             _warn_sampled(self.drafter.side.name)
             return main
-        return merge_trees(main, side, self.drafter.nodes, self.tilt)
+        return merge_trees(main, side, self.drafter.nodes, self.tilt, len(self.drafter.main.proposers))
 
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
         self.side.select(rows)
 
 
-def merge_trees(main: DraftTree, side: DraftTree, nodes: int, tilt: float = 0.0) -> DraftTree:
-    """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled."""
-    rows = [_merge(*row, nodes, tilt) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
+def merge_trees(main: DraftTree, side: DraftTree, nodes: int, tilt: float = 0.0, mains: int = 1) -> DraftTree:
+    """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled.
+
+    mains: drafters that ``main`` comes from, see :meth:`TreeRow.proposer`.
+    """
+    rows = [_merge(*row, nodes, tilt, mains) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
     return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
 
 
@@ -134,9 +141,10 @@ def _steps(row: TreeRow) -> list[float]:
     return chances
 
 
-def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float) -> TreeRow:
+def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float, mains: int) -> TreeRow:
     tokens, parents = list(main.tokens), list(main.parents)
     chances = _steps(main)
+    proposers = [main.proposer(node) for node in range(len(tokens))]
     number = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens)) if node}
     place = [0]  # where each side node is in the union, -1 for padding
     for node, chance in enumerate(_steps(side)):
@@ -155,6 +163,7 @@ def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float) -> TreeRow:
             tokens.append(key[1])
             parents.append(parent)
             chances.append(chance)
+            proposers.append(mains + side.proposer(node))
         place.append(same)
 
     total = [0.0] * len(tokens)
@@ -179,4 +188,5 @@ def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float) -> TreeRow:
         [renumbered[parents[node]] for node in kept],
         [scores[node] for node in kept],
         q_index,
+        [proposers[node] for node in kept],
     ).best_first()

@@ -19,6 +19,10 @@ class WrappedDrafter(Drafter):
         return (self.drafter,)
 
     @property
+    def proposers(self) -> tuple[str, ...]:
+        return self.drafter.proposers
+
+    @property
     def max_nodes(self) -> int:
         return self.drafter.max_nodes
 

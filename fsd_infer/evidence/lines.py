@@ -10,7 +10,7 @@ from typing import Any
 from fsd_infer.errors import FsdError
 from fsd_infer.files import append_json, usable_name, writable, write_text
 
-VERSION = 1
+VERSION = 2
 DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
 _NUMBER = (int, float)
 _HEAD = {"settings": dict, "families": dict, "rule_facts": dict, "prompts": list, "environment": dict}
@@ -19,7 +19,7 @@ _ANSWER = {
     **dict.fromkeys(("seconds", "prefill_seconds", "gate_open_fraction", "gate_accepted_fraction"), _NUMBER),
     **dict.fromkeys(("tokens", "rounds", "spent"), list), **dict.fromkeys(("sources", "finish_reason", "text"), str),
     "target_forwards": int, "divergence_spent": (*_NUMBER, str),
-    **dict.fromkeys(("log_likelihood", "score", "repeated_4grams"), (*_NUMBER, type(None))),
+    **dict.fromkeys(("log_likelihood", "score", "copied_4grams", "repeated_4grams", "coverage"), (*_NUMBER, type(None))),
     "final": (str, type(None)),
 }  # fmt: skip
 

@@ -53,6 +53,7 @@ QUALITIES = (
     ("Score", "score less exact's, points", "differences", "score", 100.0),
     ("Same final answer", "prompts with exact's final answer, %", "same_final_answer", None, 100.0),
     ("Log-likelihood", "nats per token, less exact's", "differences", "log_likelihood_per_token", 1.0),
+    ("Copies", "4-grams of the prompt less exact's, points", "differences", "copied_4grams", 100.0),
     ("Repetition", "repeated 4-grams less exact's, points", "differences", "repeated_4grams", 100.0),
 )
 SPEEDS = (
@@ -131,6 +132,8 @@ def _table(names: Sequence[str], found: dict[str, dict[str, Any]]) -> str:
         ("tokens ×", lambda f: _ratio(f["ratios"].get("answer_tokens"))),
         ("same end %", lambda f: _mean(f["same_final_answer"], 100)),
         ("log-lik less exact's", lambda f: _mean(f["differences"].get("log_likelihood_per_token"), 1, 3, signed=True)),
+        ("copied 4-grams %", lambda f: _mean(f["means"].get("copied_4grams"), 100)),
+        ("coverage %", lambda f: _mean(f["means"].get("coverage"), 100)),
         ("repeated 4-grams %", lambda f: _mean(f["means"].get("repeated_4grams"), 100)),
         ("ended %", lambda f: _mean(f["means"].get("finished_fraction"), 100)),
         ("nats/answer", lambda f: f"{f['divergence_spent']:.2f}"),

@@ -15,7 +15,7 @@ from fsd_infer.bench.base import Answer
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.likelihood import mean_log_likelihoods
 from fsd_infer.bench.record import jsonable
-from fsd_infer.bench.runner import final_options, measure
+from fsd_infer.bench.runner import measure
 from fsd_infer.bench.score import Reference, read_references
 from fsd_infer.chat.encoding import PromptRow, encode_chat
 from fsd_infer.chat.pieces import token_pieces
@@ -193,7 +193,7 @@ def _line(
     """What a line says of one answer."""
     tokens, record, stats = made.sequences[0], made.records[0], made.stats.rows[0]
     answer = Answer(tokens, stats.target_forwards, stats.new_tokens - 1)
-    text = measure(answer, decoder.tokenizer, reference, final_options(row, reference))
+    text = measure(answer, decoder.tokenizer, prompt, row, reference)
     return {
         "prefill_seconds": round(stats.prefill_seconds, 6),
         "tokens": tokens,
@@ -207,6 +207,10 @@ def _line(
         "finish_reason": stats.finish_reason,
         "log_likelihood": mean_log_likelihoods(decoder.target, [(prompt, tokens)])[0] if tokens else None,
         "score": answer.score,
+        "copied_4grams": answer.copied_4grams,
+        "coverage": answer.coverage,
+        "by_proposer": stats.by_proposer,
+        "by_kind": stats.by_kind,
         "repeated_4grams": answer.repeated_4grams,
         "final": answer.final,
         "text": text,

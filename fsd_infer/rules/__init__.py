@@ -3,15 +3,14 @@
 A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text for command lines and records::
 
     exact    fuzzy:js:0.3    fuzzy:top_k_js:20:0.3    fuzzy:js:0.3:budget=2:gate=processed
-    fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted:1.5  tilted:1:no_repeat=4:budget=5
+    fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted      tilted:1.5:novel=3:budget=5
     exact:block=true         lenient:0.5              typical       relaxed:10:0.6      threshold:single=0.4
-    cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3
+    cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:novel=4
 
 To write one, derive from :class:`Rule` and return a :class:`Law` at each of the :class:`Contexts` that it is handed
 (docs/extending.md).
 """
 
-from fsd_infer.rules.answers import Answers
 from fsd_infer.rules.base import RULES, Rule, apply_rules
 from fsd_infer.rules.cactus import Cactus
 from fsd_infer.rules.cascade import CascadeToken
@@ -27,6 +26,7 @@ from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.parsing import RuleLike, parse_rule, parse_rules
 from fsd_infer.rules.random_gate import RandomGate
 from fsd_infer.rules.relaxed import Relaxed
+from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.threshold import Threshold
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.typical import Typical
@@ -35,7 +35,6 @@ from fsd_infer.rules.verification import Source, Verdict, Verification
 __all__ = [
     "RULES",
     "Acceptance",
-    "Answers",
     "Cactus",
     "CascadeToken",
     "Contexts",
@@ -52,6 +51,7 @@ __all__ = [
     "Rule",
     "RuleLike",
     "Source",
+    "Texts",
     "Threshold",
     "Tilted",
     "Typical",

@@ -206,7 +206,10 @@ def _likeliest(
     """
     best = (0.0, -0.0, -closed)
     allowed = False
-    for token, loss, gain in zip(children, regret, bonus):
+    drafted = list(zip(children, regret, bonus))
+    if any(token == closed and gain == -math.inf for token, _, gain in drafted):
+        return closed, 0.0, False, False
+    for token, loss, gain in drafted:
         if loss < math.inf:  # what the processed target forbids is never emitted
             allowed = allowed or gain > 0
             best = max(best, (gain - loss, -loss, -token))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from fsd_infer.registry import Registry
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
-from fsd_infer.rules.parameters import parameters_of
+from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.verification import Verdict, Verification
 
 
@@ -19,7 +20,7 @@ class Rule:
 
     Attributes:
         name: under which the class is registered in :data:`RULES`.
-        budget: nats that a request may spend, None for no limit; a parameter where a rule declares it as one.
+        budget: nats that a request may spend, None for no limit.
 
     Raises:
         FsdError: a parameter of another type, or out of range; rule, parameter, value and range are named.
@@ -29,12 +30,16 @@ class Rule:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        for name, parameter in parameters_of(type(self)).items():
-            object.__setattr__(self, name, parameter.checked(getattr(self, name)))
+        for name, checks in parameters_of(type(self)).items():
+            object.__setattr__(self, name, checks.checked(getattr(self, name)))
 
     def law(self, at: Contexts) -> Law:
         """What is emitted at these contexts: a function of the text, the tree and ``at.coin``, and of nothing else."""
         raise NotImplementedError
+
+    def charged_law(self, at: Contexts) -> Law:
+        """:meth:`law`, with what all rules of its kind have in common."""
+        return self.law(at)
 
     def __call__(self, round: Verification) -> Verdict:
         """The verdict on a round in which this is every row's rule; see :func:`apply_rules`."""
@@ -52,6 +57,31 @@ class Rule:
         """What every record of a run stores: name, parameters, units."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
+
+
+MOST_NOVEL = 64  # tokens of an n-gram; texts that repeat as many repeat shorter ones too
+
+
+@dataclass(frozen=True)
+class LossyRule(Rule):
+    """What all rules with another law than the target's have in common.
+
+    Args:
+        budget: nats that may be spent per request; None for no limit. A context that costs more than is left emits
+            from p.
+        novel: drafts must be novel to be favoured: one that would complete an n-gram of this length that prompt or
+            answer already has is tested exactly, so that copying and repetition, which drafters predict best, are not
+            paid for. 0: no such test.
+    """
+
+    budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
+    novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
+
+    def charged_law(self, at: Contexts) -> Law:
+        law = self.law(at)
+        return (
+            law.exact_where(at, self.novel) if self.novel and (law.bonus is not None or law.log_r is not None) else law
+        )
 
 
 R = TypeVar("R", bound=type[Rule])
@@ -77,10 +107,10 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
 
     Raises:
         NonFiniteLogitsError: target or drafter logits that are no distribution.
-        FsdError: uniforms or answers are missing, or sampled drafts do not form a chain.
+        FsdError: uniforms or texts are missing, or sampled drafts do not form a chain.
     """
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
     budgets = [math.inf if rule.budget is None else rule.budget for rule in rules]
-    return walk(round, [(rule.law, of_rule) for rule, of_rule in rows.items()], budgets)
+    return walk(round, [(rule.charged_law, of_rule) for rule, of_rule in rows.items()], budgets)

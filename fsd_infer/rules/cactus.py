@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import wide
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law, lift
 from fsd_infer.rules.parameters import parameter
@@ -16,7 +16,7 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("cactus")
 @dataclass(frozen=True)
-class Cactus(Rule):
+class Cactus(LossyRule):
     """The exact test against a target h that favours the draft: h(x) = min(1, p(x) + √(2·delta·p(x)(1-p(x)))), all else
     scaled down. Exact at delta = 0.
 
@@ -25,11 +25,9 @@ class Cactus(Rule):
 
     Args:
         delta: nats per token, approximately.
-        budget: nats that may be spent per request; None for no limit.
     """
 
     delta: float = parameter(low=0, high=1e6)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if self.delta == 0:

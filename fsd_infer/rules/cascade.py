@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -13,7 +13,7 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("cascade-token")
 @dataclass(frozen=True)
-class CascadeToken(Rule):
+class CascadeToken(LossyRule):
     """With A = {x: p(x) >= (1 - alpha)·p_max} the law is q + η·p on A and η·p elsewhere, η = 1 - q(A). Exact at
     alpha < 0, where A is empty; at alpha = 0 A holds the target's likeliest token.
 
@@ -24,11 +24,9 @@ class CascadeToken(Rule):
 
     Args:
         alpha: at most 1, where A holds every token.
-        budget: nats that may be spent per request; None for no limit.
     """
 
     alpha: float = parameter(0.3, high=1)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if self.alpha < 0:

@@ -14,7 +14,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules.answers import Answers, repeating_tokens, repeats
+from fsd_infer.rules.texts import Texts, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
 T = TypeVar("T")
@@ -331,7 +331,7 @@ class Contexts:
         """Values of nodes [B, N] -> [R, N], those of each context's children, ``other`` elsewhere."""
         return values[self.rows].masked_fill(~self.children, other)
 
-    # chance, and the answer ----------------------------------------------------------------------------------------
+    # chance, and the text ------------------------------------------------------------------------------------------
 
     @property
     def coin(self) -> Tensor:
@@ -344,16 +344,16 @@ class Contexts:
             raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
         return self._at(self._round.uniforms[..., column])
 
-    def node_repeats(self, n: int) -> Tensor:
-        """[B, N] bool; would the node's token complete an n-gram that the answer, its path included, already has."""
-        return repeats(self._answers, self.tree, n)
+    def node_known(self, n: int) -> Tensor:
+        """[B, N] bool; would the node's token complete an n-gram that prompt, answer and its path already have."""
+        return self.once_per_round(("known", n), lambda: known(self._texts, self.tree, n))
 
-    def repeating_tokens(self, n: int) -> Tensor:
+    def known_tokens(self, n: int) -> Tensor:
         """[R, V] bool; the same of every token, drafted or not, as the next of each context."""
-        return repeating_tokens(self._answers, self.tree, self.rows, self.nodes, n, self._round.scores.shape[-1])
+        return known_tokens(self._texts, self.tree, self.rows, self.nodes, n, self._round.scores.shape[-1])
 
     @property
-    def _answers(self) -> Answers:
-        if self._round.answers is None:
-            raise FsdError("this rule looks at the answer so far; pass answers in Verification.")
-        return self._round.answers
+    def _texts(self) -> Texts:
+        if self._round.texts is None:
+            raise FsdError("this rule looks at prompt and answer; pass texts in Verification.")
+        return self._round.texts

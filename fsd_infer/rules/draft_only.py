@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
-from fsd_infer.rules.parameters import parameter
 
 
 @RULES.register("draft-only")
 @dataclass(frozen=True)
-class DraftOnly(Rule):
+class DraftOnly(LossyRule):
     """y ~ q at every context that has children of known distribution, y ~ p elsewhere: where the drafts end, and where
     they come from a drafter without distributions (n-gram lookup). Exact at budget = 0 only.
 
     Args:
-        budget: nats that may be spent per request; None for no limit. Where it does not suffice the exact rule decides.
     """
-
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         return Law.trusting(at, -math.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -12,7 +12,7 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("ensemble")
 @dataclass(frozen=True)
-class Ensemble(Rule):
+class Ensemble(LossyRule):
     """The exact test against v = weight·p + (1 - weight)·q. Exact at weight = 1.
 
     Needs q: exact where the drafts come without (n-gram lookup). A sampled draft is tested against v, on a tree y is
@@ -21,11 +21,9 @@ class Ensemble(Rule):
 
     Args:
         weight: of the target, in (0, 1].
-        budget: nats that may be spent per request; None for no limit.
     """
 
     weight: float = parameter(above=0, high=1)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if self.weight == 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -17,7 +17,7 @@ from fsd_infer.rules.tilted import best_path
 
 @RULES.register("fly")
 @dataclass(frozen=True)
-class Fly(Rule):
+class Fly(LossyRule):
     """Temperature 0 only. Where the target's token is not drafted, a draft passes if -Σ p ln p over the target's three
     likeliest tokens is at least `entropy` and the next window - 1 drafts below it are all the target's own choice.
     Exact at entropy = inf, and on trees less deep than the window.
@@ -27,12 +27,10 @@ class Fly(Rule):
     Args:
         window: drafts looked at, the mismatch included.
         entropy: nats.
-        budget: nats of regret that may be spent per request; None for no limit.
     """
 
     window: int = parameter(6, low=1, high=1024)
     entropy: float = parameter(0.3, low=0, infinite=True)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if not at.greedy:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.divergence import divergence
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import Acceptance, Law
@@ -18,14 +18,13 @@ from fsd_infer.rules.parameters import parameter
 
 
 @dataclass(frozen=True)
-class DivergenceGate(Rule):
+class DivergenceGate(LossyRule):
     """A gate g = [D(p, q) <= T] at every context that has children and a known drafter distribution.
 
     Args:
         divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
         threshold: T, in the divergence's unit, at most its largest value; 0 never opens a gate, inf always does (also
             where D is infinite).
-        budget: nats that open gates may spend per request; None for no limit.
         gate_on: "raw" compares softmax(logits) of both models, "processed" the distributions after the request's
             logits processors. At temperature 0 processed distributions are one-hot and raw ones are compared always.
         floor: an open gate lets no token through whose probability is below this share of the likeliest token's.
@@ -37,7 +36,6 @@ class DivergenceGate(Rule):
 
     divergence: str = "js"
     threshold: float = parameter(0.3, low=0, infinite=True)
-    budget: float | None = parameter(None, low=0, infinite=True)
     gate_on: Literal["raw", "processed"] = parameter("raw", alias="gate")
     floor: float = parameter(0.0, low=0, high=1)
 

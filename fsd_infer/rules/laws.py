@@ -66,8 +66,9 @@ class Law:
 
         Args:
             at: contexts whose children were not sampled.
-            bonus: [R, N] nats, at least 0, of the nodes that are children of the context (others are not read), or a
-                number for all children. ``inf`` restricts p to the children that have it.
+            bonus: [R, N] nats, at least 0 or -inf, of the nodes that are children of the context (others are not read), or a
+                number for all children. ``inf`` restricts p to the children that have it. ``-inf``: r(y) = p(y), and
+                the others share what is left; at temperature 0 nothing else is emitted where y is the likeliest.
 
         Raises:
             FsdError: the children were sampled, and a law must not depend on what was drawn.
@@ -136,6 +137,30 @@ class Law:
         """The same law where ``holds`` [R] bool is true, and the target's elsewhere."""
         return replace(self, applies=self.applies & holds)
 
+    def exact_where(self, at: Contexts, novel: int) -> Law:
+        """The same law, but a token that would complete a known n-gram is tested exactly.
+
+        Of a tilted law such children get the bonus -inf. A dense law does not give such a y more than p(y): what it
+        would have given is drawn from p; a sampled draft is then tested against that law.
+
+        Args:
+            novel: n, see :attr:`fsd_infer.rules.base.LossyRule.novel`.
+        """
+        if self.bonus is not None:
+            known = at.of_children(at.node_known(novel).float()) > 0
+            bonus = torch.as_tensor(self.bonus, device=known.device).expand(known.shape)
+            kept = bonus.masked_fill(known, -math.inf)
+            return replace(self, bonus=kept, applies=self.applies & ((kept > 0) & at.children).any(-1))
+        assert self.log_r is not None
+        known = at.known_tokens(novel)
+        if at.greedy:
+            shut = known.gather(1, self.log_r.argmax(-1, keepdim=True))
+            return replace(self, log_r=torch.where(shut, at.scores, self.log_r))
+        r = self.log_r.softmax(-1)
+        kept = torch.where(known, torch.minimum(r, at.p), r)
+        law = kept + (r - kept).sum(-1, keepdim=True) * at.p
+        return replace(self, log_r=law.log(), acceptance=None)
+
     def log_probs(self, at: Contexts) -> Tensor:
         """[R, V] ln of the distribution of the next token, where a budget allows the law; above temperature 0."""
         if self.log_r is not None:
@@ -187,19 +212,32 @@ def tilt(log_p: Sequence[float], bonus: Sequence[float]) -> Tilt | None:
     """The law of children with probabilities e^log_p and these bonuses; None if it would leave nothing to emit.
 
     In logs and in double precision: p(C) may underflow at a low temperature where its logarithm is a fine number, and
-    so may e^-bonus.
+    so may e^-bonus. Children with the bonus -inf keep p, and the rest shares what they leave.
     """
+    kept = [a for a, b in zip(log_p, bonus) if b == -math.inf]
+    log_free = _log_rest(kept)
     if math.inf in bonus:  # p restricted to some children
-        log_z = log_sum([a for a, b in zip(log_p, bonus) if b == math.inf])
-        if log_z == -math.inf:
+        ratio = log_free - log_sum([a for a, b in zip(log_p, bonus) if b == math.inf])
+        if math.isinf(ratio) or math.isnan(ratio):
             return None
-        return Tilt([-log_z if b == math.inf else -math.inf for b in bonus], -math.inf, max(0.0, -log_z))
-    outside = max(0.0, 1.0 - math.fsum(map(math.exp, log_p)))
-    log_outside = math.log(outside) if outside else -math.inf
+        ratios = [ratio if b == math.inf else 0.0 if b == -math.inf else -math.inf for b in bonus]
+        return Tilt(ratios, -math.inf, max(0.0, math.exp(log_free) * ratio))
+    log_outside = _log_rest(log_p)
     log_z = log_sum([log_outside, *(a + b for a, b in zip(log_p, bonus))])
-    ratios = [b - log_z for b in bonus]
-    cost = math.fsum(math.exp(a + x) * x for a, x in zip(log_p, ratios)) - math.exp(log_outside - log_z) * log_z
-    return Tilt(ratios, -log_z, max(0.0, cost))
+    if log_z == -math.inf:  # nothing is left to tilt
+        return None
+    others = log_free - log_z
+    ratios = [0.0 if b == -math.inf else b + others for b in bonus]
+    cost = math.fsum(math.exp(a + x) * x for a, x in zip(log_p, ratios))
+    return Tilt(
+        ratios, others, max(0.0, cost + math.exp(log_outside + others) * others if log_outside > -math.inf else cost)
+    )
+
+
+def _log_rest(log_p: Sequence[float]) -> float:
+    """ln(1 - Σ e^log_p)"""
+    rest = 1.0 - math.fsum(map(math.exp, log_p))
+    return math.log(rest) if rest > 0 else -math.inf
 
 
 def log_sum(logs: Sequence[float]) -> float:

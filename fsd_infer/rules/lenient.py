@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law, lift
 from fsd_infer.rules.parameters import parameter
@@ -14,7 +14,7 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("lenient")
 @dataclass(frozen=True)
-class Lenient(Rule):
+class Lenient(LossyRule):
     """Accept a draft with probability min(1, p/(lenience·q)), so that no token's probability exceeds p/lenience. Exact
     at lenience = 1.
 
@@ -24,11 +24,9 @@ class Lenient(Rule):
 
     Args:
         lenience: in (0, 1].
-        budget: nats that may be spent per request; None for no limit.
     """
 
     lenience: float = parameter(above=0, high=1)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if self.lenience == 1:

@@ -20,6 +20,7 @@ def parameter(
     above: float = -math.inf,
     infinite: bool = False,
     alias: str = "",
+    keyword: bool = False,
 ) -> Any:
     """A rule's field that is a number with a range.
 
@@ -29,9 +30,10 @@ def parameter(
         above: a lower end that is not included.
         infinite: ``inf`` means something.
         alias: another key for it in rules as text.
+        keyword: not taken by position, in Python.
     """
     metadata = {"low": low, "high": high, "above": above, "infinite": infinite, "alias": alias}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, kw_only=keyword)
 
 
 class Parameter:
@@ -110,6 +112,7 @@ class Parameter:
 
 
 def parameters_of(rule: type) -> dict[str, Parameter]:
-    """The parameters of a rule's class, in order."""
+    """The parameters of a rule's class in order, those that are not taken by position last."""
     types = get_type_hints(rule)
-    return {field.name: Parameter(rule, field, types[field.name]) for field in dataclasses.fields(rule)}
+    fields = sorted(dataclasses.fields(rule), key=lambda field: bool(field.kw_only))
+    return {field.name: Parameter(rule, field, types[field.name]) for field in fields}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -13,16 +13,14 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("random")
 @dataclass(frozen=True)
-class RandomGate(Rule):
+class RandomGate(LossyRule):
     """`fuzzy`, but each gate opens with probability ``rate``, independently of the models. Exact at rate = 0.
 
     Args:
         rate: in [0, 1].
-        budget: nats that open gates may spend per request; None for no limit.
     """
 
     rate: float = parameter(low=0, high=1)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         return Law.passing(at, -math.inf).where(at.has_q & (at.coin < self.rate))

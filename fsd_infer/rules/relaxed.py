@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -16,7 +16,7 @@ _ROUNDING = 1e-5  # of ln p, so that the k-th token itself is not shut out
 
 @RULES.register("relaxed")
 @dataclass(frozen=True)
-class Relaxed(Rule):
+class Relaxed(LossyRule):
     """A draft passes if it is among the target's k likeliest tokens and p(x) >= p_max - delta. Exact at k = 0; at
     temperature 0, where the likeliest passing child is emitted and p is that of temperature 1, at k = 1 or delta = 0
     too.
@@ -28,13 +28,11 @@ class Relaxed(Rule):
         k: how many of the target's tokens may pass.
         delta: how much less likely than the best, in [0, 1].
         relative: p(x) >= delta·p_max instead.
-        budget: nats that may be spent per request; None for no limit.
     """
 
     k: int = parameter(10, low=0, high=2**31 - 1)
     delta: float = parameter(0.6, low=0, high=1)
     relative: bool = False
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if self.k == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law, lift
 from fsd_infer.rules.parameters import parameter
@@ -15,7 +15,7 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("threshold")
 @dataclass(frozen=True)
-class Threshold(Rule):
+class Threshold(LossyRule):
     """A draft passes if p(x) >= single; else it is tested as exact decoding would, with p/acc in place of p. Exact at
     single = acc = 1, the defaults.
 
@@ -27,12 +27,10 @@ class Threshold(Rule):
     Args:
         single: in [0, 1]; 1 for no such threshold.
         acc: in (0, 1].
-        budget: nats that may be spent per request; None for no limit.
     """
 
     single: float = parameter(1.0, low=0, high=1)
     acc: float = parameter(1.0, above=0, high=1)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         if self.single == self.acc == 1:

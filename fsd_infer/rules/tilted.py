@@ -15,39 +15,36 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import divergence
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_PRICE = 1e-3
-MOST_REPEAT = 64  # tokens of an n-gram; answers that repeat as many repeat shorter ones too
+NOVEL = 4
 GREEDY_SHARPNESS = 2.0  # at temperature 0 drafts are accepted about as under a draw from a law tilted so much more
 
 
 @RULES.register("tilted")
 @dataclass(frozen=True)
-class Tilted(Rule):
+class Tilted(LossyRule):
     """r(y) ∝ p(y)·e^(v(y)/price), v(y) the accepted drafts that y is worth: no rule accepts more for its divergence.
     Exact at price = inf.
 
     On a tree v(c) = 1 + V(c) for a child c and 0 for every other token. With the children C of a node n,
     V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)), and 0 at leaves; at temperature 0
     V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain r = clip(q, p/Z, p·e^(1/price)/Z), and drafts are
-    tested against r. Needs no q on trees. As the price falls to 0, p given that the walk takes
+    tested against r. A draft that is no novel n-gram counts as not drafted: nothing beyond it is looked at, unless, at
+    temperature 0, it is what the target would say. Needs no q on trees. As the price falls to 0, p given that the walk takes
     one of the tree's deepest paths.
 
     Args:
         price: accepted drafts that a nat is worth, 0.001 or more: rounding would decide at lower ones.
-        budget: nats that may be spent per request; None for no limit. A context that costs more than is left emits
-            from p.
         floor: drafts below this share of the likeliest token's probability count as not drafted: nothing favours them.
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. What lies ahead is valued as
             if all gates were open. None: everywhere, also where no q is known.
         divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
-        no_repeat: a draft that would complete an n-gram of this length that the answer already has wins nothing itself
-            (v(c) = V(c)), so that repetition, which drafters predict best, is not paid for. 0: no such charge.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -55,11 +52,10 @@ class Tilted(Rule):
     """
 
     price: float = parameter(low=LEAST_PRICE, infinite=True)
-    budget: float | None = parameter(None, low=0, infinite=True)
     floor: float = parameter(0.0, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
-    no_repeat: int = parameter(0, low=0, high=MOST_REPEAT)
+    novel: int = parameter(NOVEL, low=0, high=MOST_NOVEL, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,23 +76,24 @@ class Tilted(Rule):
         price, tree, dtype = self.price, at.tree, wide(at.tree.tokens.device)
         regret = at.node_regret.to(dtype)
         favoured = at.is_draft & (regret <= (-math.log(self.floor) if self.floor else torch.finfo(dtype).max))
-        wins = torch.ones_like(regret) if not self.no_repeat else (~at.node_repeats(self.no_repeat)).to(dtype)
+        novel = ~at.node_known(self.novel) if self.novel else torch.ones_like(favoured)
+        favoured = favoured & novel
         if at.greedy:
-            value = best_path(tree.ancestors, wins - price * regret, favoured)
+            settled = ~novel & at.is_draft & (regret == 0)  # a copy that the target makes: so it has no siblings
+            alone = torch.zeros_like(settled).scatter_reduce_(1, tree.parents, settled, "amax").gather(1, tree.parents)
+            value = best_path(tree.ancestors, novel.to(dtype) - price * regret, favoured & ~alone | settled)
         else:
             log_p = at.node_log_p.to(dtype)
             mass = torch.zeros_like(regret).scatter_add_(1, tree.parents, log_p.exp().masked_fill(~favoured, 0.0))
-            value = price * log_mean_exp(tree.ancestors, log_p + wins / price, favoured, 1.0 - mass)
-        bonus = (wins + value) / price
-        nothing = bonus < 64 * torch.finfo(dtype).eps  # what rounding leaves of a draft that wins nothing
-        return bonus.masked_fill(nothing | ~favoured, 0.0)
+            value = price * log_mean_exp(tree.ancestors, log_p + 1 / price, favoured, 1.0 - mass)
+        return ((1 + value) / price).masked_fill(~favoured, 0.0)
 
     def _wins(self, at: Contexts) -> Tensor:
         """[R, V] drafts that each token is worth as the draft of a sampled chain: 1 or 0."""
         wins = torch.ones_like(at.log_p)
         if self.floor:
             wins.masked_fill_(at.log_p < at.log_p_max[:, None] + math.log(self.floor), 0.0)
-        return wins.masked_fill_(at.repeating_tokens(self.no_repeat), 0.0) if self.no_repeat else wins
+        return wins.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else wins
 
     def tilt(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.price

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsd_infer.rules.base import RULES, Rule
+from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -13,7 +13,7 @@ from fsd_infer.rules.parameters import parameter
 
 @RULES.register("typical")
 @dataclass(frozen=True)
-class Typical(Rule):
+class Typical(LossyRule):
     """A draft passes if p(x) >= min(epsilon, delta·e^-H(p)), H the entropy. Exact at epsilon = delta = inf.
 
     A sampled draft that does not pass is still tested exactly. On a tree p is restricted to the children that pass; at
@@ -23,12 +23,10 @@ class Typical(Rule):
     Args:
         epsilon: the bound on p(x) where the target is sure of itself.
         delta: the bound relative to e^-H.
-        budget: nats that may be spent per request; None for no limit.
     """
 
     epsilon: float = parameter(0.09, low=0, infinite=True)
     delta: float = parameter(0.3, low=0, infinite=True)
-    budget: float | None = parameter(None, low=0, infinite=True)
 
     def law(self, at: Contexts) -> Law:
         log_epsilon, log_delta = (math.log(x) if x > 0 else -math.inf for x in (self.epsilon, self.delta))

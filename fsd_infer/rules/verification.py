@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from fsd_infer.rules.answers import Answers
+from fsd_infer.rules.texts import Texts
 from fsd_infer.tree import DraftTree
 
 
@@ -41,7 +41,7 @@ class Verification:
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
             None if there are no processors. Called at most once per round, and only by rules that compare processed
             distributions or draw from a tree's q at temperature above 0.
-        answers: what each row has answered so far, the root included; only rules that look at it need it.
+        texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
     """
 
     tree: DraftTree
@@ -51,7 +51,7 @@ class Verification:
     uniforms: Tensor | None = None
     budget_left: Tensor | None = None
     process_draft: Callable[[DraftTree], Tensor] | None = None
-    answers: Answers | None = None
+    texts: Texts | None = None
 
 
 @dataclass

@@ -65,7 +65,6 @@ SIZES = {
 BATCH_NODES = (1, 2, 3)  # of each of these rows
 TILTS = (0.5, 1.0, 2.0)  # besides 0
 MOST_CONTEXTS = 24  # of a tilt's, by which shapes are compared
-NO_REPEAT = 4  # as lossy rules should be run: loops would be drafted too well
 CONTEXT = 128  # tokens that measured forwards attend to
 SECONDS = 1.5  # of repeated measurements, after one pass over all of them
 PASSES = 3  # at least
@@ -148,7 +147,7 @@ def met(
     """(large trees met while decoding the prompts, drafts accepted / drafts expected)."""
     sizes = of_device(SIZES, target.device)
     recorder = _Recorder(drafter.reshaped(TreeShape(max(DEPTHS), max(sizes.widths), max(sizes.nodes))), tilt)
-    rule = Tilted(price=GREEDY_SHARPNESS / tilt, no_repeat=NO_REPEAT) if tilt else Exact()
+    rule = Tilted(price=GREEDY_SHARPNESS / tilt) if tilt else Exact()
     accepted = 0
     for prompt in prompts:
         stats = decode(target, recorder, rule, Request([list(prompt)], new_tokens * (2 if tilt else 1))).stats

@@ -14,10 +14,10 @@ from typing import Any
 
 import datasets
 
-from fsd_infer.bench.measures import repeated_ngrams
 from fsd_infer.bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.errors import DataError
+from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 
 DATA = "FSD_TASKS"  # an environment variable: the folder of the data files, if --metadata does not name it
 SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # that a program under test may take
@@ -69,14 +69,20 @@ def _documents(file: str, found: Sequence[PromptRow]) -> dict[str, Any]:
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") -> dict[str, float]:
-    """``score`` of the answer, and ``repeated_4grams`` of its words."""
+    """``score`` of the answer, and ``copied_4grams`` and ``repeated_4grams`` of its words."""
     values = json.loads(doc["row"])
     messages = [{"role": "user", "content": doc["prompt"]}]
     row = PromptRow("", messages, "", "task", doc["line"], values)  # type: ignore[arg-type]
     is_text = "answer" not in values
     reference = read_references([row], "rouge" if is_text else kind)[0]
     assert reference is not None, "rows without one are no documents"
-    return {"score": reference.score(results[0]), "repeated_4grams": repeated_ngrams(results[0].split()) or 0.0}
+    words = results[0].split()
+    copied = copied_ngrams(doc["prompt"].split(), words) or 0.0
+    return {
+        "score": reference.score(results[0]),
+        "copied_4grams": copied,
+        "repeated_4grams": repeated_ngrams(words) or 0.0,
+    }
 
 
 def passes(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:

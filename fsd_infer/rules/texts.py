@@ -1,4 +1,4 @@
-"""The answers so far, as rules see them, and the n-grams that a drafted token would repeat."""
+"""The texts so far, prompt and answer, as rules see them, and the drafted tokens that would complete a known n-gram."""
 
 from __future__ import annotations
 
@@ -13,55 +13,65 @@ from fsd_infer.tree import DraftTree
 _PADDING = -1
 
 
-class Answers:
-    """What each row of a batch has emitted so far; the last token of each is the next tree's root.
+class Texts:
+    """Each row's prompt and what it has emitted so far; the last token is the next tree's root.
 
     Args:
-        rows: per row the list of its tokens. The lists may grow from round to round, at their ends; only what is new is
-            read then, and nothing at all until a rule asks.
+        answers: per row the list of its tokens. The lists may grow from round to round, at their ends; only what is new
+            is read then, and nothing at all until a rule asks.
+        prompts: per row; None for empty ones.
         device: where :attr:`tokens` is wanted.
     """
 
-    def __init__(self, rows: Sequence[list[int]], device: torch.device | str = "cpu") -> None:
-        self._rows = list(rows)
+    def __init__(
+        self,
+        answers: Sequence[list[int]],
+        prompts: Sequence[Sequence[int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._answers = list(answers)
+        self._prompts = [()] * len(self._answers) if prompts is None else [tuple(prompt) for prompt in prompts]
         self._device = torch.device(device)
-        self._counts = [0] * len(self._rows)  # tokens of each row that are in the buffer
-        self._buffer = torch.full((len(self._rows), 64), _PADDING)
+        self._counts = [0] * len(self._answers)  # tokens of each row that are in the buffer
+        self._buffer = torch.full((len(self._answers), 64), _PADDING)
 
     @property
     def tokens(self) -> Tensor:
         """[B, L] on the device, each row from its first token on, padded with -1 to the longest."""
-        longest = max(map(len, self._rows), default=0)
+        longest = max((len(prompt) + len(tail) for prompt, tail in zip(self._prompts, self._answers)), default=0)
         if longest > self._buffer.shape[1]:
-            room = torch.full((len(self._rows), 2 * longest - self._buffer.shape[1]), _PADDING)
+            room = torch.full((len(self._answers), 2 * longest - self._buffer.shape[1]), _PADDING)
             self._buffer = torch.cat([self._buffer, room], 1)
-        for row, (tokens, count) in enumerate(zip(self._rows, self._counts)):
-            if len(tokens) > count:
-                self._buffer[row, count : len(tokens)] = torch.tensor(tokens[count:])
-                self._counts[row] = len(tokens)
+        for row, (prompt, answer, count) in enumerate(zip(self._prompts, self._answers, self._counts)):
+            length = len(prompt) + len(answer)
+            if length > count:
+                new = answer[count - len(prompt) :] if count >= len(prompt) else [*prompt[count:], *answer]
+                self._buffer[row, count:length] = torch.tensor(new)
+                self._counts[row] = length
         return to_device(self._buffer[:, :longest], self._device)
 
     def last(self, count: int) -> Tensor:
-        """[B, count] on the device: the last tokens of each answer in order, -1 before its beginning."""
-        tails = [tokens[len(tokens) - min(count, len(tokens)) :] for tokens in self._rows]
+        """[B, count] on the device: the last tokens of each text in order, -1 before its beginning."""
+        tails = [[*prompt[-count:], *answer[-count:]][-count:] for prompt, answer in zip(self._prompts, self._answers)]
         padded = [[_PADDING] * (count - len(tail)) + tail for tail in tails]
         return to_device(torch.tensor(padded, dtype=torch.long).view(len(padded), count), self._device)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch."""
-        self._rows = [self._rows[row] for row in rows]
+        self._answers = [self._answers[row] for row in rows]
+        self._prompts = [self._prompts[row] for row in rows]
         self._counts = [self._counts[row] for row in rows]
         self._buffer = self._buffer[list(rows)]
 
 
-def last_tokens(answers: Answers, tree: DraftTree, count: int) -> Tensor:
-    """[B, N, count] the last tokens of answer and path at each node, the node's own last; -1 before the beginning.
+def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:
+    """[B, N, count] the last tokens of text and path at each node, the node's own last; -1 before the beginning.
 
     count: at least 1.
     """
     batch, nodes = tree.tokens.shape
     # [B, count + N]: the tokens that precede the root, then the tree's
-    tokens = torch.cat([answers.last(count + 1)[:, :-1], tree.tokens], 1)
+    tokens = torch.cat([texts.last(count + 1)[:, :-1], tree.tokens], 1)
     at = torch.arange(count + nodes, device=tokens.device).expand(batch, -1)
     before = torch.cat([(at[:, : count + 1] - 1).clamp_min(0), tree.parents[:, 1:] + count], 1)  # who precedes whom
     columns, at = [], at[:, count:]
@@ -71,12 +81,12 @@ def last_tokens(answers: Answers, tree: DraftTree, count: int) -> Tensor:
     return torch.stack(columns[::-1], -1)
 
 
-def repeats(answers: Answers, tree: DraftTree, n: int) -> Tensor:
-    """[B, N] bool; does the node's token complete an n-gram that answer and path had before it."""
-    ends = last_tokens(answers, tree, n)
+def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
+    """[B, N] bool; does the node's token complete an n-gram that text and path had before it."""
+    ends = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
     found = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
-    tokens = answers.tokens
+    tokens = texts.tokens
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)[:, None]  # [B, 1, L - n + 1, n]
         same = ends[:, :, None, 0] == windows[..., 0]
@@ -86,16 +96,16 @@ def repeats(answers: Answers, tree: DraftTree, n: int) -> Tensor:
     return found & (tree.depths > 0)
 
 
-def repeating_tokens(answers: Answers, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
-    """[R, V] bool; which tokens would complete an n-gram that answer and path already have, after these R nodes."""
+def known_tokens(texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
+    """[R, V] bool; which tokens would complete an n-gram that text and path already have, after these R nodes."""
     count = rows.shape[0]
     found = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # the last column is nobody's
-    last = last_tokens(answers, tree, n)
+    last = last_tokens(texts, tree, n)
     begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
     same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
     found.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
-    tokens = answers.tokens[rows]
+    tokens = texts.tokens[rows]
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)

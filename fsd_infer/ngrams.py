@@ -1,0 +1,57 @@
+"""How much of an answer is copied from its prompt, and how much it repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+NGRAM = 4
+
+
+def repeated_ngrams(tokens: Sequence[Hashable], n: int = NGRAM) -> float | None:
+    """Share of an answer's n-grams that occurred earlier in it; None if it is shorter than ``n`` tokens."""
+    grams = _ngrams(tokens, n)
+    return 1.0 - len(set(grams)) / len(grams) if grams else None
+
+
+def copied_ngrams(prompt: Sequence[Hashable], tokens: Sequence[Hashable], n: int = NGRAM) -> float | None:
+    """Share of an answer's n-grams that stand in its prompt; None if it is shorter than ``n`` tokens."""
+    grams, known = _ngrams(tokens, n), set(_ngrams(prompt, n))
+    return sum(gram in known for gram in grams) / len(grams) if grams else None
+
+
+def kinds(prompt: Sequence[Hashable], tokens: Sequence[Hashable], n: int = NGRAM) -> list[str]:
+    """Of each token of an answer: "copied" if the n-gram that it ends stands in the prompt, else "repeated" if it
+    occurred earlier in the answer, else "new"."""
+    copied, seen = set(_ngrams(prompt, n)), set()
+    found = ["new"] * min(len(tokens), n - 1)
+    for gram in _ngrams(tokens, n):
+        found.append("copied" if gram in copied else "repeated" if gram in seen else "new")
+        seen.add(gram)
+    return found
+
+
+def coverage(source: Sequence[Hashable], summary: Sequence[Hashable]) -> float | None:
+    """Extractive coverage (Grusky et al., 2018, arXiv:1804.11283): the share of a summary's words that lie in fragments
+    of the source, found greedily, longest first from left to right. None if the summary is empty."""
+    starts: dict[Hashable, list[int]] = {}
+    for place, word in enumerate(source):
+        starts.setdefault(word, []).append(place)
+    place = covered = 0
+    while place < len(summary):
+        longest = 0
+        for start in starts.get(summary[place], ()):
+            length = 1
+            while (
+                place + length < len(summary)
+                and start + length < len(source)
+                and summary[place + length] == source[start + length]
+            ):
+                length += 1
+            longest = max(longest, length)
+        covered += longest
+        place += max(longest, 1)
+    return covered / len(summary) if summary else None
+
+
+def _ngrams(tokens: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
+    return [tuple(tokens[place : place + n]) for place in range(len(tokens) - n + 1)]
