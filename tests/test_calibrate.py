@@ -23,6 +23,7 @@ from fsd_infer.evidence.calibrate import (
     Promise,
     calibrate,
     certify,
+    check,
     loss_p_value,
     score_scale,
     split,
@@ -126,10 +127,24 @@ def test_speed_is_tested_from_bold_to_careful() -> None:
     assert [one["setting"] for one in found] == ["fuzzy:js:0.3", "fuzzy:js:0.2"]
 
 
+def test_a_setting_that_copies_is_not_certified() -> None:
+    at = fake({"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.0}, 200)
+    for turn in at.turns:
+        for name, run in turn.runs.items():
+            run.answers[0].copied_4grams = 0.2 + 0.1 * (name == "fuzzy:js:0.2")
+            run.answers[0].repeated_4grams = 0.1
+    settings = parse_settings(["fuzzy:js:0.1/0.2"])
+    for promise, passes in ((Promise(NATS, 9.0), 3), (Promise(NATS, 9.0, copies=0.05, repeats=0.05), 2)):
+        assert len(certify(at, settings, promise, 0.9)) == passes
+    assert not check(at, "fuzzy:js:0.2", Promise(NATS, 9.0, copies=0.05))["kept"]
+    with pytest.raises(FsdError, match="a bound on copied_4grams must be between 0 and 1"):
+        Promise(NATS, 1.0, copies=2.0)
+
+
 # from prompts to a stored setting -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("promise", [Promise(SCORE, 0.5), Promise(NATS, 0.4), Promise(SPEED, 0.05)])
+@pytest.mark.parametrize("promise", [Promise(SCORE, 0.5), Promise(NATS, 0.4, copies=0.5), Promise(SPEED, 0.05)])
 def test_promises_are_kept_on_the_other_half(toy: Toy, tmp_path: Path, promise: Promise) -> None:
     drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
     asked = options(toy, drafter=str(drafter))

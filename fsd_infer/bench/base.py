@@ -21,11 +21,13 @@ class Answer:
         log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
         counted: number of new tokens where ``tokens`` is None.
         text: of the answer where ``tokens`` is None.
-        score: 1 where the answer is right, 0 where it is not, or ROUGE-L; None where its prompt has no reference.
+        score: 1 where the answer is right, 0 where it is not, or chrF or ROUGE-L; None where its prompt has no
+            reference.
         copied_4grams: share of its 4-grams that stand in its prompt; None if it is shorter or unknown.
         repeated_4grams: share of its 4-grams that occurred earlier in it; None if it is shorter or unknown.
         coverage: share of its words that lie in fragments of its prompt, see :func:`fsd_infer.ngrams.coverage`; of
             answers scored by ROUGE, which copies raise.
+        other_language: 1 where it is in another language than its reference, else 0; of answers scored by chrF.
         final: what it says in the end, see :func:`fsd_infer.bench.measures.final_answer`.
     """
 
@@ -43,6 +45,7 @@ class Answer:
     copied_4grams: float | None = None
     repeated_4grams: float | None = None
     coverage: float | None = None
+    other_language: float | None = None
     final: str | None = None
 
     @property

@@ -5,11 +5,12 @@ All intervals are 95 % percentile bootstrap intervals over prompts. A prompt cou
 ========================  =====================================================  =======================================
 quantity                  an answer's value                                      compared with a baseline's
 ========================  =====================================================  =======================================
-score                     1 right, 0 wrong, or ROUGE-L                           difference of means
+score                     1 right, 0 wrong, or chrF or ROUGE-L                   difference of means
 log_likelihood_per_token  the target's raw log-probability, nats                 difference of means over tokens
 copied_4grams             share of its 4-grams that stand in its prompt          difference of means
 repeated_4grams           share of its 4-grams that occurred earlier in it       difference of means
 coverage                  share of its words in fragments of its prompt          difference of means
+other_language            1 if it is in another language than its reference      difference of means
 finished_fraction         1 if a stop token ended it, 0 if the length limit did  difference of means
 answer_tokens             new tokens                                             ratio of sums
 target_forwards           verifying forwards                                     ratio of sums
@@ -41,6 +42,7 @@ AVERAGES: dict[str, Callable[[Answer], Pair | None]] = {
     ),
     "copied_4grams": lambda answer: _plain(answer.copied_4grams),
     "coverage": lambda answer: _plain(answer.coverage),
+    "other_language": lambda answer: _plain(answer.other_language),
     "repeated_4grams": lambda answer: _plain(answer.repeated_4grams),
     "finished_fraction": lambda answer: (float(answer.finish_reason == "stop"), 1.0),
 }

@@ -205,6 +205,7 @@ def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None
         "score": mean([answer.score for answer in answers]),
         "copied_4grams": mean([answer.copied_4grams for answer in answers]),
         "coverage": mean([answer.coverage for answer in answers]),
+        "other_language": mean([answer.other_language for answer in answers]),
         "repeated_4grams": mean([answer.repeated_4grams for answer in answers]),
         "log_likelihood_per_token": (
             sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
@@ -268,6 +269,7 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "score": answer.score,
         "copied_4grams": answer.copied_4grams,
         "coverage": answer.coverage,
+        "other_language": answer.other_language,
         "repeated_4grams": answer.repeated_4grams,
         "final_answer": answer.final,
         "finish_reason": answer.finish_reason,

@@ -18,6 +18,7 @@ from fsd_infer.bench.record import BenchPrompt, build_record, jsonable
 from fsd_infer.bench.schedule import group_prompts, take_blocks, take_turns
 from fsd_infer.bench.score import Reference, asked_options, read_references
 from fsd_infer.bench.settings import Settings, models_of, set_threads
+from fsd_infer.bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
@@ -206,4 +207,6 @@ def measure(
         answer.score = reference.score(text)
         if reference.kind == "rouge":
             answer.coverage = word_coverage(row.messages[-1]["content"], text)
+        elif reference.kind == "chrf":
+            answer.other_language = float(other_language(text, reference.value))  # type: ignore[arg-type]
     return text

@@ -7,11 +7,14 @@ number    is a number, or ends in GSM8K's ``#### N``          the last number in
 choice    is one of the options that its prompt ends in       the option that it names first, as a word of its own,
           (``Answer format: true/false``), or of yes/no or    is the reference; "answer 2" names answer2, and letter
           true/false                                          case counts for options of a single letter alone
+ifeval    is absent, but ``instruction_id_list`` and          all of its instructions are followed, see
+          ``kwargs`` say what is asked                        :func:`fsd_infer.bench.texts.follows`
 ========  ==================================================  =====================================================
 
-``rouge`` is used only where it is asked for (``--score rouge``): the reference is the row's ``answer`` or
-``reference``, a text or a list of them, and the score is ROUGE-L, the F measure of the longest common subsequence of
-words (Lin 2004; lower case, letters and digits alone, no stemming), the best over references.
+``chrf`` and ``rouge`` are used only where they are asked for (``--score chrf``): the reference is the row's ``answer``
+or ``reference``, a text or a list of them, and the score, the best over references, is chrF2 of characters, or ROUGE-L,
+the F measure of the longest common subsequence of words (Lin 2004; lower case, letters and digits alone, no stemming),
+which copies of the prompt raise.
 
 Numbers may have a sign, decimals and commas between thousands; 18, 18.0 and $18. are equal. Nothing else of an answer
 is looked at: one that was cut off before its result is wrong, so give it enough new tokens. A reference that says
@@ -20,17 +23,19 @@ something else (a text to be compared with) gives no score.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
+from fsd_infer.bench.texts import chrf, follows
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.errors import DataError, FsdError
 
 AUTO = "auto"
 NONE = "none"
-KINDS = ("number", "choice", "rouge")
+KINDS = ("number", "choice", "ifeval", "chrf", "rouge")
 SCORES = (AUTO, *KINDS, NONE)
 
 # a minus after a digit, a letter or a bracket subtracts
@@ -46,8 +51,8 @@ class Reference:
 
     Attributes:
         kind: one of :data:`KINDS`.
-        value: the number, the option, or the texts.
-        options: of a choice, all of them.
+        value: the number, the option, the texts, or IFEval's arguments (JSON).
+        options: of a choice, all of them; of IFEval, the prompt and the instructions.
     """
 
     kind: str
@@ -55,7 +60,11 @@ class Reference:
     options: tuple[str, ...] = ()
 
     def score(self, answer: str) -> float:
-        """1.0 where the answer is right, else 0.0; ROUGE-L, from 0 to 1, where the reference is a text."""
+        """1.0 where the answer is right, else 0.0; chrF or ROUGE-L, from 0 to 1, where the reference is a text."""
+        if self.kind == "ifeval":
+            return float(follows(self.options[0], self.options[1:], str(self.value), answer))
+        if self.kind == "chrf":
+            return chrf(answer, self.value)  # type: ignore[arg-type]
         if self.kind == "rouge":
             return max(rouge_l(answer, text) for text in self.value)  # type: ignore[union-attr]
         found = first_option(answer, self.options) if self.kind == "choice" else last_number(answer)
@@ -108,7 +117,7 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO) -> list[Referen
     check_score(kind)
     found = [_reference(row, kind) for row in rows]
     if kind in KINDS and not any(found):
-        raise DataError(f"no row has a reference for --score {kind}: give rows with `answer`, or --score {NONE}.")
+        raise DataError(f"no row has a reference for --score {kind}: give rows that have one, or --score {NONE}.")
     return found
 
 
@@ -120,10 +129,13 @@ def asked_options(row: PromptRow) -> tuple[str, ...]:
 
 def _reference(row: PromptRow, kind: str) -> Reference | None:
     answer = row.row.get("answer")
-    if kind == "rouge":
+    if kind in ("chrf", "rouge"):
         given = row.row.get("reference") if answer is None else answer
         texts = tuple(text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str))
-        return Reference("rouge", texts) if any(_WORD.search(text.lower()) for text in texts) else None
+        return Reference(kind, texts) if any(_WORD.search(text.lower()) for text in texts) else None
+    asked, arguments = row.row.get("instruction_id_list"), row.row.get("kwargs")
+    if kind in (AUTO, "ifeval") and isinstance(asked, list) and isinstance(arguments, list):
+        return Reference("ifeval", json.dumps(arguments), (row.messages[-1]["content"], *map(str, asked)))
     if kind == NONE or not isinstance(answer, (str, int, float)):
         return None
     text = str(answer).strip()

@@ -228,10 +228,13 @@ def calibrate(args: argparse.Namespace) -> int:
     from fsd_infer.evidence.settings import SweepOptions
 
     loss, nats, speed = args.at_most_score_loss, args.at_most_nats, args.at_least_speed
+    bounds = {name: None if most is None else most / 100 for name, most in (
+        ("copies", args.at_most_copies), ("repeats", args.at_most_repeats)
+    )}  # fmt: skip
     if loss is not None:
-        promise = Promise(SCORE, loss / 100)
+        promise = Promise(SCORE, loss / 100, **bounds)
     else:
-        promise = Promise(NATS, nats) if nats is not None else Promise(SPEED, speed)
+        promise = Promise(NATS, nats, **bounds) if nats is not None else Promise(SPEED, speed, **bounds)
     _set_threads(args.threads)
     options = SweepOptions(
         prompts=_words(args.prompts), rules=_words(args.rules), temperatures=[args.temperature], examples=4,

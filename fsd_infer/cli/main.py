@@ -187,6 +187,8 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     promise.add_argument("--at-most-score-loss", type=real_number, metavar="POINTS", help="below exact, of 100")
     promise.add_argument("--at-most-nats", type=real_number, metavar="NATS", help="spent in any answer")
     promise.add_argument("--at-least-speed", type=real_number, metavar="TIMES", help="exact's tokens per second")
+    for bound, what in (("copies", "4-grams copied from the prompt"), ("repeats", "repeated 4-grams")):
+        parser.add_argument(f"--at-most-{bound}", type=real_number, metavar="POINTS", help=f"of {what} above exact's")
     parser.add_argument("--confidence", type=real_number, default=0.9, help="that the promise holds (%(default)s)")
     parser.add_argument(
         "--rules", required=True, help="as for sweep; lists from careful to bold: tilted:4/2/1,fuzzy:js:0.1/0.2/0.3"

@@ -184,8 +184,9 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
         sums = [_sum_ratio(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
         rows.append([shown[name], *sums, _mean(agreement.get(name), 100.0, 1)])
     ends = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
-    covered = any(facts.get("coverage") is not None for facts in methods.values())
-    ends += [("coverage", "coverage %", 100.0, 1)] * covered + [("finished_fraction", "ended %", 100.0, 1)]
+    for quantity, title in (("coverage", "coverage %"), ("other_language", "other language %")):
+        ends += [(quantity, title, 100.0, 1)] * any(facts.get(quantity) is not None for facts in methods.values())
+    ends.append(("finished_fraction", "ended %", 100.0, 1))
     note = "copied: of 4-grams those that stand in the prompt; repeated: that occurred before in the answer\n"
     note += f"x: sums over answers, of {shown[baseline]}'s; same end: the last number, or the option named, is its own"
     return (
@@ -285,6 +286,8 @@ def calibration_lines(record: dict[str, Any]) -> str:
         if found["score_difference"] is not None:
             parts.append("score " + _mean(found["score_difference"], 100.0, 1) + " points")
         parts += [f"speed {_sum_ratio(found['speed'])} x", f"tau {_sum_ratio(found['tau'])} x"]
+        copied, repeated = (100 * found["rises"][name] for name in ("copied_4grams", "repeated_4grams"))
+        parts.append(f"copied 4-grams {copied:+.1f}, repeated {repeated:+.1f} points")
         parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**found["nats_per_answer"]))
         lines.append("; ".join(parts))
     return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])

@@ -45,10 +45,15 @@ class Promise:
             no answer spends more than ``value``; the engine enforces it as the rule's budget. ``speed``: new tokens per
             second of wall time are at least ``value`` times exact's.
         value: see there.
+        copies: beside that, the mean share of 4-grams that stand in the prompt is at most so much above exact's (0.02
+            is two points); None for no such bound.
+        repeats: the same of 4-grams that the answer repeats.
     """
 
     kind: str
     value: float
+    copies: float | None = None
+    repeats: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in (SCORE, NATS, SPEED):
@@ -56,13 +61,25 @@ class Promise:
         if not 0 < self.value < math.inf or (self.kind == SCORE and self.value >= 1):
             limit = "between 0 and 1 (100 points)" if self.kind == SCORE else "above 0 and finite"
             raise FsdError(f"a promise of {self.kind} must be {limit}, got {self.value}.")
+        for name, most in self.bounds().items():
+            if not 0 < most < 1:
+                raise FsdError(f"a bound on {name} must be between 0 and 1 (100 points), got {most}.")
+
+    def bounds(self) -> dict[str, float]:
+        """By name in :class:`fsd_infer.bench.base.Answer`, most that the share may be above exact's."""
+        given = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
+        return {name: most for name, most in given.items() if most is not None}
 
     def text(self) -> str:
-        return {
+        main = {
             SCORE: f"at most {100 * self.value:g} points of score below exact",
             NATS: f"at most {self.value:g} nats per answer",
             SPEED: f"at least {self.value:g} times exact's speed",
         }[self.kind]
+        more = [
+            f"at most {100 * most:g} points of {name.replace('_', ' ')} above" for name, most in self.bounds().items()
+        ]
+        return ", ".join([main, *more])
 
 
 def calibrate(
@@ -205,7 +222,12 @@ def certify(
 
 
 def p_value(at: At, name: str, promise: Promise, seed: int = 0) -> float:
-    """Of the hypothesis that the setting breaks the promise."""
+    """Of the hypothesis that the setting breaks some part of the promise: the largest of the parts' own."""
+    parts = [loss_p_value(-score_losses(at, name, quality), most) for quality, most in promise.bounds().items()]
+    return max([_main_p_value(at, name, promise, seed), *parts])
+
+
+def _main_p_value(at: At, name: str, promise: Promise, seed: int) -> float:
     if promise.kind == NATS:  # enforced, answer by answer
         return 0.0
     if promise.kind == SCORE:
@@ -217,9 +239,9 @@ def p_value(at: At, name: str, promise: Promise, seed: int = 0) -> float:
     return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
 
 
-def score_losses(at: At, name: str) -> np.ndarray:
-    """[prompts] exact's score less the setting's, means over repeats."""
-    return _scores(at, EXACT) - _scores(at, name)
+def score_losses(at: At, name: str, quality: str = SCORE) -> np.ndarray:
+    """[prompts] exact's score, or another share, less the setting's, means over repeats."""
+    return _scores(at, EXACT, quality) - _scores(at, name, quality)
 
 
 def score_scale(at: At) -> float:
@@ -231,9 +253,9 @@ def score_scale(at: At) -> float:
     return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
 
 
-def _scores(at: At, name: str) -> np.ndarray:
-    """[prompts] of a setting, means over repeats."""
-    sums = per_prompt(at, name, lambda run: (run.answers[0].score, 1.0))
+def _scores(at: At, name: str, quality: str = SCORE) -> np.ndarray:
+    """[prompts] of a setting, means over repeats; answers too short for a 4-gram have none."""
+    sums = per_prompt(at, name, lambda run: (getattr(run.answers[0], quality) or 0.0, 1.0))
     return np.asarray(sums[:, 0] / sums[:, 1])
 
 
@@ -280,14 +302,18 @@ def check(at: At, name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     found = summarise(at, [EXACT, name], seed)[name]
     spent = [turn.runs[name].answers[0].divergence_spent for turn in at.turns]
     score = found["differences"].get("score")
+    rises = {
+        quality: -float(score_losses(at, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
+    }
     kept = {
         SCORE: score is not None and score["mean"] >= -promise.value,
         NATS: max(spent) <= promise.value * (1 + 1e-6),
         SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
-    }[promise.kind]
+    }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
         "prompts": len({turn.group for turn in at.turns}),
         "score_difference": score,
+        "rises": rises,
         "speed": found["ratios"]["speed"],
         "tau": found["ratios"]["tau"],
         "target_forwards": found["ratios"].get("target_forwards"),

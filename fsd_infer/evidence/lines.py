@@ -19,7 +19,8 @@ _ANSWER = {
     **dict.fromkeys(("seconds", "prefill_seconds", "gate_open_fraction", "gate_accepted_fraction"), _NUMBER),
     **dict.fromkeys(("tokens", "rounds", "spent"), list), **dict.fromkeys(("sources", "finish_reason", "text"), str),
     "target_forwards": int, "divergence_spent": (*_NUMBER, str),
-    **dict.fromkeys(("log_likelihood", "score", "copied_4grams", "repeated_4grams", "coverage"), (*_NUMBER, type(None))),
+    **dict.fromkeys(("log_likelihood", "score", "coverage", "other_language"), (*_NUMBER, type(None))),
+    **dict.fromkeys(("copied_4grams", "repeated_4grams"), (*_NUMBER, type(None))),
     "final": (str, type(None)),
 }  # fmt: skip
 

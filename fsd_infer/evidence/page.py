@@ -134,6 +134,7 @@ def _table(names: Sequence[str], found: dict[str, dict[str, Any]]) -> str:
         ("log-lik less exact's", lambda f: _mean(f["differences"].get("log_likelihood_per_token"), 1, 3, signed=True)),
         ("copied 4-grams %", lambda f: _mean(f["means"].get("copied_4grams"), 100)),
         ("coverage %", lambda f: _mean(f["means"].get("coverage"), 100)),
+        ("other language %", lambda f: _mean(f["means"].get("other_language"), 100)),
         ("repeated 4-grams %", lambda f: _mean(f["means"].get("repeated_4grams"), 100)),
         ("ended %", lambda f: _mean(f["means"].get("finished_fraction"), 100)),
         ("nats/answer", lambda f: f"{f['divergence_spent']:.2f}"),

@@ -73,7 +73,8 @@ def _run(line: dict[str, Any]) -> TimedRun:
         tokens=line["tokens"], verified_tokens=len(line["tokens"]) - 1,
         **{name: line[name] for name in (
             "target_forwards", "gate_open_fraction", "gate_accepted_fraction", "divergence_spent", "finish_reason",
-            "log_likelihood", "score", "copied_4grams", "repeated_4grams", "coverage", "final",
+            "log_likelihood", "score", "copied_4grams", "repeated_4grams", "coverage",
+            "other_language", "final",
         )},
     )  # fmt: skip
     return TimedRun(line["seconds"], line["prefill_seconds"], [answer])

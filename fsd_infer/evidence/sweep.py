@@ -209,6 +209,7 @@ def _line(
         "score": answer.score,
         "copied_4grams": answer.copied_4grams,
         "coverage": answer.coverage,
+        "other_language": answer.other_language,
         "by_proposer": stats.by_proposer,
         "by_kind": stats.by_kind,
         "repeated_4grams": answer.repeated_4grams,

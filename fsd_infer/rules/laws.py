@@ -66,9 +66,10 @@ class Law:
 
         Args:
             at: contexts whose children were not sampled.
-            bonus: [R, N] nats, at least 0 or -inf, of the nodes that are children of the context (others are not read), or a
-                number for all children. ``inf`` restricts p to the children that have it. ``-inf``: r(y) = p(y), and
-                the others share what is left; at temperature 0 nothing else is emitted where y is the likeliest.
+            bonus: [R, N] nats, at least 0 or -inf, of the nodes that are children of the context (others are not
+                read), or a number for all children. ``inf`` restricts p to the children that have it. ``-inf``:
+                r(y) = p(y), and the others share what is left; at temperature 0 nothing else is emitted where y is the
+                likeliest.
 
         Raises:
             FsdError: the children were sampled, and a law must not depend on what was drawn.

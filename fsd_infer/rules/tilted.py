@@ -36,8 +36,8 @@ class Tilted(LossyRule):
     V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)), and 0 at leaves; at temperature 0
     V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain r = clip(q, p/Z, p·e^(1/price)/Z), and drafts are
     tested against r. A draft that is no novel n-gram counts as not drafted: nothing beyond it is looked at, unless, at
-    temperature 0, it is what the target would say. Needs no q on trees. As the price falls to 0, p given that the walk takes
-    one of the tree's deepest paths.
+    temperature 0, it is what the target would say. Needs no q on trees. As the price falls to 0, p given that the walk
+    takes one of the tree's deepest paths.
 
     Args:
         price: accepted drafts that a nat is worth, 0.001 or more: rounding would decide at lower ones.

@@ -1,0 +1,90 @@
+"""Scores of open-ended answers by other people's programs, from the extra ``lm-eval``.
+
+IFEval (Zhou et al., 2023, arXiv:2311.07911): does an answer follow instructions that a program checks, by the checkers
+of lm-evaluation-harness. chrF (Popović, 2015) of translations, by sacrebleu, and whether they are in the language of
+their references, by langdetect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from fsd_infer.errors import FsdError
+
+
+def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: str) -> bool:
+    """Does the answer follow all of its prompt's instructions: IFEval's strict prompt-level score.
+
+    Args:
+        prompt: of the row.
+        instructions: its ``instruction_id_list``.
+        arguments: its ``kwargs`` as JSON.
+        answer: a text.
+
+    Raises:
+        FsdError: an unknown instruction, or what the checkers need is missing.
+    """
+    utils = _ifeval()
+    example = utils.InputExample(0, list(instructions), prompt, json.loads(arguments))
+    try:
+        return bool(utils.test_instruction_following_strict(example, answer).follow_all_instructions)
+    except KeyError as error:
+        raise FsdError(f"IFEval knows no instruction {error}: check the row's instruction_id_list.") from error
+    except LookupError as error:
+        raise FsdError(
+            "IFEval counts words with NLTK's punkt_tab, which is not here: python -m nltk.downloader punkt_tab."
+        ) from error
+
+
+def chrf(answer: str, references: Sequence[str]) -> float:
+    """chrF2 of an answer, 0 to 1, the best over references."""
+    sentence_chrf = _sacrebleu()
+    return max(float(sentence_chrf(answer, [reference]).score) for reference in references) / 100
+
+
+def other_language(answer: str, references: Sequence[str]) -> bool:
+    """Is the answer in another language than its first reference, as far as it is in one at all?"""
+    detect = _detector()
+    return detect(answer) != detect(references[0])
+
+
+@cache
+def _ifeval() -> Any:
+    try:
+        from lm_eval.tasks.ifeval import utils
+    except ImportError as error:
+        raise _missing(error) from error
+    return utils
+
+
+@cache
+def _sacrebleu() -> Any:
+    try:
+        from sacrebleu import sentence_chrf
+    except ImportError as error:
+        raise _missing(error) from error
+    return sentence_chrf
+
+
+@cache
+def _detector() -> Callable[[str], str | None]:
+    try:
+        from langdetect import DetectorFactory, LangDetectException, detect
+    except ImportError as error:
+        raise _missing(error) from error
+    DetectorFactory.seed = 0  # it samples
+
+    def found(text: str) -> str | None:
+        try:
+            return str(detect(text))
+        except LangDetectException:  # no letters
+            return None
+
+    return found
+
+
+def _missing(error: ImportError) -> FsdError:
+    return FsdError(f"this score needs a package that is not installed ({error}): pip install 'fsd-toolkit[lm-eval]'.")
