@@ -23,7 +23,8 @@ from fsd_infer.errors import FsdError
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = "smollm2-135m"
 GATES = [f"fuzzy:js:{threshold}" for threshold in (0.2, 0.3, 0.4)]
-TILTED = [f"tilted:{price}{options}" for price in (2, 1.5, 1) for options in ("", ":no_repeat=4")]
+TILTED = ["tilted", "tilted:novel=0", "tilted:2", "tilted:1:floor=0"]
+NOVEL = ":novel=3"  # as tilted has it; every rival runs with and without
 # At the source's default; where it has none (lenient, cactus, ensemble) or its default is exact (threshold) in between.
 RIVALS = ["lenient:0.5", "typical", "relaxed", "threshold:0.3", "cactus:0.25", "cascade-token", "ensemble:0.5"]
 
@@ -51,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
 def methods(args: argparse.Namespace, drafter: str) -> list[str]:
     """Of the bench, each rule with its tree, and exact with that of the others too where it is another."""
     rivals = [*RIVALS, "fly:4"] if args.temperature == 0 else RIVALS  # 6 drafts, its default, are nearly the whole tree
-    rules = args.rules.split(",") if args.rules else [*GATES, *TILTED, *rivals]
+    both = [rule + novel for rule in (*GATES[1:], *rivals) for novel in ("", NOVEL)]
+    rules = args.rules.split(",") if args.rules else [*TILTED, *both]
     drafter += "+lookup" if args.lookup else ""
     lossy_tree = args.lossy_tree or (args.tree if args.temperature else "10x2x11x0.2")
     found = [f"exact=exact@{drafter}@{args.tree}"]

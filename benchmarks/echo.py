@@ -40,10 +40,10 @@ METHODS = {  # name: (in the earlier checkout, rule, drafter, tree)
 def decode_here(path: Path) -> None:
     """Be the process of one checkout, which Python finds first: read a job, write the answers into its place."""
     import torch
-    from fsd_infer.chat.encoding import encode_chat
     from tqdm import tqdm
 
     from fsd_infer import FuzzyDecoder, TreeShape
+    from fsd_infer.chat.encoding import encode_chat
 
     job = json.loads(path.read_text())
     torch.set_num_threads(job["threads"])
@@ -76,9 +76,7 @@ def measure(before: Path, limit: int, tokens: int, target: str) -> dict[str, Any
         job.parent.mkdir(exist_ok=True)
         texts = [text for _, text in asked]
         threads = os.cpu_count() or 1
-        job.write_text(
-            json.dumps(dict(methods=methods, prompts=texts, tokens=tokens, target=target, threads=threads))
-        )
+        job.write_text(json.dumps(dict(methods=methods, prompts=texts, tokens=tokens, target=target, threads=threads)))
         command = [sys.executable, str(Path(__file__).resolve()), "--job", str(job)]
         subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, check=True)
         found.update(json.loads(job.read_text()))

@@ -23,13 +23,13 @@ from fsd_train.repository import find
 TARGET = "smollm2-135m"
 METHODS = (
     "hf-generate", "plain", "exact", "exact+lookup=exact@shipped+lookup",
-    "js 0.3+lookup=fuzzy:js:0.3@shipped+lookup", "tilted 2+lookup=tilted:2:no_repeat=4@shipped+lookup",
+    "js 0.3+lookup=fuzzy:js:0.3@shipped+lookup", "tilted+lookup=tilted@shipped+lookup",
 )  # fmt: skip
 RECIPE = Path("recipes/smollm2-135m.yaml")
 ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")
 PROMPTS = Path("data/quickstart_prompts.jsonl")
 OUTPUT = Path("runs/quickstart")
-NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule tilted:2:no_repeat=4 --show-accepted"
+NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule tilted --show-accepted"
 STEPS_PER_SECOND = 1.0  # of the short run on two cores; its learning rate has fallen to 0 at the end
 
 

@@ -39,7 +39,8 @@ def parse_rule(rule: str | Rule) -> Rule:
         if not equals:
             key, text = next(order, ""), part
         if key not in keys:
-            raise FsdError(f"rule {rule!r}: cannot use {part!r}; {usage}.")
+            renamed = "no_repeat is now novel, and counts the prompt too; " if key == "no_repeat" else ""
+            raise FsdError(f"rule {rule!r}: cannot use {part!r}; {renamed}{usage}.")
         key = keys[key]
         if key in values:
             raise FsdError(f"rule {rule!r}: {key} is given twice; {usage}.")

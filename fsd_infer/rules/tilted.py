@@ -22,7 +22,6 @@ from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_PRICE = 1e-3
-NOVEL = 4
 GREEDY_SHARPNESS = 2.0  # at temperature 0 drafts are accepted about as under a draw from a law tilted so much more
 
 
@@ -51,11 +50,11 @@ class Tilted(LossyRule):
         FsdError: a number out of range.
     """
 
-    price: float = parameter(low=LEAST_PRICE, infinite=True)
-    floor: float = parameter(0.0, low=0, high=1)
+    price: float = parameter(1.5, low=LEAST_PRICE, infinite=True)
+    floor: float = parameter(0.25, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
-    novel: int = parameter(NOVEL, low=0, high=MOST_NOVEL, keyword=True)
+    novel: int = parameter(3, low=0, high=MOST_NOVEL, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
