@@ -1,0 +1,218 @@
+"""vLLM's processor without vLLM: edited logits against the laws of the same rules, over rows as vLLM lays them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_infer.integrations import vllm
+from fsd_infer.integrations.vllm import Asked, FuzzyRules
+from fsd_infer.rules import Texts, Verification, parse_rule
+from fsd_infer.rules.contexts import Evidence
+from fsd_infer.tree import DraftTree
+
+V, SLOTS, LONGEST = 11, 24, 64
+RULES = [
+    "tilted:1:novel=0:floor=0", "tilted:0.4:novel=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5", "relaxed:3:0.4",
+    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "exact",
+]  # fmt: skip
+
+
+@dataclass
+class Params:
+    """What is read of vLLM's SamplingParams."""
+
+    temperature: float = 0.0
+    extra_args: dict[str, Any] | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass
+class Server:
+    """vLLM's slots and rows, by hand."""
+
+    drafts: int = 5
+    method: str = "greedy"
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    chains: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = torch.zeros(SLOTS, LONGEST, dtype=torch.int32)
+        self.lengths = torch.zeros(3, SLOTS, dtype=torch.int32)  # total, prompt, prefill
+        buffers = [SimpleNamespace(gpu=values) for values in (self.tokens, *self.lengths)]
+        names = ("all_token_ids", "total_len", "prompt_len", "prefill_len")
+        states = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=SLOTS, **dict(zip(names, buffers)))
+        speculative = SimpleNamespace(num_speculative_tokens=self.drafts, draft_sample_method=self.method)
+        self.rules = FuzzyRules(SimpleNamespace(speculative_config=speculative), states)
+
+    def add(self, slot: int, params: Params, text: list[int], drafts: list[int], resumed: int = 0) -> None:
+        self.lengths[:, slot] = torch.tensor([len(text), len(text), len(text) + resumed])
+        self.rules.add_request(slot, params)
+        self.rules.apply_staged_writes()
+        self.grow(slot, text, drafts)
+
+    def grow(self, slot: int, text: list[int], drafts: list[int]) -> None:
+        self.texts[slot], self.chains[slot] = text, drafts
+        self.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        self.lengths[0, slot] = len(text)
+
+    def step(self, logits: Tensor, slots: list[int]) -> Tensor:
+        """The edited copy of ``logits`` [R, V], rows in the order of ``slots``."""
+        rows = [(slot, place) for slot in slots for place in range(len(self.chains[slot]) + 1)]
+        ids = [[self.texts[slot][-1], *self.chains[slot]][place] for slot, place in rows]
+        columns = {
+            "expanded_idx_mapping": [slot for slot, _ in rows], "expanded_local_pos": [place for _, place in rows],
+            "input_ids": ids, "pos": [len(self.texts[slot]) - 1 + place for slot, place in rows],
+        }  # fmt: skip
+        made = {name: torch.tensor(values, dtype=torch.int32) for name, values in columns.items()}
+        context = SimpleNamespace(idx_mapping_np=torch.tensor(slots).numpy(), **made)
+        return self.rules.apply(logits.clone(), context)
+
+
+@pytest.fixture(autouse=True)
+def any_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_check_version", lambda: None)
+    for name in ("FSD_VLLM_RULE", "FSD_VLLM_MOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def law_of(rule: str, temperature: float, text: list[int], drafts: list[int], logits: Tensor) -> Tensor:
+    """[n, V] by the rule on one request's chain; at temperature 0 its choice, one-hot."""
+    count = len(drafts) + 1
+    tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, V))
+    tree.q_index = torch.full((1, count), -1)
+    greedy = temperature == 0
+    scores = (logits if greedy else logits / temperature)[None]
+    round = Verification(tree, scores, scores, greedy, torch.rand(1, count, 3), texts=Texts([text]))
+    parsed = parse_rule(rule)
+    if not greedy:
+        at = Evidence(round, at_once=True).whole
+        return parsed.charged_law(at).log_probs(at).double().exp()
+    verdict, found = parsed(round), scores[0].argmax(-1)
+    found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
+    return torch.nn.functional.one_hot(found, V)
+
+
+def requests(seed: int, temperatures: list[float]) -> list[tuple[int, Params, str, list[int], list[int]]]:
+    """A request per slot: rules, temperatures and chains of 0 to 5 drafts in turn; few tokens, so n-grams repeat."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 4, (count,), generator=generator).tolist()
+
+    found = []
+    for slot in range(SLOTS):
+        rule, temperature = RULES[slot % len(RULES)], temperatures[slot // len(RULES) % len(temperatures)]
+        params = Params(temperature, {"rule": rule})
+        found.append((slot, params, rule, tokens(4 + slot), tokens((slot + seed) % 6)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_edited_logits_are_the_laws(seed: int) -> None:
+    """Every rule at temperatures 0, 0.7 and 1 in one batch, in an order of rows that is not that of the slots."""
+    server, temperatures = Server(), [0.0, 0.7, 1.0]
+    asked = requests(seed, temperatures)
+    for slot, params, _, text, drafts in asked:
+        server.add(slot, params, text, drafts)
+    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed)).tolist()
+    counts = [len(asked[slot][4]) + 1 for slot in order]
+    logits = torch.randn(sum(counts), V, generator=torch.Generator().manual_seed(seed)) * 2
+    logits[::3, 5] = -torch.inf  # a grammar forbids a token
+    edited = server.step(logits, order)
+    assert torch.equal(edited.isinf(), logits.isinf())
+    changed = 0
+    for slot, own, after in zip(order, logits.split(counts), edited.split(counts), strict=True):
+        _, params, rule, text, drafts = asked[slot]
+        wanted = law_of(rule, params.temperature, text, drafts, own)
+        if params.temperature:
+            torch.testing.assert_close((after / params.temperature).double().softmax(-1), wanted, atol=1e-5, rtol=1e-4)
+        else:  # where the walk came to; the rule has nothing to say of what lies behind
+            reached = [0]
+            while reached[-1] < len(drafts) and int(wanted[reached[-1]].argmax()) == drafts[reached[-1]]:
+                reached.append(reached[-1] + 1)
+            assert after.argmax(-1)[reached].tolist() == wanted.argmax(-1)[reached].tolist()
+        changed += int(not torch.equal(own, after))
+        if rule == "exact":
+            assert torch.equal(own, after)
+    assert changed > 6
+
+
+def test_a_batch_without_rules_is_not_touched() -> None:
+    server = Server()
+    server.add(0, Params(), [1, 2], [3])
+    server.add(1, Params(0.7, {"rule": "tilted:inf"}), [1, 2], [3])
+    logits = torch.randn(2, V)
+    assert torch.equal(server.step(logits, [0]), logits) and torch.equal(server.step(logits, [1]), logits)
+
+
+def test_budgets_live_in_slots() -> None:
+    """What was emitted is charged, what was not is not; a slot's next request starts with its own budget."""
+    server, logits = Server(), torch.zeros(3, V)
+    logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
+    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:budget=1.2"})
+    for turn in range(2):
+        text = [1, 2]
+        server.add(3, params, text, [3, 4])
+        for step, (emitted, choices) in enumerate([([3], [3, 4, 7]), ([3], [3, 7, 7]), ([7], [7, 7, 7])]):
+            assert server.step(logits, [3]).argmax(-1).tolist() == choices, (turn, step)
+            text = text + emitted
+            server.grow(3, text, [3, 4])
+    server.add(3, params, [1, 2], [3, 4], resumed=2)
+    assert torch.equal(server.step(logits, [3]), logits), "after a preemption nothing is left"
+
+
+def test_only_between_think_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_thinking_tokens", lambda model: (9, 10))
+    server, logits = Server(), torch.zeros(3, V)
+    logits[:, 7] = 0.5
+    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0", "only_in": "think"})
+    for text, drafts, choices in (
+        ([1, 2], [3, 4], [7, 7, 7]), ([9, 2], [3, 4], [3, 4, 7]), ([9, 10, 2], [3, 4], [7, 7, 7]),
+        ([9, 2], [10, 4], [10, 7, 7]),
+    ):  # fmt: skip
+        server.add(0, params, text, drafts)
+        assert server.step(logits, [0]).argmax(-1).tolist() == choices
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (Params(extra_args={"rule": "tilted:-1"}), "price must be at least 0.001"),
+        (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
+        (Params(extra_args={"rule": "tilted:gate=0.1"}), "needs the drafter's distribution"),
+        (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
+        (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
+        (Params(extra_args={"rule": "tilted", "only_in": "code"}), 'only_in: must be "think"'),
+        (Params(extra_args={"rule": "nonsense"}), "nonsense"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(params: Params, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FuzzyRules.validate_params(params)
+
+
+def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2")
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
+    with pytest.raises(ValueError, match="this server allows tilted:1:budget=9"):
+        Asked.of(Params())
+    monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2:budget=4")
+    assert Asked.of(Params()).rule == parse_rule("tilted:2:budget=4")
+    for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0"):
+        assert Asked.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
+    for rule in ("tilted:0.9:budget=1", "tilted:1:novel=0:budget=1", "typical", "tilted:2:floor=0:budget=1"):
+        with pytest.raises(ValueError, match="this server allows"):
+            Asked.of(Params(extra_args={"rule": rule}))
+
+
+def test_sampled_drafts_are_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="draft_sample_method = 'greedy'"):
+        Server(method="probabilistic")
