@@ -1,0 +1,1 @@
+"""A CPU "backend" for Triton: nothing is compiled, kernels run in Triton's interpreter. For tests of laws alone."""
