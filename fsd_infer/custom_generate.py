@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,7 @@ def decode_prepared(
     generation_config: GenerationConfig,
     streamer: Any = None,
     show_prompt: bool = True,
+    on_tokens: Callable[[int, list[int]], object] | None = None,
     seed: int | None = None,
     measure_log_likelihood: bool = False,
     max_cache_bytes: int | None = None,
@@ -181,7 +182,7 @@ def decode_prepared(
         input_ids: [B, T], with padding.
         logits_processor, stopping_criteria, generation_config, attention_mask, model_inputs: as prepared.
         streamer: gets the prompt, if ``show_prompt``, and the tokens; the caller ends it.
-        seed, measure_log_likelihood, max_cache_bytes, beam_options: see ``FuzzyDecoder.generate``.
+        on_tokens, seed, measure_log_likelihood, max_cache_bytes, beam_options: see ``FuzzyDecoder.generate``.
 
     Raises:
         FsdError: what would not be honoured; and as :func:`fsd_infer.engine.decode`.
@@ -227,7 +228,7 @@ def decode_prepared(
         criteria=StoppingCriteriaList(others),
         eos_token_ids=frozenset().union(*eos),
         generator=_generator(seed, input_ids.device),
-        on_tokens=None if streamer is None else stream,
+        on_tokens=on_tokens if streamer is None else stream,
         padded_prompts=list(input_ids),
         measure_log_likelihood=measure_log_likelihood,
         max_cache_bytes=max_cache_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -228,6 +228,7 @@ class FuzzyDecoder:
         drafter: Drafter | None = None,
         seed: int | None = None,
         streamer: Any = None,
+        on_tokens: Callable[[int, list[int]], object] | None = None,
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
@@ -245,6 +246,8 @@ class FuzzyDecoder:
             drafter: another drafter for this call.
             seed: of the draws at temperature > 0; default torch's global generator.
             streamer: a transformers streamer (one prompt only).
+            on_tokens: called with (prompt's place, new tokens) as soon as they are final; a true result ends that
+                answer.
             chat: see :meth:`encode`.
             measure_log_likelihood: also record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
@@ -266,6 +269,7 @@ class FuzzyDecoder:
                 rules=chosen_rules(rule),
                 seed=seed,
                 streamer=streamer,
+                on_tokens=on_tokens,
                 measure_log_likelihood=measure_log_likelihood,
                 max_cache_bytes=max_cache_bytes,
                 beam_options=beam_options,

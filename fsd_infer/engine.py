@@ -40,7 +40,8 @@ class Request:
             their ``scores`` are None.
         eos_token_ids: tokens that end an answer.
         generator: randomness; None for torch's global generator.
-        on_tokens: called with (row, tokens) as soon as tokens of an answer are final.
+        on_tokens: called with (row, tokens) as soon as tokens of an answer are final; what is true of its result ends
+            the answer there.
         padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), or None.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         max_cache_bytes: most that the key-value caches may take; None: what is free.
@@ -53,7 +54,7 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
-    on_tokens: Callable[[int, list[int]], None] | None = None
+    on_tokens: Callable[[int, list[int]], object] | None = None
     padded_prompts: list[Tensor] | None = None
     measure_log_likelihood: bool = False
     max_cache_bytes: int | None = None
@@ -274,8 +275,8 @@ class _Batch:
             if log_p is not None:
                 record.log_likelihoods += log_p[index][:new]
             record.decode_seconds = elapsed if self.prefill_seconds else 0.0
-            if self.request.on_tokens is not None:
-                self.request.on_tokens(row, record.tokens[first:])
+            if self.request.on_tokens is not None and self.request.on_tokens(row, record.tokens[first:]):
+                record.finish_reason = record.finish_reason or "stop"
 
     def _finish_reason(self, row: int, token: int) -> str | None:
         """Why the answer ends with its newest token, or None."""

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import textwrap
@@ -319,6 +320,28 @@ def warmup(args: argparse.Namespace) -> int:
             sizes = f"{alone.depth},{alone.width},{alone.nodes}, stopping below {alone.stop_below:.2f}"
             print(f"under rules that give about {tilt:g} nats for an accepted draft: {sizes}")
     print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
+    return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """`fsd-infer serve`."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        needed(package)
+    import uvicorn
+
+    from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.serving.app import Limits, make_app
+    from fsd_infer.targets.loading import parse_dtype
+    from fsd_infer.tuning.autotune import parse_tree
+
+    _set_threads(args.threads)
+    decoder = FuzzyDecoder.from_pretrained(
+        args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device, tree=parse_tree(args.tree),
+        quantize=not args.no_quantize, cuda_graphs=args.cuda_graphs,
+    )  # fmt: skip
+    limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
+    app = make_app(decoder, args.rule, limits, os.environ.get("FSD_API_KEY", ""))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
     return 0
 
 

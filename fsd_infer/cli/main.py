@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
         ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
+        ("serve", _serve_options, "a small server with the OpenAI API, for one process"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
     ):
@@ -219,6 +220,19 @@ def _warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.warmup)
     _model_options(parser)
     parser.add_argument("--refresh", action="store_true", help="measure again what was measured before")
+
+
+def _serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=commands.serve)
+    parser.add_argument("--rule", default="exact", help="of requests that name none (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="(%(default)s)")
+    parser.add_argument("--port", type=whole_number(0, 65535), default=8000, help="(%(default)s)")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-batch", type=positive, default=8, help="requests decoded together (%(default)s)")
+    limits.add_argument("--max-queue", type=positive, default=64, help="requests that may wait (%(default)s)")
+    limits.add_argument("--max-new-tokens", type=positive, default=4096, help="of an answer (%(default)s)")
+    limits.add_argument("--seconds", type=positive, default=600, help="until an answer is cut off (%(default)s)")
+    _model_options(parser)
 
 
 def _rules_options(parser: argparse.ArgumentParser) -> None:

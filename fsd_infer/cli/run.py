@@ -20,6 +20,7 @@ INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXTRAS = {
     "scipy": "bench",
+    **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client"), "serve"),
     "lm_eval": "lm-eval",
     "deepspeed": "deepspeed",
     **dict.fromkeys(

@@ -1,0 +1,166 @@
+"""Requests become batches: one thread decodes, in order of arrival, those that may share a batch together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import Rule
+from fsd_infer.stats import RowStats
+
+log = logging.getLogger(__name__)
+
+
+class QueueFullError(FsdError):
+    """More requests wait than the server takes."""
+
+
+@dataclass
+class Job:
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        rule: by which drafts are accepted.
+        sampling: temperature and the like, as for ``generate``; jobs share a batch only if it is the same.
+        max_new_tokens: most tokens of the answer.
+        stop: texts that end the answer, and are not part of it.
+        deadline: by ``time.monotonic``; then the answer ends as if its length were reached.
+        tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
+        text: the answer so far.
+        tokens: its length.
+        reason: "stop", "length", or why it failed (an exception); None while it runs.
+        stats: of the answer.
+        cancelled: set by whoever does not want it any more.
+    """
+
+    prompt: list[int]
+    rule: Rule
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    stop: Sequence[str]
+    deadline: float
+    tell: Callable[[str, Job | None], None]
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | Exception | None = None
+    stats: RowStats | None = None
+    cancelled: bool = False
+
+    def grow(self, ids: list[int], tokenizer: Any) -> bool:
+        """Takes new tokens; returns whether the answer ends here."""
+        self.ids += ids[: self.max_new_tokens - len(self.ids)]
+        text = tokenizer.decode(self.ids, skip_special_tokens=True)
+        ends = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+        if ends:
+            text, self.reason = text[: min(ends)], "stop"
+        elif len(self.ids) >= self.max_new_tokens or time.monotonic() > self.deadline:
+            self.reason = "length"
+        # what may still become another character, or a stop text, waits
+        held = 0 if self.reason else max([_overlap(text, stop) for stop in self.stop], default=0)
+        whole = text[: len(text) - held]
+        if self.reason or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._show(whole)
+        return bool(self.reason) or self.cancelled
+
+    def finish(self, reason: str | Exception, tokenizer: Any = None) -> None:
+        """The answer is complete, or failed."""
+        if self.reason is None and isinstance(reason, str):
+            self._show(tokenizer.decode(self.ids, skip_special_tokens=True))
+        self.reason = self.reason or reason
+        self.tell("", self)
+
+    def _show(self, text: str) -> None:
+        new, self.text = text[len(self.text) :], text
+        if new and not self.cancelled:
+            self.tell(new, None)
+
+
+class Batcher:
+    """Decodes jobs in a thread of its own.
+
+    Args:
+        decoder: target and drafter.
+        max_batch: most jobs decoded together.
+        max_queue: most jobs that wait.
+    """
+
+    def __init__(self, decoder: FuzzyDecoder, max_batch: int, max_queue: int) -> None:
+        self.decoder, self.max_batch, self.max_queue = decoder, max_batch, max_queue
+        self.waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="decode")
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises QueueFullError if too many wait."""
+        with self._changed:
+            if len(self.waiting) >= self.max_queue:
+                raise QueueFullError(f"{self.max_queue} requests are waiting: try again later.")
+            self.waiting.append(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends after the batch at hand; jobs that wait fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (batch := self._next()) is not None:
+            self._decode(batch)
+        for job in self.waiting:
+            job.finish(FsdError("the server is stopping."))
+
+    def _next(self) -> list[Job] | None:
+        """The first job that waits and those that can go with it; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self.waiting))
+            if self._closed:
+                return None
+            first = self.waiting[0]
+            # seeds make answers reproducible, and a batch would draw in another order
+            alone = first.sampling.get("seed") is not None
+            batch = [job for job in self.waiting if job.sampling == first.sampling][: 1 if alone else self.max_batch]
+            for job in batch:
+                self.waiting.remove(job)
+            return [job for job in batch if not job.cancelled]
+
+    def _decode(self, batch: list[Job]) -> None:
+        if not batch:
+            return
+        try:
+            found = self.decoder.generate(
+                [job.prompt for job in batch],
+                [job.rule for job in batch],
+                max_new_tokens=max(job.max_new_tokens for job in batch),
+                on_tokens=lambda row, ids: batch[row].grow(ids, self.decoder.tokenizer),
+                **batch[0].sampling,
+            )
+        except Exception as error:
+            if len(batch) > 1 and not any(job.ids for job in batch):  # one of them is at fault: not the others
+                for job in batch:
+                    self._decode([job])
+                return
+            if not isinstance(error, FsdError):
+                log.exception("decoding failed")
+            for job in batch:
+                job.finish(error)
+            return
+        for job, stats in zip(batch, found.stats.rows, strict=True):
+            job.stats = stats
+            job.finish(stats.finish_reason, self.decoder.tokenizer)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` that ``stop`` begins with."""
+    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,170 @@
+"""`fsd-infer serve`: good requests complete as they do alone, whatever else is asked at the same time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.rules import parse_rule
+from fsd_infer.serving.app import Limits, make_app
+from fsd_infer.serving.batcher import Batcher, Job, QueueFullError
+from tests.bench_toys import save_toy
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> FuzzyDecoder:
+    toy = save_toy(tmp_path_factory.mktemp("toy"))
+    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def client(decoder: FuzzyDecoder) -> Iterator[TestClient]:
+    limits = Limits(max_batch=4, max_queue=64, max_new_tokens=24, max_bytes=4096)
+    with TestClient(make_app(decoder, "tilted:2", limits)) as found:
+        yield found
+
+
+def asked(text: str = "the cat sat on the mat", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
+
+
+def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str]:
+    """Text and finish reason."""
+    text, reason = "", ""
+    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
+        lines = [line[6:] for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    for line in lines:
+        choice = json.loads(line)["choices"][0]
+        text += choice["delta"].get("content", "")
+        reason = choice["finish_reason"] or reason
+    return text, reason
+
+
+def test_many_at_once_answer_as_alone(client: TestClient, decoder: FuzzyDecoder) -> None:
+    """Rules and lengths mixed, some streamed, some malformed. Lossy answers depend on the tree, hence on the batch."""
+    texts = ["the cat sat on the mat", "what is the answer to that", "the end", "it is there on the mat"]
+    rules = ["exact", "tilted:0.5:novel=0", "typical", None]
+
+    def one(n: int) -> tuple[int, Any, Any]:
+        text, rule, new = texts[n % 4], rules[n // 4 % 4], 4 + n % 5
+        if n % 8 == 7:
+            return 400, client.post(CHAT, json=asked(text, rule="tilted:-1")).status_code, None
+        body = asked(text, max_tokens=new, **({} if rule is None else {"rule": rule}))
+        wanted = decoder.generate(text, rule or "tilted:2", max_new_tokens=new, temperature=0)
+        found = streamed(client, body) if n % 3 == 0 else None
+        if found is None:
+            choice = client.post(CHAT, json=body).json()["choices"][0]
+            found = choice["message"]["content"], choice["finish_reason"]
+        if rule != "exact":
+            assert found[0] and found[1] in ("stop", "length")
+            return 0, 0, None
+        return wanted.texts[0], found[0], (wanted.stats.rows[0].finish_reason, found[1])
+
+    with ThreadPoolExecutor(16) as pool:
+        for wanted, found, reasons in pool.map(one, range(32)):
+            assert wanted == found and (reasons is None or reasons[0] == reasons[1])
+    metrics = client.get("/metrics").text
+    assert 'fsd_requests_total{outcome="done"} 28.0' in metrics and 'outcome="malformed"} 4.0' in metrics
+    assert "fsd_waiting_requests 0.0" in metrics
+
+
+def test_seeds_completions_and_stop_texts(client: TestClient, decoder: FuzzyDecoder) -> None:
+    body = {"prompt": "the cat sat", "max_tokens": 8, "temperature": 1.0, "seed": 5, "rule": "exact"}
+    first, again = (client.post("/v1/completions", json=body).json() for _ in range(2))
+    assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] <= 8
+    whole = client.post(CHAT, json=asked(rule="exact")).json()["choices"][0]["message"]["content"]
+    stop = whole[3:5]
+    choice = client.post(CHAT, json=asked(rule="exact", stop=[stop])).json()["choices"][0]
+    assert choice["message"]["content"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
+    assert streamed(client, asked(rule="exact", stop=stop)) == (choice["message"]["content"], "stop")
+    assert client.post(CHAT, json=asked(vllm_xargs={"rule": "nonsense"})).status_code == 400
+    assert client.get("/v1/models").json()["data"][0]["id"] == decoder.target.name
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (asked(rule="nonsense"), 400, "nonsense"),
+        (asked(temperature=-1), 400, "temperature"),
+        (asked(n=2), 400, "n: "),
+        ({"max_tokens": 4}, 400, "messages"),
+        (asked("x" * 5000), 413, "more than 4096 bytes"),
+        (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(client: TestClient, body: Any, status: int, message: str) -> None:
+    found = client.post(CHAT, json=body)
+    assert found.status_code == status and message in found.json()["error"]["message"]
+
+
+def test_a_key_keeps_others_out(decoder: FuzzyDecoder) -> None:
+    with TestClient(make_app(decoder, api_key="sesame")) as client:
+        assert client.post(CHAT, json=asked()).status_code == client.get("/metrics").status_code == 401
+        assert client.post(CHAT, json=asked(), headers={"Authorization": "Bearer sesame"}).status_code == 200
+        assert client.get("/health").status_code == 200
+    with pytest.raises(FsdError, match="nonsense"):
+        make_app(decoder, "nonsense")
+
+
+def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -> None:
+    started, go = threading.Event(), threading.Event()
+    told: list[Job] = []
+
+    def slow(text: str, done: Job | None) -> None:
+        started.set()
+        assert go.wait(30)
+        if done is not None:
+            told.append(done)
+
+    def job(tell: Any, new: int = 24) -> Job:
+        options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        ids = decoder.encode("the cat sat on the mat")
+        return Job(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell)
+
+    batcher = Batcher(decoder, max_batch=1, max_queue=2)
+    aborted, waiting, late = job(slow), job(slow), job(slow, new=3)
+    batcher.submit(aborted)
+    assert started.wait(30)
+    batcher.submit(waiting)
+    batcher.submit(late)
+    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        batcher.submit(job(slow))
+    aborted.cancelled = waiting.cancelled = True
+    go.set()
+    while late.reason is None:
+        time.sleep(0.01)
+    batcher.close()
+    assert len(aborted.ids) < 24 and not waiting.ids and len(late.ids) == 3
+    assert late.stats is not None and late in told
+
+
+def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
+    decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plain = decoder.generate
+
+    def generate(prompts: list[list[int]], *arguments: Any, **options: Any) -> Any:
+        if any(len(prompt) == 1 for prompt in prompts):
+            raise FsdError("this one")
+        return plain(prompts, *arguments, **options)
+
+    monkeypatch.setattr(decoder, "generate", generate)
+    with TestClient(make_app(decoder)) as client, ThreadPoolExecutor(4) as pool:
+        prompts = [[5], [5, 6, 7], [6, 7, 8], [7]]
+        bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
+        found = list(pool.map(lambda body: client.post("/v1/completions", json=body).status_code, bodies))
+    assert found == [400, 200, 200, 400]
