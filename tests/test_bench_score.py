@@ -15,9 +15,10 @@ from benchmarks.markdown_table import markdown
 from fsd_infer.bench import Answer, TimedRun, build_record
 from fsd_infer.bench.base import Turn
 from fsd_infer.bench.intervals import mean_interval, ratio_interval
-from fsd_infer.bench.measures import final_answer, repeated_ngrams
+from fsd_infer.bench.measures import final_answer
 from fsd_infer.bench.record import BenchPrompt
 from fsd_infer.bench.score import first_option, last_number, read_references, rouge_l
+from fsd_infer.bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
@@ -152,13 +153,6 @@ def test_ratio_of_sums_and_its_interval() -> None:
     assert (noisy["high"] - noisy["low"]) / (2 * 1.96) == pytest.approx(spread, rel=0.3)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "share"), [([1, 2, 3], None), ([1, 2, 3, 4], 0.0), ([7] * 8, 4 / 5), ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5)]
-)
-def test_repeated_4grams(tokens: list[int], share: float | None) -> None:
-    assert repeated_ngrams(tokens) == (None if share is None else pytest.approx(share))
-
-
 def test_final_answers() -> None:
     ends = ["so 18.0", "It is $1,800.", "-0.50", "nothing", "10", "0.0"]
     assert [final_answer(text) for text in ends] == ["18", "1800", "-0.5", None, "10", "0"]
@@ -228,3 +222,27 @@ def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixtu
     assert "score" not in capsys.readouterr().out and "task score" not in markdown(record, "r")
     assert main([*argv, "plain", "--score", "choice"]) == 2
     assert "no row has a reference for --score choice" in capsys.readouterr().err
+
+
+def test_instructions_are_checked_by_their_programs() -> None:
+    asked = {"prompt": "Answer in lowercase, without commas.", "kwargs": [{}, {}]}
+    asked["instruction_id_list"] = ["change_case:english_lowercase", "punctuation:no_comma"]
+    row = PromptRow("", [{"role": "user", "content": asked["prompt"]}], "", "f", 1, asked)
+    for kind in ("auto", "ifeval"):
+        (reference,) = read_references([row], kind)
+        assert reference is not None and reference.kind == "ifeval"
+        assert reference.score("the cat sat on the mat and it was a fine day") == 1.0
+        assert reference.score("the cat, sat on the mat and it was a fine day") == 0.0
+    row.row["instruction_id_list"][0] = "change_case:nonsense"  # type: ignore[index]
+    with pytest.raises(FsdError, match="IFEval knows no instruction 'change_case:nonsense'"):
+        read_references([row])[0].score("x")  # type: ignore[union-attr]
+
+
+def test_translations_are_scored_by_characters_and_language() -> None:
+    source, wanted = "Das Haus ist alt und die Katze schläft.", "The house is old and the cat is sleeping."
+    row = PromptRow("", [{"role": "user", "content": source}], "", "f", 1, {"reference": [wanted]})
+    (reference,) = read_references([row], "chrf")
+    assert reference is not None and read_references([row]) == [None]
+    scores = [reference.score(text) for text in (wanted, "The house is old, the cat sleeps.", source)]
+    assert scores[0] == pytest.approx(1.0) and scores[0] > scores[1] > scores[2]
+    assert [other_language(text, [wanted]) for text in (wanted, source)] == [False, True]

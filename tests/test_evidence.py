@@ -69,7 +69,7 @@ def test_settings_are_products_of_lists() -> None:
     assert [one.rule for one in named] == [
         Tilted(2, novel=0),
         Tilted(2, novel=4),
-        Tilted(1),
+        Tilted(1, novel=0),
         Tilted(1, novel=4),
     ]
     with pytest.raises(FsdError, match="a tree is written depth,width,nodes"):
