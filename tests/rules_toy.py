@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
-from fsd_infer.rules import Rule, Texts, Verification
+from fsd_infer.rules import Rule, Texts, Verification, parse_rule
 from fsd_infer.tree import DraftTree, ancestors_of
 
 V = 4
@@ -150,6 +150,12 @@ class Toy:
         whole = torch.full((*tree.q_logits.shape[:2], V), -math.inf)
         whole[..., self.draft_ids] = tree.q_logits
         return self.scores(whole)
+
+
+def plain_rule(spec: str) -> Rule:
+    """The rule; ``tilted`` without floor and novelty unless they are given."""
+    more = [f":{option}=0" for option in ("floor", "novel") if spec.startswith("tilted") and f"{option}=" not in spec]
+    return parse_rule(spec + "".join(more))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from scipy.stats import chi2, norm
 from fsd_infer.rules import Fuzzy, FuzzyStrict, Rule, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from fsd_infer.tree import DraftTree
-from tests.rules_toy import CHAIN, LENGTH, LONG_CHAIN, Enumeration, Toy, V, simulate
+from tests.rules_toy import CHAIN, LENGTH, LONG_CHAIN, Enumeration, Toy, V, plain_rule, simulate
 
 ALARM = 1e-6
 ROWS = 2_000
@@ -95,7 +95,7 @@ def p_value(codes: np.ndarray, law: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("spec", "toy"), CASES)
 def test_sequence_law_and_spent_divergence(spec: str, toy: str) -> None:
-    rule, models = parse_rule(spec), TOYS[toy]
+    rule, models = plain_rule(spec), TOYS[toy]
     wanted = Enumeration(models, **RULES[spec])
     law = wanted.sequence_law()
     assert law.sum() == pytest.approx(1.0, abs=1e-9)
@@ -140,7 +140,7 @@ def test_the_law_test_can_fail() -> None:
 @pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "fuzzy:kl:0.25:gate=processed", "random:1"])
 def test_forbidden_tokens_are_never_emitted(spec: str, toy: str) -> None:
     models = TOYS[toy]
-    got = simulate(models, parse_rule(spec), ROWS, seed=12)
+    got = simulate(models, plain_rule(spec), ROWS, seed=12)
     possible = Enumeration(models, "exact").target_law() > 0
     assert possible.sum() < V**LENGTH  # something is forbidden
     assert possible[got.codes].all()

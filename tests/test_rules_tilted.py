@@ -46,6 +46,11 @@ SWEEPS = {
 }
 
 
+def plain(price: float, **options: Any) -> Tilted:
+    """The rule without floor and novelty unless they are given."""
+    return Tilted(price, **{"floor": 0.0, "novel": 0, **options})
+
+
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
     at = Evidence(round, at_once=True).whole
@@ -89,7 +94,7 @@ def small_round(seed: int, **options: object) -> Verification:
 def test_its_law_reaches_the_value_that_the_recursion_promises(price: float) -> None:
     for seed in range(6):
         round = small_round(seed, mask=seed % 2 == 1)
-        law = law_table(Tilted(price), round)
+        law = law_table(plain(price), round)
         np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
         for row in range(2):
             drafts, nats = outcome(round, row, law[row])
@@ -157,7 +162,7 @@ def test_no_rule_lies_above_the_frontier(name: str) -> None:
 def test_drafts_and_divergence_fall_as_the_price_rises(mask: bool) -> None:
     for seed in range(6):
         round = small_round(seed, mask=mask)
-        points = [outcome(round, 0, law_table(Tilted(price), round)[0]) for price in PRICES]
+        points = [outcome(round, 0, law_table(plain(price), round)[0]) for price in PRICES]
         exact = outcome(round, 0, law_table(Exact(), round)[0])
         for (drafts, nats), (fewer, less) in pairwise([*points, exact]):
             assert drafts >= fewer - 1e-6 and nats >= less - 1e-6
@@ -170,7 +175,7 @@ def test_an_infinite_price_is_the_exact_rule_token_for_token(greedy: bool) -> No
         for round in (tree_round(seed, greedy=greedy, mask=seed % 2 == 1), chain_round(seed, greedy=greedy)):
             for options in ("", ":floor=0.1", ":gate=0.3", ":budget=1"):
                 assert_same(parse_rule(f"tilted:inf{options}")(round), Exact()(round))
-            almost = Tilted(1e9)(round)
+            almost = plain(1e9)(round)
             assert torch.equal(almost.tokens, Exact()(round).tokens)
             assert float(almost.spent.abs().max()) < 1e-6
 
@@ -184,7 +189,7 @@ def no_width(round: Verification) -> Verification:
 def test_as_the_price_falls_a_chain_is_accepted_as_by_an_open_gate(greedy: bool) -> None:
     for seed in range(10):
         round = no_width(chain_round(seed, greedy=greedy))
-        assert_same(Tilted(1e-3)(round), Fuzzy("js", INF)(round))
+        assert_same(plain(1e-3)(round), Fuzzy("js", INF)(round))
 
 
 def reaches(round: Verification, row: int, node: int, depth: int) -> float:
@@ -199,7 +204,7 @@ def test_as_the_price_falls_the_law_is_that_of_the_deepest_paths() -> None:
     """p given that exact decoding accepts as many drafts as the tree is deep."""
     for seed in range(6):
         round = small_round(seed)
-        law = law_table(Tilted(1e-3), round)
+        law = law_table(plain(1e-3), round)
         for row in range(2):
             deepest = int(round.tree.depths[row].max())
 
@@ -208,7 +213,7 @@ def test_as_the_price_falls_the_law_is_that_of_the_deepest_paths() -> None:
             for token, child in children_of(round.tree, row, 0).items():
                 wanted[token] = p[token] * reaches(round, row, child, deepest) / reaches(round, row, 0, deepest)
             np.testing.assert_allclose(law[row, 0], wanted, atol=1e-5)
-            assert Tilted(1e-3)(round).accepted[row] == deepest
+            assert plain(1e-3)(round).accepted[row] == deepest
 
 
 def ways(tree: DraftTree, row: int) -> list[list[int]]:
@@ -227,7 +232,7 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
 
 
 @pytest.mark.parametrize("step_by_step", [True, False])
-@pytest.mark.parametrize("options", [":novel=0", ":novel=2", ":floor=0.2"])
+@pytest.mark.parametrize("options", [":floor=0:novel=0", ":floor=0:novel=2", ":floor=0.2:novel=0"])
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
 def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, step_by_step: bool) -> None:
     rule = parse_rule(f"tilted:{price}{options}")
@@ -323,7 +328,7 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
         scores = base.scores * scale
         round = replace(base, scores=scores)
         at = Evidence(round, at_once=True).whole
-        law = Tilted(float(price)).law(at)
+        law = plain(float(price)).law(at)
         assert isinstance(law.bonus, Tensor) and not law.bonus.isnan().any()
         exact = mpmath.mpf(price)
         for row in range(2):
@@ -334,7 +339,7 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
                 if p[0][token] > 0:
                     wanted = float((1 + precise_value(round.tree, row, p, exact, child)) / exact)
                     assert float(law.bonus[row * 12, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
-        verdict = Tilted(float(price))(round)
+        verdict = plain(float(price))(round)
         assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
 
 
@@ -406,13 +411,13 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
 def test_a_rule_that_looks_at_texts_needs_them() -> None:
     round = tree_round(0)
     with pytest.raises(FsdError, match="looks at prompt and answer; pass texts"):
-        Tilted(1.0, novel=2)(replace(round, texts=None))
+        plain(1.0, novel=2)(replace(round, texts=None))
 
 
 def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
     for seed in range(6):
         round = tree_round(seed)
-        gated, free = Tilted(0.2, gate=0.1)(round), Tilted(0.2)(round)
+        gated, free = plain(0.2, gate=0.1)(round), plain(0.2)(round)
         at = Evidence(round, at_once=True).whole
         near = (at.divergence("js") <= 0.1).view(6, 9)
         for row in range(6):
@@ -420,8 +425,8 @@ def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
                 node = int(gated.path[row, step])
                 assert not gated.gate_open[row, step] or near[row, node]
         unknown = replace(round, tree=replace(round.tree, q_index=torch.full_like(round.tree.q_index, -1)))
-        assert_same(Tilted(0.2, gate=INF)(unknown), Exact()(unknown))
-        assert_same(Tilted(0.2)(unknown), free)  # without a gate nothing is asked of the drafter
+        assert_same(plain(0.2, gate=INF)(unknown), Exact()(unknown))
+        assert_same(plain(0.2)(unknown), free)  # without a gate nothing is asked of the drafter
 
 
 def test_what_only_fills_a_tree_up_wins_nothing() -> None:
@@ -439,7 +444,7 @@ def test_what_only_fills_a_tree_up_wins_nothing() -> None:
     together = Verification(both, logits.expand(2, -1, -1), logits.expand(2, -1, -1), False, uniforms.expand(2, -1, -1))
     single = Verification(alone, logits[:, :2], logits[:, :2], False, uniforms[:, :2])
     for step_by_step in (True, False):
-        one, two = (verdict_of(Tilted(0.1, novel=0), round, step_by_step) for round in (single, together))
+        one, two = (verdict_of(plain(0.1, novel=0), round, step_by_step) for round in (single, together))
         assert two.tokens[1, :2].tolist() == one.tokens[0].tolist()
         torch.testing.assert_close(two.spent[1, :2], one.spent[0])
 
@@ -453,13 +458,13 @@ def test_sampled_drafts_take_no_law_over_children() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tilted", "price is missing; tilted takes price, floor, gate, divergence, budget, novel"),
         ("tilted:0", "price must be at least 0.001, not 0"),
         ("tilted:-1", "price must be at least 0.001, not -1"),
         ("tilted:nan", "price must be a number that fits a float, not 'nan'"),
         ("tilted:1e400", "price must be a number that fits a float, not '1e400'"),
         ("tilted:1:floor=2", "floor must be between 0 and 1, not 2"),
         ("tilted:1:floor=inf", "floor must be between 0 and 1, not inf"),
+        ("tilted:1:no_repeat=4", "no_repeat is now novel, and counts the prompt too"),
         ("tilted:1:novel=2.5", "novel must be a whole number, not '2.5'"),
         ("tilted:1:novel=-1", "novel must be between 0 and 64, not -1"),
         ("tilted:1:gate=-1", "gate must be at least 0, not -1"),
@@ -473,7 +478,7 @@ def test_bad_parameters_are_refused_by_name(text: str, message: str) -> None:
 
 def test_records_say_what_it_is() -> None:
     assert Tilted(2, novel=4).describe() == {
-        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.0, "gate": None, "divergence": "js", "novel": 4,
+        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.25, "gate": None, "divergence": "js", "novel": 4,
         "budget_unit": "nats", "price_unit": "accepted drafts per nat",
     }  # fmt: skip
     assert Tilted(2, gate=0.3).describe()["unit"] == "nats"
