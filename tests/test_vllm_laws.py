@@ -20,7 +20,7 @@ from tests.test_vllm import PYTHON
 from tests.test_vllm_rules import law_of
 
 ROOT = Path(__file__).parent.parent
-DRAFTS, TOKENS, LENGTH, SAMPLES = 3, (5, 6, 7), 4, 1200
+DRAFTS, TOKENS, LENGTH, SAMPLES = 3, (5, 6, 7), 3, 500
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 RULES = {"tilted:0.7:novel=0:floor=0": 1.0, "tilted:0.4:novel=2:floor=0.1": 0.7, "cactus:1": 1.0}
 PROMPT = [5, 6, 7, 5, 5, 6, 6, 7, 5]

@@ -134,7 +134,7 @@ def test_edited_logits_are_the_laws(seed: int) -> None:
         wanted = law_of(rule, params.temperature, text, drafts, own)
         if params.temperature:
             torch.testing.assert_close((after / params.temperature).double().softmax(-1), wanted, atol=1e-5, rtol=1e-4)
-        else:  # where the walk came to; the rule has nothing to say of what lies behind
+        else:  # where the walk came to; nothing after that is emitted
             reached = [0]
             while reached[-1] < len(drafts) and int(wanted[reached[-1]].argmax()) == drafts[reached[-1]]:
                 reached.append(reached[-1] + 1)

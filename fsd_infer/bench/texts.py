@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from fsd_infer.errors import FsdError
@@ -27,7 +28,7 @@ def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: st
     Raises:
         FsdError: an unknown instruction, or what the checkers need is missing.
     """
-    utils = _ifeval()
+    utils = _module("lm_eval.tasks.ifeval.utils")
     example = utils.InputExample(0, list(instructions), prompt, json.loads(arguments))
     try:
         return bool(utils.test_instruction_following_strict(example, answer).follow_all_instructions)
@@ -41,7 +42,7 @@ def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: st
 
 def chrf(answer: str, references: Sequence[str]) -> float:
     """chrF2 of an answer, 0 to 1, the best over references."""
-    sentence_chrf = _sacrebleu()
+    sentence_chrf = _module("sacrebleu").sentence_chrf
     return max(float(sentence_chrf(answer, [reference]).score) for reference in references) / 100
 
 
@@ -52,39 +53,24 @@ def other_language(answer: str, references: Sequence[str]) -> bool:
 
 
 @cache
-def _ifeval() -> Any:
-    try:
-        from lm_eval.tasks.ifeval import utils
-    except ImportError as error:
-        raise _missing(error) from error
-    return utils
-
-
-@cache
-def _sacrebleu() -> Any:
-    try:
-        from sacrebleu import sentence_chrf
-    except ImportError as error:
-        raise _missing(error) from error
-    return sentence_chrf
-
-
-@cache
 def _detector() -> Callable[[str], str | None]:
-    try:
-        from langdetect import DetectorFactory, LangDetectException, detect
-    except ImportError as error:
-        raise _missing(error) from error
-    DetectorFactory.seed = 0  # it samples
+    langdetect = _module("langdetect")
+    langdetect.DetectorFactory.seed = 0  # it samples
 
     def found(text: str) -> str | None:
         try:
-            return str(detect(text))
-        except LangDetectException:  # no letters
+            return str(langdetect.detect(text))
+        except langdetect.LangDetectException:  # no letters
             return None
 
     return found
 
 
-def _missing(error: ImportError) -> FsdError:
-    return FsdError(f"this score needs a package that is not installed ({error}): pip install 'fsd-toolkit[lm-eval]'.")
+@cache
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise FsdError(
+            f"this score needs a package that is not installed ({error}): pip install 'fsd-toolkit[lm-eval]'."
+        ) from error

@@ -16,6 +16,6 @@ class Compiler(_Base):
         return "interpreter"
 
     def parse_options(self, options: dict[str, Any]) -> object:
-        raise NotImplementedError("kernels run in the interpreter: set TRITON_INTERPRET=1.")
+        raise RuntimeError("kernels run in the interpreter: set TRITON_INTERPRET=1.")
 
     add_stages = load_dialects = get_module_map = parse_options  # type: ignore[assignment]
