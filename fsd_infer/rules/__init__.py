@@ -7,8 +7,8 @@ A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text for command lines a
     exact:block=true         lenient:0.5              typical       relaxed:10:0.6      threshold:single=0.4
     cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:novel=4
 
-To write one, derive from :class:`LossyRule` and return a :class:`Law` at each of the :class:`Contexts` that it is handed
-(docs/extending.md).
+To write one, derive from :class:`LossyRule` and return a :class:`Law` at each of the :class:`Contexts` that it is
+handed (docs/extending.md).
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, apply_rules
