@@ -52,15 +52,15 @@ def test_json_holds_tokens_sources_and_statistics(
         capsys, "generate", "--prompt", PROMPT, *toy.models, *rule, "--max-new-tokens", "16", "--json"
     )
     record = json.loads(out)
-    expected = reference.generate(PROMPT, "fuzzy:tv:0.4:3", max_new_tokens=16, temperature=0)
+    expected = reference.generate(PROMPT, "fuzzy:tv:0.4:budget=3", max_new_tokens=16, temperature=0)
     assert status == 0
     assert record["tokens"] == expected.sequences[0] and record["text"] == expected.texts[0]
     assert record["sources"] == [Source(s).name.lower() for s in expected.records[0].sources]
     assert record["stats"]["rule"]["threshold"] == 0.4 and record["stats"]["rule"]["budget"] == 3
     assert record["stats"]["target_forwards"] == expected.stats.target_forwards
     full = call(
-        capsys, "generate", "--prompt", PROMPT, *toy.models, "--rule", "fuzzy:tv:0.4:3", "--max-new-tokens", "16",
-        "--json",
+        capsys, "generate", "--prompt", PROMPT, *toy.models, "--rule", "fuzzy:tv:0.4:budget=3",
+        "--max-new-tokens", "16", "--json",
     )[1]  # fmt: skip
     assert json.loads(full)["tokens"] == record["tokens"]
 

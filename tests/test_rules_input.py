@@ -127,7 +127,7 @@ def test_unknown_names() -> None:
         ("fuzzy-strict:tv:0.2", FuzzyStrict("tv", 0.2)),
         ("random:0.25", RandomGate(0.25)),
         ("draft-only", DraftOnly()),
-        ("draft-only:budget=3", DraftOnly(3.0)),
+        ("draft-only:budget=3", DraftOnly(budget=3.0)),
     ],
 )
 def test_rules_as_text(spec: str, rule: Rule) -> None:
@@ -146,9 +146,12 @@ def test_records_say_everything() -> None:
         "gate_on": "processed",
         "floor": 0.0,
         "budget": 2.0,
+        "novel": 0,
         "budget_unit": "nats",
     }
     assert FuzzyStrict("tv", 0.5).describe()["rule"] == "fuzzy-strict"
-    assert RandomGate(0.5).describe() == {"rule": "random", "rate": 0.5, "budget": None, "budget_unit": "nats"}
+    assert RandomGate(0.5).describe() == {
+        "rule": "random", "rate": 0.5, "budget": None, "novel": 0, "budget_unit": "nats",
+    }  # fmt: skip
     assert DraftOnly().describe()["rule"] == "draft-only"
     assert Exact().describe() == {"rule": "exact", "block": False}
