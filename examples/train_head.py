@@ -15,7 +15,7 @@ os.chdir(tempfile.mkdtemp())  # the recipe writes to runs/ here
 for command in (
     f"regenerate --target {TARGET} --prompts {PROMPTS} --output answers.jsonl --max-new-tokens 24",
     f"new-recipe --target {TARGET} --data answers.jsonl --output mine.yaml",
-    "fit --config mine.yaml --trainer.max_steps 4 --data.validation_fraction 0.2",
+    "fit --config mine.yaml --trainer.max_steps 2 --data.validation_fraction 0.1",
 ):
     if fsd_train(command.split()):
         sys.exit(f"fsd-train {command} failed")

@@ -12,10 +12,9 @@ import torch
 import yaml
 
 from benchmarks import compare_losses
-from benchmarks.compare_losses import Judge, last_checkpoint, main
+from benchmarks.compare_losses import Judge, main
 from benchmarks.equal_divergence import COUNTS, compare_at_equal, gather, markdown, summarise, tau_at
-from benchmarks.loss_plan import content_digest, read_plan
-from fsd_infer.errors import FsdError
+from benchmarks.loss_plan import read_plan
 from fsd_infer.target import Target
 from fsd_train.data import read_answers
 from tests.train_toys import save_toy_target, write_answers
@@ -161,53 +160,6 @@ def test_a_run_is_named_by_all_that_its_head_depends_on(toys: Path, tmp_path: Pa
     assert chosen.arms[1].model["head"] == {"final_norm": True, "feature_scale": True}
 
 
-def test_contents_of_directories_are_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "one.json").write_text("1")
-    before = content_digest(tmp_path / "a")
-    (tmp_path / "a" / "two.partial").write_text("unfinished")
-    assert content_digest(tmp_path / "a") == before
-    (tmp_path / "a" / "b" / "one.json").write_text("2")
-    assert content_digest(tmp_path / "a") != before
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (["model.lrr=1"], "unknown option lrr"),
-        (["arms=[{name: a, loss: klx}]"], "unknown loss"),
-        (["arms=[{name: a, loss: kl, loss_args: {width: 2}}]"], "has no argument width"),
-        (["arms=[{name: a}, {name: a}]"], "may occur once"),
-        (["arms=[{name: a, time_limit: 5}]"], "leave time_limit out"),
-        (["evaluation.rules=[fuzy]"], "unknown rule"),
-        (["evaluation.tree={depht: 3}"], "depht"),
-        (["evaluation.part=third"], "all, tune, report"),
-        (["data.features=nowhere"], "nowhere is not there"),
-        (["steps=0"], "give a number of steps"),
-        (["model=5"], "mapping"),
-        (["trainer.max_stepps=5"], "unknown option max_stepps"),
-        (["seeds=3"], "seeds a list"),
-        (["evaluation.prompts=many"], "whole numbers"),
-        (["data.train_files=answers.jsonl"], "lists of files"),
-        (["model.lr=[1"], "not YAML"),
-        (["lr"], "KEY.KEY=VALUE"),
-    ],
-)
-def test_mistakes_are_told_before_training(toys: Path, changes: list[str], words: str) -> None:
-    with pytest.raises(FsdError, match=words):
-        read_plan(toys / "config.yaml", changes=changes)
-
-
-def test_unknown_arms_and_seeds_end_with_status_2(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(toys, tmp_path, "--arms", "kl,none")) == 2
-    assert main(command(toys, tmp_path, "--seeds", "0,x")) == 2
-    messages = capsys.readouterr().err
-    assert "no arm is called 'none'; there are kl, fsd, other" in messages and "'x' is no whole number" in messages
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_shipped_configurations_are_sound(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
     for name, rules in (("compare_losses", 6), ("compare_losses_late", 6)):
@@ -217,12 +169,6 @@ def test_the_shipped_configurations_are_sound(repo_root: Path, monkeypatch: pyte
         assert len(every.arms) == len(entries)
         plan = read_plan(path, changes=["data.features=data"])
         assert plan.baselines and len(plan.evaluation.rules) == rules and plan.evaluation.rules[0] == "exact"
-
-
-def test_truncated_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
-    (tmp_path / "last.ckpt").write_bytes(b"no checkpoint")
-    assert last_checkpoint(tmp_path) is None and not (tmp_path / "last.ckpt").exists()
 
 
 # curves --------------------------------------------------------------------------------------------------------------
