@@ -60,8 +60,8 @@ class Target:
         places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
         if len(places) > 1:
             raise ModelLoadError(
-                f"{self.name} lies on several devices ({', '.join(sorted(places))}), layer after layer, and a cache lies "
-                'on one: load it on one, or by tp_plan="auto" on one per process (docs/scaling.md).'
+                f"{self.name} lies on several devices ({', '.join(sorted(places))}), layer by layer; a cache lies on "
+                'one: load it on one, or by tp_plan="auto" on one per process (docs/scaling.md).'
             )
         self._eager = self.config._attn_implementation == "eager"
         self.graphs: Graphs | None = None
