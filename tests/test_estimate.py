@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from fsd_infer.bench.profile import tensor_bytes
 from fsd_infer.cli.main import main as infer
 from fsd_infer.device.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.estimate import Planned, planned_head
+from fsd_infer.estimate import Planned, by_device, planned_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.target import Target
 from fsd_infer.targets.planned import planned_target
@@ -112,9 +114,12 @@ def test_the_roofline() -> None:
     "name, weights, cache", [("llama-3.1-8b", 8030261248, 131072), ("llama-3.1-70b", 70553706496, 327680)]
 )
 def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> None:
-    """Their numbers of weights are those of the published models, and the recipe's head is its header's."""
+    """Weights are counted as published, the page has the tables, the recipe's header what training takes."""
     target = planned_target(name)
-    planned = Planned(target, planned_head(target, layout="eagle3", draft_vocab_size=32000))
+    planned = Planned(target, planned_head(target, layout="eagle3", draft_vocab_size=32000), graphs=True)
+    shown = (repo_root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for row in by_device(planned, DEFAULT_SHAPES["cuda"], TILTED_SHAPES["cuda"]):
+        assert f"| {' | '.join(row)} |" in shown
     assert planned.weights == weights and target.cache_bytes_per_token == cache
     if name == "llama-3.1-8b":
         path = repo_root / "recipes" / "llama-3.1-8b.yaml"
@@ -122,6 +127,17 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
         said = on_paper(read_recipe(path), name)
         found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
         assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 4
+
+
+def test_the_page_shows_what_was_predicted_and_measured(repo_root: Path) -> None:
+    record = json.loads((repo_root / "benchmarks" / "results" / "predicted-rounds.json").read_text("utf-8"))
+    shown = (repo_root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (plain|exact): (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", shown, re.M)
+    for method, part, *numbers in rows:
+        pair = record["milliseconds"][method]
+        least, took = pair["predicted"][part], pair["measured"][part]
+        assert numbers == [f"{least:.2f}", f"{took:.2f}", f"{took / least:.2f}"]
+    assert len(rows) == 6
 
 
 def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

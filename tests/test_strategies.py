@@ -363,7 +363,8 @@ def test_a_killed_rank_ends_the_run_which_goes_on_with_a_slow_one(
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
 
-    assert run(tmp_path / "first", "OneRankIsKilled").returncode != 0
+    done = run(tmp_path / "first", "OneRankIsKilled")
+    assert done.returncode != 0 and "another process of this run has ended" in done.stderr
     last = tmp_path / "first" / "ckpt" / "last.ckpt"
     done = run(tmp_path / "second", "OneRankIsSlow", "--ckpt_path", str(last))
     assert done.returncode == 0, done.stderr

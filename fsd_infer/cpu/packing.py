@@ -213,7 +213,7 @@ def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]
     if is_shared_out(weight):
-        weight = weight.full_tensor()  # type: ignore[operator]
+        weight = weight.full_tensor()  # type: ignore[attr-defined]
     packed = packed_of(layer)
     if packed is not None and (weight.is_meta or not len(weight)):
         return packed.dense() if ids is None else packed.rows(ids)
