@@ -4,8 +4,8 @@ Model and head are made without values (on torch's "meta" device), so their weig
 parts run one after the other; each takes at least what :mod:`fsd_infer.device.roofline` says. N nodes, B rows, context
 C, vocabulary V, draft vocabulary Vd, depth D, width w:
 
-* target: weights without the input embeddings, and B·C tokens of keys and values, are read once; 2 operations per
-  weight and node, and 4·L·heads·head width per node and token that it sees;
+* target: weights without the input embeddings (all experts of a mixture), and B·C tokens of keys and values, are read
+  once; 2 operations per weight and node, and 4·L·heads·head width per node and token that it sees;
 * head: read D times, over D tokens of the text and then over w nodes; so are the D sets of logits, of which each is
   read in bf16, and written and read in fp32;
 * rule: p at all nodes is read once (exact); lossy rules also write and read p and q in fp32.

@@ -22,6 +22,7 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.estimate import Planned, by_device, planned_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.target import Target
+from fsd_infer.targets.loading import shipped_drafter
 from fsd_infer.targets.planned import planned_target
 from fsd_infer.tuning.probe import Probe
 from fsd_train import features
@@ -148,6 +149,9 @@ def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "graphs' pool" in said and re.search(r"^RTX 4090 +1 ", said, re.M) and "H200 data sheet" in said
     assert infer([*small, "--set", "layers"]) == 2
     assert "--set takes KEY=NUMBER" in capsys.readouterr().err
+    foreign = shipped_drafter("smollm2-135m")
+    assert infer(["estimate", "--target", str(tmp_path), "--drafter", str(foreign)]) == 2
+    assert "reads features of 576 numbers" in capsys.readouterr().err
     with pytest.raises(ModelLoadError, match="num_hidden_layer is no size"):
         planned_target(str(tmp_path), {"num_hidden_layer": 3})
     assert planned_target(str(tmp_path), {"num_hidden_layers": 3}).config.num_hidden_layers == 3

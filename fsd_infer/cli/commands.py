@@ -334,6 +334,11 @@ def estimate(args: argparse.Namespace) -> int:
     target = planned_target(args.target, read_changes(args.set))
     if args.drafter is not None:
         head = load_head(args.drafter)
+        if head.config.target_hidden_size != target.hidden_size:
+            raise FsdError(
+                f"{args.drafter} reads features of {head.config.target_hidden_size} numbers, {args.target} has "
+                f"{target.hidden_size}: name the head's own target."
+            )
     else:
         head = planned_head(target, layout=args.layout, draft_vocab_size=min(args.draft_vocab, target.vocab_size))
     planned = Planned(target, head, args.batch_size, args.context, args.max_new_tokens, args.cuda_graphs)
