@@ -5,8 +5,7 @@ limit the same command goes on with what was not tried yet, and then tries the r
 record and the page (benchmarks/results/first-gpu.json and .md) hold all that is known; logs and the steps' own records
 lie in runs/first-gpu. With --rehearse toys go through the same steps on a CPU, in minutes.
 
-    python -m benchmarks.first_gpu
-    python -m benchmarks.first_gpu --rehearse
+    python -m benchmarks.first_gpu [--rehearse]
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted:2"
 KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
         "divergence_spent")  # fmt: skip
-TAIL = 12  # lines of a log that the record keeps
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def _run(step: Step, log: Path) -> dict[str, Any]:
         "status": status,
         "seconds": round(time.perf_counter() - start, 1),
         "command": shlex.join(["python", *step.words]),
-        "tail": log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").splitlines()[-TAIL:],
+        "tail": log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").splitlines()[-12:],
     }
     if status == "done" and step.record is not None:
         made = json.loads(step.record.read_text(encoding="utf-8"))
@@ -237,7 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "first-gpu-rehearsal" if args.rehearse else "first-gpu"
     directory, file = Path("runs", name), Path("benchmarks", "results", f"{name}.json")
     directory.mkdir(parents=True, exist_ok=True)
-    sizes = toys(directory) if args.rehearse else full(args, directory)
     record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     record |= {"rehearsal": args.rehearse, "environment": environment(shown_command("benchmarks.first_gpu", words))}
 
@@ -245,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_record(file, record)
         write_text(file.with_suffix(".md"), page(record))
 
-    run_steps(steps_of(sizes, directory), directory, record, save)
+    run_steps(steps_of(toys(directory) if args.rehearse else full(args, directory), directory), directory, record, save)
     print(page(record))
     return int(any(found["status"] not in ("done", "left out") for found in record["steps"].values()))
 
