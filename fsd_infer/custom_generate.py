@@ -199,6 +199,8 @@ def decode_prepared(
         rule, drafter = calibrated(drafter, made_for, 1.0 if temperature is None else temperature)
         rules = [rule]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if generation_config.do_sample and seed is None and made_for.is_shared_out:
+        raise FsdError("the target is shared out over processes, which must draw the same: give all of them one seed.")
     check_config(generation_config, target.model.generation_config)
     check_inputs(input_ids, mask, model_inputs)
     beams = generation_config.num_beams or 1

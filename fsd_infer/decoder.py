@@ -170,7 +170,12 @@ class FuzzyDecoder:
             speed_up(module, release, quantize=release and self.quantize and not is_model)
 
     def tune(self, drafter: Drafter | None = None, *, refresh: bool = False) -> TreeShape:
-        """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.tuning.tune`."""
+        """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.tuning.tune`.
+
+        Raises FsdError for a target that is shared out over processes: each would measure a tree of its own.
+        """
+        if self.target.is_shared_out:
+            raise FsdError("a tree is not measured for a target that is shared out over processes: name one, 6,10,60.")
         encode = None if self.tokenizer is None else self.encode
         prompts = calibration_prompts(encode, self.target.vocab_size)
         with self.target.lock:

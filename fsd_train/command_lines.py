@@ -184,6 +184,12 @@ def estimate() -> argparse.ArgumentParser:
     """Options of `fsd-train estimate`."""
     parser = Parser("fsd-train estimate", description="Memory, disk and time of a recipe, from a short measurement.")
     parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe of a head")
+    parser.add_argument(
+        "--on-paper", action="store_true", help="by the target's config alone: memory, and the least time on GPUs"
+    )
+    parser.add_argument(
+        "--target", metavar="NAME", help="on paper, for this target instead: llama-3.1-8b, llama-3.1-70b, a directory"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="prompts that are still to be answered")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="of each answer (%(default)s)")
     return parser
