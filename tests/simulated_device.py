@@ -213,6 +213,8 @@ class SimulatedDevice(TorchDispatchMode):
         unblocked = kwargs.get("non_blocking") or into and args[2:] == (True,)
         memory = source if on_sim else args[0]  # the host's; .to("cpu", non_blocking=True) pins its own
         pinned = memory.data_ptr() in self._pinned if on_sim or into else True
+        if unblocked and not on_sim:
+            raise RuntimeError(f"{func}: nothing here tells when this copy to the host is done")
         if not unblocked or not pinned and (not on_sim or source.nbytes > STAGED):
             self.waited(func)
         elif self.graph is not None and not pinned:
