@@ -42,8 +42,8 @@ class Request:
         generator: randomness; None for torch's global generator.
         on_tokens: called with (row, tokens) as soon as tokens of an answer are final; what is true of its result ends
             the answer there.
-        padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), on the CPU, or
-            None.
+        padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), on the
+            CPU, or None.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         max_cache_bytes: most that the key-value caches may take; None: what is free.
     """

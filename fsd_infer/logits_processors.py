@@ -93,7 +93,8 @@ class TreeProcessors:
         Args:
             logits: [B, N, V] raw, fp32.
             tree: the tree.
-            texts: per row the token ids before the root, [T_b] on the CPU, as ``generate`` would pass them to processors.
+            texts: per row the token ids before the root, [T_b], as ``generate`` would pass them to processors, but on
+                the CPU.
             rows: which row of the request each of them is.
 
         Returns:
@@ -146,6 +147,7 @@ class TreeProcessors:
             processor, padding = copy.copy(processor), processor.prompt_ignore_length
             processor.prompt_ignore_length = padding[row * len(padding) // self.batch].expand(count)
         return processor
+
 
 def _levels(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[int], list[list[int]]]]:
     """A tree's nodes by depth, and the tokens on the way to each of them, its own included."""

@@ -77,7 +77,7 @@ class DraftTree:
 
     @cached_property
     def nodes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents, [B][N] each, on the host. Unless the tree was made from lists, this waits for the device."""
+        """Tokens and parents, [B][N] each. Unless the tree was made from lists, this waits for the device."""
         if self.rows is not None:
             return [row.tokens for row in self.rows], [row.parents for row in self.rows]
         tokens, parents = lists(self.tokens, self.parents)

@@ -1,8 +1,8 @@
 """An accelerator without the hardware: tensors that hold their values on the CPU and say that they lie elsewhere.
 
-Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute what the CPU computes,
-and behave in between as CUDA does: tensors of two devices do not mix, what needs a number on the host waits (and is
-counted with the line of ours that asked for it), and a :class:`Graph` refuses whatever a CUDA graph cannot hold.
+Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute what the CPU does,
+under CUDA's conditions: tensors of two devices do not mix, and what needs a number on the host waits, which is counted
+with the line of ours that asked for it. While a graph is captured (:mod:`tests.simulated_graphs`) it is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SimTensor(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor) -> SimTensor:
-        with torch.inference_mode(value.is_inference()):  # as torch makes a view of an ordinary tensor in inference mode
+        with torch.inference_mode(value.is_inference()):  # a view of an ordinary tensor is one in that mode too
             made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=SIM
             )
@@ -130,8 +130,8 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[Wait] = []
-        self.graph: Graph | None = None
-        self._pinned: set[int] = set()
+        self.graph: Any = None
+        self._pinned: dict[int, Tensor] = {}  # by address, kept so that none is given twice
 
     def __enter__(self) -> SimulatedDevice:
         self._lifts = torch._C._only_lift_cpu_tensors()
@@ -164,7 +164,7 @@ class SimulatedDevice(TorchDispatchMode):
             with _entered(self):
                 return func.decompose(*args, **kwargs)
         packet = func.overloadpacket
-        tensors = _tensors((args, *kwargs.values()))
+        tensors = tensors_in((args, *kwargs.values()))
         inputs = [x for x in tensors if isinstance(x, SimTensor)]
         wanted = kwargs.get("device")
         on_sim = bool(inputs) if wanted is None else wanted.type == SIM.type
@@ -174,8 +174,8 @@ class SimulatedDevice(TorchDispatchMode):
         if packet is aten.is_pinned and not on_sim:
             return args[0].data_ptr() in self._pinned
         if packet is aten._pin_memory:
-            self._pinned.add((copy := args[0].clone()).data_ptr())
-            return copy
+            copy = args[0].clone()
+            return self._pinned.setdefault(copy.data_ptr(), copy)
         plain_args, plain_kwargs = _mapped(_plain, args), {name: _mapped(_plain, x) for name, x in kwargs.items()}
         out = func(*plain_args, **plain_kwargs)
         if self.graph is not None and on_sim:
@@ -211,11 +211,10 @@ class SimulatedDevice(TorchDispatchMode):
         if isinstance(source, SimTensor) is on_sim or not source.numel():
             return
         unblocked = kwargs.get("non_blocking") or into and args[2:] == (True,)
-        memory = source if on_sim else args[0]  # the host's; .to("cpu", non_blocking=True) pins its own
-        pinned = memory.data_ptr() in self._pinned if on_sim or into else True
+        pinned = source.data_ptr() in self._pinned
         if unblocked and not on_sim:
             raise RuntimeError(f"{func}: nothing here tells when this copy to the host is done")
-        if not unblocked or not pinned and (not on_sim or source.nbytes > STAGED):
+        if not unblocked or not pinned and source.nbytes > STAGED:
             self.waited(func)
         elif self.graph is not None and not pinned:
             raise RuntimeError(f"{func}: a copy of pageable memory while stream is capturing")
@@ -229,67 +228,6 @@ class SimulatedDevice(TorchDispatchMode):
         elif isinstance(args[0], SimTensor) and any(not isinstance(x, SimTensor) for x in indices):
             self.waited(func)  # indices on the CPU are copied
         return [x for x in host if not any(x is index for index in indices)] if isinstance(args[0], SimTensor) else host
-
-
-class Graph:
-    """What was launched while it was captured, to be launched again on the same memory, and nothing else.
-
-    Attributes:
-        reads: addresses of the memory that it reads or writes and did not allocate.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.reads: set[int] = set()
-        self.outputs: tuple[Tensor, ...] = ()
-        self._own: set[int] = set()
-
-    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.reads |= {_address(x) for x in _tensors((args, *kwargs.values()))} - self._own
-        if func.is_view:
-            return
-        aliased = any(found.alias_info is not None for found in func._schema.returns)
-        made = [] if aliased else _tensors(out)
-        self._own |= {_address(x) for x in made}
-        self.steps.append((func, args, kwargs, made))
-
-    def replay(self) -> None:
-        for func, args, kwargs, made in self.steps:
-            out = func(*args, **kwargs)
-            for before, now in zip(made, _tensors(out)):
-                before.copy_(now)
-
-    def spoil(self) -> None:
-        """Graphs share a pool: whatever runs next may write over what this one has put out."""
-        for out in self.outputs:
-            out.value.fill_(torch.nan if out.is_floating_point() else 0)  # type: ignore[attr-defined]
-
-
-class SimRecorder:
-    """Records graphs of the device, as :class:`fsd_infer.device.cuda_graphs.CudaRecorder` does those of CUDA."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-        self.graphs: list[Graph] = []
-        self.replayed = 0
-
-    def __call__(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        run()
-        self.device.graph = graph = Graph()
-        try:
-            graph.outputs = run()
-        finally:
-            self.device.graph = None
-        graph.spoil()  # a capture computes nothing
-        self.graphs.append(graph)
-
-        def replay() -> None:
-            for other in self.graphs:
-                other.spoil()
-            self.replayed += 1
-            graph.replay()
-
-        return graph.outputs, replay
 
 
 @contextmanager
@@ -307,9 +245,9 @@ def _mapped(of: Callable[[Any], Any], x: Any) -> Any:
     return type(x)(_mapped(of, y) for y in x) if type(x) in (list, tuple) else of(x)
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
     if type(x) in (list, tuple):
-        return [found for y in x for found in _tensors(y)]
+        return [found for y in x for found in tensors_in(y)]
     return [x] if isinstance(x, Tensor) else []
 
 
@@ -324,7 +262,3 @@ def _known(x: Any, known: dict[int, Tensor], on_sim: bool) -> Any:
     if not isinstance(x, Tensor):
         return x
     return known[id(x)] if id(x) in known else SimTensor(x) if on_sim else x
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

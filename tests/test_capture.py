@@ -15,7 +15,8 @@ from fsd_infer.device.cuda_graphs import TOKENS, Graphs
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import VOCAB, tiny_model
-from tests.simulated_device import SIM, SimRecorder, SimulatedDevice, _address
+from tests.simulated_device import SIM, SimulatedDevice
+from tests.simulated_graphs import SimRecorder, address
 
 TEXT = 5  # tokens in the cache before the tree
 HEADS: dict[str, dict[str, Any]] = {
@@ -64,7 +65,7 @@ def allowed(graphs: Graphs, modules: list[torch.nn.Module]) -> set[int]:
         tensors += memory.pools.values()
         for recording in filter(None, memory.recordings.values()):
             tensors += (*recording.inputs, recording.visible, recording.slots)
-    return {_address(x.value) for x in tensors}  # type: ignore[attr-defined]
+    return {address(x.value) for x in tensors}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("batch", [1, 2])

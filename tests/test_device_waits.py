@@ -27,7 +27,8 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.tuning.probe import Probe
 from tests.families import VOCAB, tiny_model
-from tests.simulated_device import SIM, SimRecorder, SimTensor, SimulatedDevice
+from tests.simulated_device import SIM, SimTensor, SimulatedDevice
+from tests.simulated_graphs import SimRecorder
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [4, 5, 6], [7, 8]]

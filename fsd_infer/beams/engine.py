@@ -215,8 +215,8 @@ class _Beams:
     # parts -----------------------------------------------------------------------------------------------------------
 
     def _take(self, nodes: Sequence[Sequence[Node]], logits: Tensor) -> None:
-        """Note where the target's logits [B, M, V] at these nodes lie; where no processor reads the text, look at all at
-        once. On a CPU with processors, only where the search looks: there their work costs more than a wait.
+        """Note where the target's logits [B, M, V] at these nodes lie. Where no processor reads the text, look at all
+        at once; but on a CPU with processors only where the search does: there their work costs more than a wait.
         """
         for row, wanted in enumerate(nodes):
             for place, node in enumerate(wanted):
