@@ -31,7 +31,7 @@ PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.addmv, at
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined, misc]
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
     def is_available(self) -> bool:
         return False  # so that nothing chooses it by itself
 
@@ -66,7 +66,7 @@ class SimTensor(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor) -> SimTensor:
         with torch.inference_mode(value.is_inference()):  # a view of an ordinary tensor is one in that mode too
-            made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: Any = Tensor._make_wrapper_subclass(
                 cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=SIM
             )
         made.value = value
@@ -76,7 +76,7 @@ class SimTensor(Tensor):
         return f"SimTensor({self.value})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} on the simulated device, outside of SimulatedDevice")
 
     def tolist(self) -> Any:
@@ -100,7 +100,7 @@ class SimTensor(Tensor):
 class SimGenerator(torch.Generator):
     """In place of torch.Generator. Operations get another object of the same generator: their addresses tell."""
 
-    device = property(lambda self: SIM)  # type: ignore[assignment]
+    device = property(lambda self: SIM)
     made: ClassVar[dict[int, SimGenerator]] = {}
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -136,7 +136,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __enter__(self) -> SimulatedDevice:
         self._lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it on the CPU, then copies
-        torch.Generator = SimGenerator  # type: ignore[misc]
+        torch.Generator = SimGenerator  # type: ignore[assignment, misc]
         super().__enter__()
         return self
 
