@@ -202,7 +202,8 @@ class StopOnNonFinite(Callback):
             values[-1] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # all ranks stop together, or the others would wait for this one
         finite = trainer.strategy.reduce(values.isfinite().all().float(), reduce_op="mean")
-        host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=True)
+        # elsewhere nothing says when such a copy is done
+        host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=values.is_cuda)
         event = torch.cuda.Event() if values.is_cuda else None
         if event is not None:
             event.record()
