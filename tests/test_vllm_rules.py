@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -68,11 +69,13 @@ class Server:
         rows = [(slot, place) for slot in slots for place in range(len(self.chains[slot]) + 1)]
         ids = [[self.texts[slot][-1], *self.chains[slot]][place] for slot, place in rows]
         columns = {
-            "expanded_idx_mapping": [slot for slot, _ in rows], "expanded_local_pos": [place for _, place in rows],
-            "input_ids": ids, "pos": [len(self.texts[slot]) - 1 + place for slot, place in rows],
+            "expanded_local_pos": [place for _, place in rows], "input_ids": ids,
         }  # fmt: skip
         made = {name: torch.tensor(values, dtype=torch.int32) for name, values in columns.items()}
-        context = SimpleNamespace(idx_mapping_np=torch.tensor(slots).numpy(), **made)
+        made["idx_mapping"] = torch.tensor(slots, dtype=torch.int32)
+        lengths = [len(self.texts[slot]) + len(self.chains[slot]) for slot in slots]
+        bounds = {"idx_mapping_np": np.array(slots), "seq_lens_upper_bound_np": np.array(lengths)}
+        context = SimpleNamespace(**made, **bounds)
         return self.rules.apply(logits.clone(), context)
 
 
