@@ -36,6 +36,7 @@ from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
 CERTAIN = 1e4  # nats that stand for an infinite bonus: e^-10000 is 0
+FILLED = ("ngram", "ngram_gpu")  # drafters that may have no draft; see :class:`Step`
 READ = {  # of vLLM's interface
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
     "LogitsContext": ("idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids", "seq_lens_upper_bound_np"),
@@ -128,6 +129,7 @@ class FuzzyRules(_Processor):
                 raise ValueError(f"FuzzyRules needs speculative_config.{name} = {wanted!r}.")
         self.states, self.device = req_states, req_states.device
         self.nodes = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
+        self.filled = getattr(speculative, "method", None) in FILLED
         self.thinking = _thinking_tokens(getattr(vllm_config, "model_config", None))
         slots = req_states.max_num_reqs
         # what requests ask for changes only when one is admitted; kinds are numbered anew then
@@ -181,7 +183,7 @@ class FuzzyRules(_Processor):
         numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
         if numbers in ([], [-1]):
             return logits
-        step = Step(ctx, self.states, self.nodes)
+        step = Step(ctx, self.states, self.nodes, self.filled)
         self._settle(step)
         if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits

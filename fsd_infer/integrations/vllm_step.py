@@ -54,22 +54,27 @@ class Step:
         ctx: vLLM's ``LogitsContext``.
         states: vLLM's ``LogitsProcRequestState``.
         nodes: N.
+        filled: where the drafter has no draft, vLLM puts the request's last token, which no rule should favour: drafts at
+            the end of a chain that are that token count as none.
 
     Attributes:
         slot: [B] of the requests.
-        tokens: [B, N] each request's last token, then its drafts, then -1. Placeholders that vLLM puts where it has no
-            draft are -1 as well.
+        tokens: [B, N] each request's last token, then its drafts, then -1. Placeholders of vLLM's are -1 as well.
         drafted: [B, N] bool; does a draft follow the node.
         texts: of the requests.
     """
 
-    def __init__(self, ctx: Any, states: Any, nodes: int) -> None:
+    def __init__(self, ctx: Any, states: Any, nodes: int, filled: bool) -> None:
         self.slot = ctx.idx_mapping.long()
         place = ctx.expanded_local_pos.long()
         self._request = (place == 0).cumsum(0) - 1
         self._place, self.shape = place, (self.slot.shape[0], nodes)
         self.tokens = self.slot.new_full(self.shape, -1)
         self.tokens[self._request, place] = ctx.input_ids.long()
+        if filled:
+            other = (self.tokens != self.tokens[:, :1]) & (self.tokens >= 0)
+            behind = other.flip(1).cumsum(1).flip(1) == 0  # no other token from here on
+            self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(behind[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
         self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()))
 
