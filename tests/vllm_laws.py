@@ -105,9 +105,10 @@ def drafts_of(text: list[int]) -> list[int]:
 
 @dataclass
 class Toy:
-    """The target's logits, remembered."""
+    """The target's logits, remembered; ``allowed``: the only tokens that are not -inf, None for all."""
 
     directory: Path
+    allowed: list[int] | None = None
     known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,7 +118,12 @@ class Toy:
         """[V]"""
         if tuple(text) not in self.known:
             with torch.inference_mode():
-                self.known[tuple(text)] = self.model(torch.tensor([text])).logits[0, -1]
+                found = self.model(torch.tensor([text])).logits[0, -1]
+            if self.allowed is not None:
+                found = torch.full_like(found, -torch.inf).index_copy(
+                    0, torch.tensor(self.allowed), found[self.allowed]
+                )
+            self.known[tuple(text)] = found
         return self.known[tuple(text)]
 
     def chain(self, text: list[int], drafts: list[int]) -> Tensor:

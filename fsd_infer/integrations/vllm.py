@@ -86,9 +86,9 @@ class Asked:
         found = cls(rule, params.temperature == 0, extra.get("only_in") == "think")
         if found.lossy and not found.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
             raise ValueError(
-                "rule: at temperature above 0 a lossy rule needs top_p = 1, top_k = 0 and min_p = 0, since vLLM applies "
-                "them after the rule. Send these, or start the server with --generation-config vllm if the model's own "
-                "defaults set others."
+                "rule: at temperature above 0 a lossy rule needs top_p = 1, top_k = 0 and min_p = 0, since vLLM "
+                "applies them after the rule. Send these, or start the server with --generation-config vllm if the "
+                "model's own defaults set others."
             )
         if isinstance(rule, Fly) and not found.greedy:
             raise ValueError("rule: 'fly' needs temperature 0.")

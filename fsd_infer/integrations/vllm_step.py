@@ -54,8 +54,8 @@ class Step:
         ctx: vLLM's ``LogitsContext``.
         states: vLLM's ``LogitsProcRequestState``.
         nodes: N.
-        filled: where the drafter has no draft, vLLM puts the request's last token, which no rule should favour: drafts at
-            the end of a chain that are that token count as none.
+        filled: where the drafter has no draft, vLLM puts the request's last token, which no rule should favour: drafts
+            at the end of a chain that are that token count as none.
 
     Attributes:
         slot: [B] of the requests.
