@@ -72,8 +72,8 @@ CASES = [
 def run(options: dict[str, Any], batches: list[Any]) -> tuple[list[list[list[int]]], int]:
     """Answers of vLLM's runner V2 on a CPU, batch by batch, and how often requests were preempted."""
     variables = {**os.environ, **vllm_variables(PYTHON, 1), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests/triton_stub"}
-    command = [str(PYTHON), str(ROOT / "tests" / "vllm_v2.py"), json.dumps(options), json.dumps(batches)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=5400, check=False)
+    command, job = [str(PYTHON), str(ROOT / "tests" / "vllm_v2.py")], json.dumps([options, batches])
+    done = subprocess.run(command, env=variables, input=job, capture_output=True, text=True, timeout=5400, check=False)
     if done.returncode != 0:
         raise RuntimeError(done.stderr[-3000:])
     lines = done.stdout.splitlines()

@@ -1,8 +1,8 @@
 """Run by vLLM's Python on a CPU: its model runner V2, Triton interpreted, with our processor. Prints answers as JSON.
 
-PYTHONPATH=.:tests/triton_stub VLLM_PYTHON tests/vllm_v2.py ENGINE '[[PARAMS, PROMPTS], …]'
+PYTHONPATH=.:tests/triton_stub VLLM_PYTHON tests/vllm_v2.py < JOB
 
-ENGINE is a JSON object of arguments of vLLM's LLM. The last line has how often requests were preempted.
+A job is [arguments of vLLM's LLM, [[PARAMS, PROMPTS], …]] in JSON. The last line has how often requests were preempted.
 """
 
 import json
@@ -17,7 +17,7 @@ V2 = {
 
 def main() -> None:
     """One engine; the batches one after the other."""
-    options, batches = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    options, batches = json.load(sys.stdin)
     os.environ.update(V2, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
 
