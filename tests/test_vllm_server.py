@@ -48,7 +48,7 @@ def url(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     variables = {**os.environ, **vllm_variables(PYTHON, 1), **V2}
     variables["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT}/tests/triton_stub"
     command = [
-        str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(target), "--served-model-name", "toy",
+        str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", "toy",
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "16", "--port", str(port),
         "--host", "127.0.0.1", "--speculative-config", json.dumps(NGRAM), "--logits-processors", *FUZZY,
     ]  # fmt: skip
