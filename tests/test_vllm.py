@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import seed_everything
 
 from benchmarks.heads_in_vllm import compare
