@@ -70,13 +70,13 @@ def test_requests_come_and_go_each_with_its_own_rule(target: Path, answers: dict
     assert changed == set(RULES[2:])
 
 
-def test_preempted_requests_answer_the_same(target: Path, engine: dict[str, Any], answers: dict[Any, Any]) -> None:
-    """But those with a budget, which decode exactly after a preemption."""
-    asked = [n for n in range(40) if n % 8 != 4]
-    small = {**engine, "logits_processors": FUZZY, "block_size": 16, "num_gpu_blocks_override": 12}
-    (found,), preempted = run(small, [[[greedy(n) for n in asked], [PROMPTS[n] for n in asked]]])
+def test_preempted_requests_go_on(target: Path, engine: dict[str, Any], answers: dict[Any, Any]) -> None:
+    """Exact answers are the same; lossy ones depend on where rounds begin, and a preemption begins another."""
+    small = {**engine, "logits_processors": FUZZY, "block_size": 32, "num_gpu_blocks_override": 12}
+    (found,), preempted = run(small, [[[greedy(n) for n in range(40)], PROMPTS]])
     assert preempted > 0
-    assert found == [answers["greedy"][n] for n in asked]
+    assert [len(answer) for answer in found] == LENGTHS
+    assert all(found[n] == answers["greedy"][n] for n in range(40) if n % 8 < 2)
 
 
 def test_exact_requests_are_not_touched(engine: dict[str, Any], answers: dict[Any, Any]) -> None:

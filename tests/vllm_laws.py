@@ -89,18 +89,17 @@ def flat_target(directory: Path) -> Path:
     return directory
 
 
-def drafts_of(text: list[int]) -> list[int]:
-    """vLLM's n-gram drafts: what followed the latest occurrence of the longest suffix; without the last token's
-    repeats at the end, which vLLM also puts where it has no draft."""
+def drafts_of(text: list[int]) -> tuple[list[int], int]:
+    """vLLM's n-gram drafts: what followed the latest occurrence of the longest suffix, filled up with the last token;
+    and how many a rule may favour: those before the last token's repeats at the end. The others are tested exactly."""
     found: list[int] = []
     for n in (2, 1):
         starts = [at for at in range(len(text) - n - 1, -1, -1) if text[at : at + n] == text[-n:]]
         if starts:
             found = text[starts[0] + n : starts[0] + n + DRAFTS]
             break
-    while found and found[-1] == text[-1]:
-        found.pop()
-    return found
+    chain = found + [text[-1]] * (DRAFTS - len(found))
+    return chain, max((place + 1 for place, token in enumerate(chain) if token != text[-1]), default=0)
 
 
 @dataclass
@@ -145,11 +144,14 @@ def greedy_answer(toy: Toy, rule: str, prompt: list[int], length: int) -> list[i
     left = torch.inf if parsed.budget is None else parsed.budget
     text.append(int(toy.after(text).argmax()))
     while len(text) < len(prompt) + length:
-        drafts = drafts_of(text)
+        chain, favoured = drafts_of(text)
+        drafts, start = chain[:favoured], len(text)
         verdict = parsed(verification(text, drafts, toy.chain(text, drafts), True, left))
         count = int(verdict.accepted[0]) + 1
         text += verdict.tokens[0, :count].tolist()
         left -= float(verdict.spent[0, :count].sum())
+        while text[start:] == chain[: len(text) - start]:  # what remains of the chain is tested exactly
+            text.append(int(toy.after(text).argmax()))
     return text[len(prompt) :][:length]
 
 
@@ -175,9 +177,11 @@ def enumerated(toy: Toy, case: Case, lossy: bool = True) -> tuple[dict[tuple[int
             found[tuple(answer)] += chance
             return
         if contexts is None:
-            drafts = drafts_of(text) if lossy and answer else []
-            lengths.add(len(drafts))
-            contexts, place = _contexts(rule, text, drafts, scores(text, drafts)), 0
+            drafts, favoured = drafts_of(text) if lossy and answer else ([], 0)
+            lengths.add(favoured)
+            table = scores(text, drafts)
+            contexts, place = _contexts(rule, text, drafts[:favoured], table[: favoured + 1]), 0
+            contexts += [(p, p, 0.0) for p in table[favoured + 1 :].double().softmax(-1)]
         law, p, cost = contexts[place]
         if cost > left:
             law, cost = p, 0.0
