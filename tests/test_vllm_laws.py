@@ -36,7 +36,8 @@ def greedy(n: int) -> dict[str, Any]:
 def sampled(n: int) -> dict[str, Any]:
     """An exact request that vLLM samples; its kernel for top-k and top-p does not run in Triton's interpreter."""
     return {
-        "temperature": 0.8, "max_tokens": 12, "seed": n, "ignore_eos": True, "presence_penalty": 0.5, "repetition_penalty": 1.1,
+        "temperature": 0.8, "max_tokens": 12, "seed": n, "ignore_eos": True, "presence_penalty": 0.5,
+        "repetition_penalty": 1.1,
     }  # fmt: skip
 
 
