@@ -35,7 +35,7 @@ class SlotTexts(Texts):
         return self._states.total_len.gpu[self._slot].long()
 
     @cached_property
-    def tokens(self) -> Tensor:  # type: ignore[override]
+    def tokens(self) -> Tensor:
         """[B, L] padded with -1."""
         found = self._states.all_token_ids.gpu[self._slot, : self._longest].long()
         places = torch.arange(found.shape[1], device=found.device)
