@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.serving.batcher import Batcher, Job, QueueFullError
+from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from tests.bench_toys import save_toy
 
 CHAT = "/v1/chat/completions"
@@ -46,6 +46,7 @@ def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str]:
     with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
         lines = [line[6:] for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
+    assert json.loads(lines[0])["choices"][0]["delta"]["role"] == "assistant"
     for line in lines:
         choice = json.loads(line)["choices"][0]
         text += choice["delta"].get("content", "")
@@ -90,6 +91,12 @@ def test_seeds_completions_and_stop_texts(client: TestClient, decoder: FuzzyDeco
     choice = client.post(CHAT, json=asked(rule="exact", stop=[stop])).json()["choices"][0]
     assert choice["message"]["content"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
     assert streamed(client, asked(rule="exact", stop=stop)) == (choice["message"]["content"], "stop")
+    parts = [{"type": "text", "text": "the cat sat "}, {"type": "text", "text": "on the mat"}]
+    body = asked(rule="exact", messages=[{"role": "user", "content": parts}])
+    assert client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == whole
+    body = asked(rule="exact", stream=True, stream_options={"include_usage": True})
+    last = json.loads(client.post(CHAT, json=body).text.split("data: ")[-2])
+    assert last["choices"] == [] and last["usage"] == client.post(CHAT, json=asked(rule="exact")).json()["usage"]
     assert client.post(CHAT, json=asked(vllm_xargs={"rule": "nonsense"})).status_code == 400
     assert client.get("/v1/models").json()["data"][0]["id"] == decoder.target.name
     assert client.get("/health").json() == {"status": "ok"}
@@ -109,6 +116,20 @@ def test_seeds_completions_and_stop_texts(client: TestClient, decoder: FuzzyDeco
 def test_bad_requests_say_what_is_wrong(client: TestClient, body: Any, status: int, message: str) -> None:
     found = client.post(CHAT, json=body)
     assert found.status_code == status and message in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (b'{"messages": [', 400, "the body is no JSON"),
+        (b"[1]", 400, "must be a JSON object"),
+        (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length
+    ],
+)
+def test_bodies_that_are_no_request(client: TestClient, content: Any, status: int, message: str) -> None:
+    found = client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert found.status_code == status and message in found.json()["error"]["message"]
+    assert client.get("/v1/nothing").json()["error"]["code"] == 404
 
 
 def test_a_key_keeps_others_out(decoder: FuzzyDecoder) -> None:
@@ -141,7 +162,7 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -
     assert started.wait(30)
     batcher.submit(waiting)
     batcher.submit(late)
-    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+    with pytest.raises(UnavailableError, match="2 requests are waiting"):
         batcher.submit(job(slow))
     aborted.cancelled = waiting.cancelled = True
     go.set()
@@ -150,6 +171,28 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -
     batcher.close()
     assert len(aborted.ids) < 24 and not waiting.ids and len(late.ids) == 3
     assert late.stats is not None and late in told
+
+
+def test_a_server_that_stops_ends_answers_at_once(decoder: FuzzyDecoder) -> None:
+    told: list[Job] = []
+
+    def tell(text: str, done: Job | None) -> None:
+        if done is not None:
+            told.append(done)
+        else:
+            batcher.stop()
+
+    options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    ids = decoder.encode("the cat sat on the mat")
+    running, waiting = (Job(ids, parse_rule("exact"), options, 40, [], time.monotonic() + 60, tell) for _ in range(2))
+    batcher = Batcher(decoder, max_batch=1, max_queue=2)
+    batcher.submit(running)
+    batcher.submit(waiting)
+    batcher.close()
+    assert told == [running, waiting] and running.reason == "length" and len(running.ids) < 40
+    assert isinstance(waiting.reason, UnavailableError)
+    with pytest.raises(UnavailableError, match="stopping"):
+        batcher.submit(waiting)
 
 
 def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(

@@ -6,15 +6,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import Asked, FuzzyRules
 from fsd_infer.rules import Texts, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from fsd_infer.tree import DraftTree
+from tests.test_one_wait import NoBlockingCopies
 
 V, SLOTS, LONGEST = 11, 24, 64
 RULES = [
@@ -39,17 +42,21 @@ class Server:
     """vLLM's slots and rows, by hand."""
 
     drafts: int = 5
-    method: str = "greedy"
+    sampling: str = "greedy"
+    method: str = "eagle"
+    device: str = "cpu"
     texts: dict[int, list[int]] = field(default_factory=dict)
     chains: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokens = torch.zeros(SLOTS, LONGEST, dtype=torch.int32)
-        self.lengths = torch.zeros(3, SLOTS, dtype=torch.int32)  # total, prompt, prefill
+        self.tokens = torch.zeros(SLOTS, LONGEST, dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(3, SLOTS, dtype=torch.int32, device=self.device)  # total, prompt, prefill
         buffers = [SimpleNamespace(gpu=values) for values in (self.tokens, *self.lengths)]
         names = ("all_token_ids", "total_len", "prompt_len", "prefill_len")
-        states = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=SLOTS, **dict(zip(names, buffers)))
-        speculative = SimpleNamespace(num_speculative_tokens=self.drafts, draft_sample_method=self.method)
+        states = SimpleNamespace(device=torch.device(self.device), max_num_reqs=SLOTS, **dict(zip(names, buffers)))
+        speculative = SimpleNamespace(
+            num_speculative_tokens=self.drafts, draft_sample_method=self.sampling, method=self.method
+        )
         self.rules = FuzzyRules(SimpleNamespace(speculative_config=speculative), states)
 
     def add(self, slot: int, params: Params, text: list[int], drafts: list[int], resumed: int = 0) -> None:
@@ -63,17 +70,29 @@ class Server:
         self.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
         self.lengths[0, slot] = len(text)
 
-    def step(self, logits: Tensor, slots: list[int]) -> Tensor:
-        """The edited copy of ``logits`` [R, V], rows in the order of ``slots``."""
+    def context(self, slots: list[int]) -> Any:
+        """vLLM's, rows in the order of ``slots``."""
         rows = [(slot, place) for slot in slots for place in range(len(self.chains[slot]) + 1)]
         ids = [[self.texts[slot][-1], *self.chains[slot]][place] for slot, place in rows]
         columns = {
-            "expanded_idx_mapping": [slot for slot, _ in rows], "expanded_local_pos": [place for _, place in rows],
-            "input_ids": ids, "pos": [len(self.texts[slot]) - 1 + place for slot, place in rows],
+            "expanded_local_pos": [place for _, place in rows], "input_ids": ids,
         }  # fmt: skip
-        made = {name: torch.tensor(values, dtype=torch.int32) for name, values in columns.items()}
-        context = SimpleNamespace(idx_mapping_np=torch.tensor(slots).numpy(), **made)
-        return self.rules.apply(logits.clone(), context)
+        columns["idx_mapping"] = slots
+        made = {name: torch.tensor(values, dtype=torch.int32).to(self.device) for name, values in columns.items()}
+        lengths = [len(self.texts[slot]) + len(self.chains[slot]) for slot in slots]
+        bounds = {"idx_mapping_np": np.array(slots), "seq_lens_upper_bound_np": np.array(lengths)}
+        return SimpleNamespace(**made, **bounds)
+
+    def step(self, logits: Tensor, slots: list[int]) -> Tensor:
+        """The edited copy of ``logits`` [R, V]."""
+        return self.rules.apply(logits.clone(), self.context(slots))
+
+
+class NothingHappens(TorchDispatchMode):
+    """Refuses every operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was launched")
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +167,53 @@ def test_edited_logits_are_the_laws(seed: int) -> None:
 def test_a_batch_without_rules_is_not_touched() -> None:
     server = Server()
     server.add(0, Params(), [1, 2], [3])
-    server.add(1, Params(0.7, {"rule": "tilted:inf"}), [1, 2], [3])
-    logits = torch.randn(2, V)
-    assert torch.equal(server.step(logits, [0]), logits) and torch.equal(server.step(logits, [1]), logits)
+    server.add(1, Params(0.7, {"rule": "exact"}, top_p=0.9), [1, 2], [3])
+    server.add(2, Params(0.7, {"rule": "tilted:inf"}), [1, 2], [3])
+    logits, context = torch.randn(4, V), server.context([0, 1])
+    with NothingHappens():
+        assert server.rules.apply(logits, context) is logits
+    assert torch.equal(server.step(logits[:2], [2]), logits[:2])
+
+
+@pytest.mark.parametrize("rule", [*RULES[:-1], "fly:2:0.1", "tilted:1:budget=2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
+    """On "meta" whatever needs a number from the device raises."""
+    if rule.startswith("fly") and temperature:
+        return
+    server = Server(device="meta", method="ngram")
+    for slot in range(3):
+        server.add(slot, Params(temperature, {"rule": rule}), [1, 2, 3], [3] * (slot + 1))
+    logits, context = torch.randn(9, V, device="meta"), server.context([0, 1, 2])
+    with NoBlockingCopies():
+        assert server.rules.apply(logits, context).shape == logits.shape
+
+
+def test_what_is_no_draft_is_not_favoured() -> None:
+    """vLLM's placeholders, and the last token where its n-gram drafter has none."""
+    logits = torch.zeros(4, V)
+    logits[:, 7] = 0.5
+    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0"})
+    for method, drafts, choices in (
+        ("eagle", [-1, -1, -1], [7, 7, 7, 7]), ("ngram", [2, 2, 2], [7, 7, 7, 7]),
+        ("eagle", [2, 2, 2], [2, 2, 2, 7]), ("ngram", [2, 3, 2], [2, 3, 7, 7]),
+    ):  # fmt: skip
+        server = Server(method=method)
+        server.add(0, params, [1, 2], drafts)
+        assert server.step(logits, [0]).argmax(-1).tolist() == choices
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_budgets_are_kept_as_by_the_walk(seed: int) -> None:
+    """At temperature 0: a context that is too dear is exact, and cheaper ones after it are not."""
+    generator, rule = torch.Generator().manual_seed(seed), "tilted:0.3:novel=0:floor=0:budget=1"
+    text, drafts = [1, 2], torch.randint(0, V, (5,), generator=generator).tolist()
+    logits = torch.rand(6, V, generator=generator)
+    server = Server()
+    server.add(0, Params(0.0, {"rule": rule}), text, drafts)
+    after, wanted = server.step(logits, [0]).argmax(-1).tolist(), law_of(rule, 0.0, text, drafts, logits).argmax(-1)
+    reached = next((place for place, draft in enumerate(drafts) if wanted[place] != draft), len(drafts))
+    assert after[: reached + 1] == wanted[: reached + 1].tolist()
 
 
 def test_budgets_live_in_slots() -> None:
@@ -215,4 +278,4 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
 
 def test_sampled_drafts_are_refused_at_start() -> None:
     with pytest.raises(ValueError, match="draft_sample_method = 'greedy'"):
-        Server(method="probabilistic")
+        Server(sampling="probabilistic")

@@ -350,10 +350,9 @@ def serve(args: argparse.Namespace) -> int:
     """`fsd-infer serve`."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needed(package)
-    import uvicorn
-
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.serving.app import Limits, make_app
+    from fsd_infer.serving.run import serve as serve_app
     from fsd_infer.targets.loading import parse_dtype
     from fsd_infer.tuning.autotune import parse_tree
 
@@ -364,7 +363,7 @@ def serve(args: argparse.Namespace) -> int:
     )  # fmt: skip
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
     app = make_app(decoder, args.rule, limits, os.environ.get("FSD_API_KEY", ""))
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    serve_app(app, args.host, args.port)
     return 0
 
 

@@ -15,25 +15,35 @@ Environment of the server:
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import os
+import time
 import warnings
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import Exact, Fly, Rule, Tilted, Verification, parse_rule
-from fsd_infer.rules.contexts import Evidence
-from fsd_infer.tree import DraftTree
+from fsd_infer.integrations.vllm_step import Chains, Step, affordable
+from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
 CERTAIN = 1e4  # nats that stand for an infinite bonus: e^-10000 is 0
+FILLED = ("ngram", "ngram_gpu")  # drafters that may have no draft; see :class:`Step`
+READ = {  # of vLLM's interface
+    "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
+    "LogitsContext": ("idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids", "seq_lens_upper_bound_np"),
+}
+TOLD_EVERY = 10.0  # seconds
+
+log = logging.getLogger("vllm.fsd_infer")  # below vLLM's own logger, so that its settings hold
 
 if TYPE_CHECKING:
     _Processor: Any = object
@@ -66,7 +76,7 @@ class Asked:
             most = os.environ.get("FSD_VLLM_MOST")
             allowed = most is None or no_looser(rule, parse_rule(most))
         except FsdError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(f"rule: {error}") from error
         if not allowed:
             raise ValueError(f"rule: this server allows {most}, stricter forms of it, and exact.")
         if rule.name in NEED_Q or getattr(rule, "gate", None) is not None:
@@ -75,7 +85,11 @@ class Asked:
             raise ValueError('only_in: must be "think", or left out.')
         found = cls(rule, params.temperature == 0, extra.get("only_in") == "think")
         if found.lossy and not found.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
-            raise ValueError("rule: lossy rules need top_p = 1, top_k = 0 and min_p = 0 at temperature above 0.")
+            raise ValueError(
+                "rule: at temperature above 0 a lossy rule needs top_p = 1, top_k = 0 and min_p = 0, since vLLM "
+                "applies them after the rule. Send these, or start the server with --generation-config vllm if the "
+                "model's own defaults set others."
+            )
         if isinstance(rule, Fly) and not found.greedy:
             raise ValueError("rule: 'fly' needs temperature 0.")
         return found
@@ -104,7 +118,7 @@ class FuzzyRules(_Processor):
 
     Raises:
         ValueError: drafts are sampled, or verified in another way than by vLLM's standard test: the law of a
-            deterministic draft is then not this one.
+            deterministic draft is then not this one. Or vLLM's interface is another.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
@@ -114,16 +128,21 @@ class FuzzyRules(_Processor):
             if speculative is not None and getattr(speculative, name, wanted) != wanted:
                 raise ValueError(f"FuzzyRules needs speculative_config.{name} = {wanted!r}.")
         self.states, self.device = req_states, req_states.device
+        self.nodes = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
+        self.filled = getattr(speculative, "method", None) in FILLED
+        self.thinking = _thinking_tokens(getattr(vllm_config, "model_config", None))
         slots = req_states.max_num_reqs
-        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        # what requests ask for changes only when one is admitted; kinds are numbered anew then
         self.asked: list[Asked | None] = [None] * slots
         self.fresh: dict[int, float] = {}  # slot -> temperature of requests that the device does not know yet
+        self.kinds: list[Asked] = []
+        self.kind_of = np.full(slots, -1)  # number of its kind; -1: exact
+        self.kind = torch.full((slots,), -1, device=self.device)  # the same
         self.temperature = torch.ones(slots, device=self.device)
         self.left = torch.full((slots,), math.inf, device=self.device)  # nats
-        self.cost = torch.zeros(slots, drafts + 1, device=self.device)  # of the last step's positions
+        self.cost = torch.zeros(slots, self.nodes, device=self.device)  # of the last step's positions
         self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text then
-        model = getattr(vllm_config, "model_config", None)
-        self._thinking = cache(lambda: _thinking_tokens(model))
+        self.ledger = Ledger(self.device)
 
     @classmethod
     def validate_params(cls, params: Any) -> None:
@@ -142,8 +161,12 @@ class FuzzyRules(_Processor):
         spent is not known any more."""
         if not self.fresh:
             return
-        rules = [None if (asked := self.asked[slot]) is None else asked.rule for slot in self.fresh]
-        budgets = [math.inf if rule is None or rule.budget is None else rule.budget for rule in rules]
+        self.kinds = list(dict.fromkeys(filter(None, self.asked)))
+        number: dict[Asked | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
+        self.kind_of = np.array([number.get(asked, -1) for asked in self.asked])
+        self.kind = to_device(torch.from_numpy(self.kind_of), self.device)
+        of_new = [math.inf if (asked := self.asked[slot]) is None else asked.rule.budget for slot in self.fresh]
+        budgets = [math.inf if budget is None else budget for budget in of_new]
         index, temperature, budget = (
             to_device(torch.tensor(values), self.device)
             for values in (list(self.fresh), list(self.fresh.values()), budgets)
@@ -151,175 +174,92 @@ class FuzzyRules(_Processor):
         resumed = (self.states.prefill_len.gpu > self.states.prompt_len.gpu)[index] & budget.isfinite()
         self.temperature[index] = temperature
         self.left[index] = budget.masked_fill(resumed, 0.0)
-        self.cost[index] = 0.0
+        self.cost.index_fill_(0, index, 0.0)
+        self.seen[index] = self.states.total_len.gpu[index].long()
         self.fresh = {}
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         """Edit ``logits`` [R, V] in place, a row per position to verify; rows without a lossy rule stay as they are."""
-        asked = {one for slot in ctx.idx_mapping_np.tolist() if (one := self.asked[slot]) is not None}
-        if not asked:
+        numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
+        if numbers in ([], [-1]):
             return logits
-        slot = ctx.expanded_idx_mapping.long()
-        self._settle(slot)
-        if logits.shape[0] < 2:
+        step = Step(ctx, self.states, self.nodes, self.filled)
+        self._settle(step)
+        if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits
-        rows = Rows(slot, ctx.expanded_local_pos.long(), ctx.input_ids.long(), ctx.pos.long(), self.states)
-        whose = self._whose(slot, asked)
-        temperature = self.temperature[slot]
-        evidence: dict[bool, Chains] = {}
-        for number, one in enumerate(asked):
-            if one.greedy not in evidence:
-                scores = logits if one.greedy else logits / temperature[:, None]
-                evidence[one.greedy] = Chains(rows, scores, one.greedy)  # edits are of other requests' rows
-            mine = rows.drafted & (whose == number)
-            if one.thinking_only:
-                mine &= rows.thinking(*self._thinking())
-            bonus, cost = evidence[one.greedy].tilted(one.rule, mine)
-            allowed = (rows.path.to(cost.dtype) @ cost) <= self.left[slot]
-            bonus, cost = bonus.masked_fill(~allowed, 0.0), cost.masked_fill(~allowed, 0.0)
-            self.cost.index_put_((slot, rows.place), cost.float(), accumulate=True)
-            edit = bonus.clamp_max(CERTAIN) * (1.0 if one.greedy else temperature)
-            logits.scatter_add_(1, rows.draft[:, None], edit[:, None].to(logits.dtype))
+        kind, temperature = self.kind[step.slot], self.temperature[step.slot]
+        chains: dict[bool, Chains] = {}
+        for number in numbers:
+            if number < 0:
+                continue
+            asked = self.kinds[number]
+            if asked.greedy not in chains:  # what has been edited by now are other requests' rows
+                scores = step.scores(logits, None if asked.greedy else temperature)
+                chains[asked.greedy] = Chains(step, scores, asked.greedy)
+            mine = step.drafted & (kind == number)[:, None]
+            if asked.thinking_only:
+                mine = mine & step.thinking(*self.thinking)
+            bonus, cost = chains[asked.greedy].tilted(asked.rule, mine)
+            if asked.rule.budget is not None:
+                unpaid = ~affordable(cost, self.left[step.slot])
+                bonus, cost = bonus.masked_fill(unpaid, 0.0), cost.masked_fill(unpaid, 0.0)
+            self.cost[step.slot] += cost.float()
+            edit = bonus.clamp_max(CERTAIN)
+            step.add(logits, edit if asked.greedy else edit * temperature[:, None])
         return logits
 
-    def _whose(self, slot: Tensor, asked: set[Asked]) -> Tensor:
-        """[R] the number, in the order of ``asked``, of what each row's request asks for; -1 for none."""
-        numbers = {one: number for number, one in enumerate(asked)}
-        table = [-1 if one is None else numbers.get(one, -1) for one in self.asked]
-        return to_device(torch.tensor(table), self.device)[slot]
-
-    def _settle(self, slot: Tensor) -> None:
+    def _settle(self, step: Step) -> None:
         """Take what the last step spent, at the positions whose tokens were emitted, out of the budgets."""
-        total = self.states.total_len.gpu.long()
-        emitted = (total - self.seen)[:, None]
-        places = torch.arange(self.cost.shape[1], device=self.device)
-        here = torch.zeros_like(total, dtype=torch.bool).index_fill_(0, slot, True)
-        spent = self.cost.masked_fill(places >= emitted, 0.0).sum(1)
-        self.left = torch.where(here, (self.left - spent).clamp_min(0.0), self.left)
-        self.cost = self.cost.masked_fill(here[:, None], 0.0)
-        self.seen = torch.where(here, total, self.seen)
+        slot, total = step.slot, step.texts.lengths
+        emitted = (total - self.seen[slot])[:, None]
+        places = torch.arange(self.nodes, device=self.device)
+        spent = self.cost[slot].masked_fill(places >= emitted, 0.0).sum(1)
+        self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
+        self.cost.index_fill_(0, slot, 0.0)
+        self.seen[slot] = total
+        self.ledger.add(spent, emitted[:, 0].clamp_max(self.nodes) * (self.kind[slot] >= 0))
 
 
-class Rows:
-    """The step's logits rows: a chain of drafts per request, below its last token.
+class Ledger:
+    """What all requests spent, in vLLM's log. vLLM does not say when a request ends, and nothing may wait for the
+    device, so it is the sum up to some seconds ago."""
 
-    Args:
-        slot: [R] of each row's request.
-        place: [R] 0 at the last token of the text, then one per draft.
-        tokens: [R] the token that the row's position holds.
-        pos: [R] its position in the text.
-        states: vLLM's slots.
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
+        self._copy = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._due, self._told = time.monotonic() + TOLD_EVERY, 0.0
 
-    Attributes:
-        drafted: [R] bool; is there a draft after the row, the next row's token.
-        draft: [R] that token.
-        path: [R, R] bool; is the second on the way from the first's text to it, the row itself included.
-    """
-
-    def __init__(self, slot: Tensor, place: Tensor, tokens: Tensor, pos: Tensor, states: Any) -> None:
-        self.slot, self.place, self.tokens, self.pos, self.states = slot, place, tokens, pos, states
-        follows = (slot[1:] == slot[:-1]) & (place[1:] == place[:-1] + 1)
-        self.drafted = torch.nn.functional.pad(follows, (0, 1))
-        self.draft = tokens.roll(-1)
-        self.path = (slot[:, None] == slot) & (place[:, None] >= place)
-
-    def known(self, n: int) -> Tensor:
-        """[1, R] bool; does the row's draft complete an n-gram that its text and path had before it."""
-        back = torch.arange(n - 1, -1, -1, device=self.slot.device)
-        of_text = self.states.all_token_ids.gpu
-        rows = torch.arange(len(self.slot), device=self.slot.device)[:, None] - back
-        drafted = back <= self.place[:, None]
-        places = (self.pos[:, None] - back).clamp_min(0)
-        ends = torch.where(
-            drafted, self.tokens[rows.clamp_min(0)], of_text[self.slot[:, None], places].long()
-        )  # [R, n]
-        ends = torch.where(self.pos[:, None] >= back, ends, -1)
-        above = self.path & (self.place[:, None] > self.place) & (self.place > 0)
-        found = (above & (ends[:, None] == ends).all(-1)).any(-1)
-        if of_text.shape[1] >= n:
-            count = of_text.shape[1] - n + 1
-            same = (
-                torch.arange(count, device=self.slot.device) + n <= self.states.total_len.gpu[self.slot].long()[:, None]
-            )
-            for k in range(n):
-                same &= of_text[self.slot, k : k + count] == ends[:, k, None]
-            found |= same.any(-1)
-        return (found & (self.place > 0))[None]
-
-    def thinking(self, opening: int, closing: int) -> Tensor:
-        """[R] bool; is the row's next token between these two, the drafts before it included."""
-        text = self.states.all_token_ids.gpu[self.slot]
-        at = torch.arange(1, text.shape[1] + 1, device=text.device)
-        at = at.masked_fill(at > self.states.total_len.gpu[self.slot].long()[:, None], 0)
-        opened, closed = ((at * (text == token)).amax(-1) for token in (opening, closing))
-        ended = (self.path & (self.place > 0) & (self.tokens == closing)).any(-1)
-        return (opened > closed) & ~ended
+    def add(self, nats: Tensor, tokens: Tensor) -> None:
+        """[B] of the requests of a step."""
+        self._sums += torch.stack([nats.sum(), tokens.sum()])
+        if time.monotonic() < self._due:
+            return
+        spent, emitted = self._copy.tolist()  # was begun the last time: long complete
+        if emitted > self._told:
+            log.info("lossy rules: %.4f nats a token over %d tokens", spent / emitted, emitted)
+            self._told = emitted
+        self._copy.copy_(self._sums, non_blocking=True)
+        self._due = time.monotonic() + TOLD_EVERY
 
 
-class Chains(Evidence):
-    """The chains of all requests as a rule's evidence: one tree without a common root, so its first rows are nobody's
-    children.
-
-    Args:
-        rows: of the step.
-        scores: [R, V] ln p up to a constant; at temperature 0 raw logits.
-        greedy: temperature 0.
-    """
-
-    def __init__(self, rows: Rows, scores: Tensor, greedy: bool) -> None:
-        count, vocab = scores.shape
-        places = torch.arange(count, device=scores.device)
-        tree = DraftTree(
-            tokens=rows.tokens[None],
-            parents=torch.where(rows.place > 0, places - 1, 0)[None],
-            depths=rows.place[None],
-            ancestors=rows.path[None],
-            q_logits=scores.new_empty(1, 0, vocab),
-            q_index=torch.full_like(rows.tokens, -1)[None],
-        )
-        uniforms = None if greedy else scores.new_empty(1, count, 3)  # nothing is drawn here
-        super().__init__(Verification(tree, scores[None], scores[None], greedy, uniforms), at_once=True)
-        self.rows = rows
-
-    @cached_property
-    def is_child(self) -> Tensor:
-        """[1, R, R] bool; see the base."""
-        return torch.diag_embed(self.rows.drafted[:-1], offset=1)[None]
-
-    def tilted(self, rule: Rule, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """[R] the bonus of each row's draft under the rule, and the nats that it costs; 0 but in ``mine`` [R] bool."""
-        novel = getattr(rule, "novel", 0)
-        if novel:
-            self.once(("known", novel), lambda: self.rows.known(novel))
-        law = rule.charged_law(self.whole)
-        zero = self.regret.new_zeros(len(mine))
-        if law.bonus is None:
-            return zero, zero
-        whole = torch.as_tensor(law.bonus, device=zero.device).expand(len(mine), len(mine))
-        bonus = torch.nn.functional.pad(whole.diagonal(1), (0, 1)).clamp_min(0.0)
-        regret = self.regret[0].roll(-1)
-        bonus = bonus.masked_fill(~(law.applies & mine) | regret.isinf(), 0.0)  # what is forbidden stays so
-        if self.greedy:
-            return bonus, torch.where(bonus > regret, regret, 0.0).to(bonus.dtype)
-        log_p = self.whole.log_p_max - regret
-        log_z = torch.logaddexp(log_p + bonus, torch.log1p(-log_p.exp().clamp_max(1.0)))
-        cost = (log_p + bonus - log_z).exp() * bonus - log_z
-        return bonus, torch.where(bonus.isinf(), -log_p, cost).clamp_min(0.0).masked_fill(bonus == 0, 0.0)
-
-
-@cache
 def _check_version() -> None:
     from vllm import __version__
+    from vllm.v1.worker.gpu.sample import logits_processor
 
+    for name, fields in READ.items():
+        known = {field.name for field in dataclasses.fields(getattr(logits_processor, name))}
+        if missing := ", ".join(field for field in fields if field not in known):
+            raise ValueError(f"FuzzyRules cannot work with vLLM {__version__}: its {name} has no {missing}.")
     if not __version__.startswith(TESTED):
         warnings.warn(f"FuzzyRules was tested with vLLM {', '.join(TESTED)}, not with {__version__}.", stacklevel=2)
 
 
 def _thinking_tokens(model: Any) -> tuple[int, int]:
-    from transformers import AutoTokenizer
+    """<think> and </think>; -1 for both if the model has no such tokens: then no text is ever between them."""
+    if model is None or model.skip_tokenizer_init:
+        return -1, -1
+    from vllm.tokenizers import cached_tokenizer_from_config
 
-    trust = bool(model.trust_remote_code)
-    vocabulary = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=trust).get_vocab()
-    if "<think>" not in vocabulary or "</think>" not in vocabulary:
-        raise ValueError('only_in: this model has no tokens <think> and </think>, so "think" means nothing.')
-    return vocabulary["<think>"], vocabulary["</think>"]
+    vocabulary = cached_tokenizer_from_config(model).get_vocab()
+    opening, closing = (vocabulary.get(token, -1) for token in ("<think>", "</think>"))
+    return (opening, closing) if min(opening, closing) >= 0 else (-1, -1)

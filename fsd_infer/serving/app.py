@@ -12,16 +12,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
-from fsd_infer.serving.batcher import Batcher, Job, QueueFullError
+from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.stats import RowStats
 
 
@@ -55,6 +57,7 @@ class Asked(BaseModel):
     n: int = Field(1, ge=1, le=1)
     stop: str | list[str] | None = None
     stream: bool = False
+    stream_options: dict[str, Any] = {}
     rule: str | None = None
     vllm_xargs: dict[str, Any] = {}
 
@@ -69,6 +72,28 @@ class ChatAsked(Asked):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+
+
+class BodyLimit:
+    """Middleware: a request's body may have so many bytes, whether it says how many it has or not."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > self.most:
+                raise HTTPException(413, f"the request has more than {self.most} bytes.")
+            return message
+
+        await self.app(scope, counted, send)
 
 
 class Metrics:
@@ -118,10 +143,10 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if api_key and not secrets.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "wrong or missing API key.")
-        if int(request.headers.get("content-length") or 0) > limits.max_bytes:
-            raise HTTPException(413, f"the request has more than {limits.max_bytes} bytes.")
 
     app = FastAPI(title="fsd-infer serve", lifespan=lifespan)
+    app.state.batcher = batcher
+    app.add_middleware(BodyLimit, most=limits.max_bytes)
     guarded = [Depends(check)]
 
     @app.exception_handler(HTTPException)
@@ -131,8 +156,14 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        metrics.requests.labels("malformed").inc()
         first = error.errors()[0]
-        return _error(400, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+        where = ".".join(map(str, first["loc"][1:]))
+        if first["type"] == "json_invalid":
+            return _error(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
+        if not where:
+            return _error(400, "the body must be a JSON object, with the header Content-Type: application/json.")
+        return _error(400, f"{where}: {first['msg']}")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -152,7 +183,8 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
 
     @app.post("/v1/chat/completions", dependencies=guarded)
     async def chat(asked: ChatAsked, request: Request) -> Response:
-        return await answer(asked, asked.messages, True, request)
+        messages = [{**message, **_joined(message.get("content"))} for message in asked.messages]
+        return await answer(asked, messages, True, request)
 
     async def answer(asked: Asked, prompt: Any, is_chat: bool, request: Request) -> Response:
         told: asyncio.Queue[tuple[str, Job | None]] = asyncio.Queue()
@@ -161,11 +193,13 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
             job = _job(decoder, asked, prompt, is_chat, rule, limits)
 
             def tell(text: str, done: Job | None) -> None:
+                if done is not None and done.stats is not None:
+                    metrics.add(done.stats)
                 loop.call_soon_threadsafe(told.put_nowait, (text, done))
 
             job.tell = tell
             batcher.submit(job)
-        except QueueFullError as error:
+        except UnavailableError as error:
             metrics.requests.labels("refused").inc()
             raise HTTPException(503, str(error)) from error
         except FsdError as error:
@@ -180,20 +214,19 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
                     try:
                         text, done = await asyncio.wait_for(told.get(), 0.25)
                     except asyncio.TimeoutError:
-                        if await request.is_disconnected():
-                            return
-                        continue
+                        text, done = "", None
                     if done is not None:
                         if isinstance(done.reason, Exception):
                             raise done.reason
                         return
-                    yield text
+                    if await request.is_disconnected():
+                        return
+                    if text:
+                        yield text
             finally:
                 job.cancelled = job.reason is None
                 outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
                 metrics.requests.labels(outcome).inc()
-                if job.stats is not None:
-                    metrics.add(job.stats)
 
         if asked.stream:
 
@@ -202,6 +235,8 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
                     async for text in parts():
                         yield reply.event(text, None)
                     yield reply.event("", str(job.reason))
+                    if asked.stream_options.get("include_usage"):
+                        yield reply.usage_event(job)
                 except Exception as error:  # the status has been sent: say it in the stream
                     yield f"data: {json.dumps({'error': {'message': _said(error)}})}\n\n"
                 yield "data: [DONE]\n\n"
@@ -210,7 +245,8 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
         try:
             text = "".join([part async for part in parts()])
         except Exception as error:
-            raise HTTPException(400 if isinstance(error, FsdError) else 500, _said(error)) from error
+            status = 503 if isinstance(error, UnavailableError) else 400 if isinstance(error, FsdError) else 500
+            raise HTTPException(status, _said(error)) from error
         return JSONResponse(reply.whole(text, job))
 
     return app
@@ -247,23 +283,41 @@ class _Reply:
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.begun = False
 
-    def _envelope(self, choice: dict[str, Any], chunk: bool) -> dict[str, Any]:
+    def _envelope(self, choice: dict[str, Any] | None, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
-        choices = [{"index": 0, "logprobs": None, **choice}]
+        choices = [] if choice is None else [{"index": 0, "logprobs": None, **choice}]
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def event(self, text: str, reason: str | None) -> str:
         """A part of a stream."""
-        part: dict[str, Any] = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
+        role = {} if self.begun else {"role": "assistant"}
+        self.begun = True
+        delta = {**role, **({"content": text} if text else {})}
+        part: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": text}
         return f"data: {json.dumps(self._envelope({**part, 'finish_reason': reason}, True))}\n\n"
+
+    def usage_event(self, job: Job) -> str:
+        """The part of a stream that follows the last one, for clients that ask for it."""
+        return f"data: {json.dumps({**self._envelope(None, True), 'usage': self._usage(job)})}\n\n"
+
+    @staticmethod
+    def _usage(job: Job) -> dict[str, int]:
+        counts = {"prompt_tokens": len(job.prompt), "completion_tokens": len(job.ids)}
+        return {**counts, "total_tokens": sum(counts.values())}
 
     def whole(self, text: str, job: Job) -> dict[str, Any]:
         """An answer that is not streamed."""
         part: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        counts = {"prompt_tokens": len(job.prompt), "completion_tokens": len(job.ids)}
-        counts["total_tokens"] = sum(counts.values())
-        return {**self._envelope({**part, "finish_reason": str(job.reason)}, False), "usage": counts}
+        return {**self._envelope({**part, "finish_reason": str(job.reason)}, False), "usage": self._usage(job)}
+
+
+def _joined(content: Any) -> dict[str, str]:
+    """A message's content as one text where it is a list of texts."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return {"content": "".join(str(part.get("text", "")) for part in content)}
+    return {}
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

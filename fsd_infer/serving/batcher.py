@@ -18,8 +18,8 @@ from fsd_infer.stats import RowStats
 log = logging.getLogger(__name__)
 
 
-class QueueFullError(FsdError):
-    """More requests wait than the server takes."""
+class UnavailableError(FsdError):
+    """The server takes no more requests now: too many wait, or it is stopping."""
 
 
 @dataclass
@@ -96,30 +96,39 @@ class Batcher:
         self.decoder, self.max_batch, self.max_queue = decoder, max_batch, max_queue
         self.waiting: deque[Job] = deque()
         self._changed = threading.Condition()
+        self._running: list[Job] = []
         self._closed = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="decode")
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises QueueFullError if too many wait."""
+        """Queue a job. Raises UnavailableError."""
         with self._changed:
+            if self._closed:
+                raise UnavailableError("the server is stopping.")
             if len(self.waiting) >= self.max_queue:
-                raise QueueFullError(f"{self.max_queue} requests are waiting: try again later.")
+                raise UnavailableError(f"{self.max_queue} requests are waiting: try again later.")
             self.waiting.append(job)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Ends after the batch at hand; jobs that wait fail."""
+    def stop(self) -> None:
+        """Answers that are being decoded end with their next tokens, jobs that wait fail. May be called by a signal."""
         with self._changed:
             self._closed = True
+            for job in self._running:
+                job.deadline = 0.0
             self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and wait for it."""
+        self.stop()
         self._thread.join()
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
             self._decode(batch)
         for job in self.waiting:
-            job.finish(FsdError("the server is stopping."))
+            job.finish(UnavailableError("the server is stopping."))
 
     def _next(self) -> list[Job] | None:
         """The first job that waits and those that can go with it; None at the end."""
@@ -133,7 +142,8 @@ class Batcher:
             batch = [job for job in self.waiting if job.sampling == first.sampling][: 1 if alone else self.max_batch]
             for job in batch:
                 self.waiting.remove(job)
-            return [job for job in batch if not job.cancelled]
+            self._running = [job for job in batch if not job.cancelled]
+            return self._running
 
     def _decode(self, batch: list[Job]) -> None:
         if not batch:
