@@ -41,7 +41,7 @@ READ = {  # of vLLM's interface
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
     "LogitsContext": ("idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids", "seq_lens_upper_bound_np"),
 }
-TOLD_EVERY = 10.0  # seconds
+REPORT_EVERY = 10.0  # seconds
 
 log = logging.getLogger("vllm.fsd_infer")  # below vLLM's own logger, so that its settings hold
 
@@ -227,7 +227,7 @@ class Ledger:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
         self._copy = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
-        self._due, self._told = time.monotonic() + TOLD_EVERY, 0.0
+        self._due, self._reported = time.monotonic() + REPORT_EVERY, 0.0
 
     def add(self, nats: Tensor, tokens: Tensor) -> None:
         """[B] of the requests of a step."""
@@ -235,11 +235,11 @@ class Ledger:
         if time.monotonic() < self._due:
             return
         spent, emitted = self._copy.tolist()  # was begun the last time: long complete
-        if emitted > self._told:
+        if emitted > self._reported:
             log.info("lossy rules: %.4f nats a token over %d tokens", spent / emitted, emitted)
-            self._told = emitted
+            self._reported = emitted
         self._copy.copy_(self._sums, non_blocking=True)
-        self._due = time.monotonic() + TOLD_EVERY
+        self._due = time.monotonic() + REPORT_EVERY
 
 
 def _check_version() -> None:
