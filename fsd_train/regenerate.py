@@ -67,9 +67,9 @@ class AnswerFile:
             self._cut_torn_line()
             yield self._done(), file
 
-    def append(self, file: IO[bytes], answers: Sequence[Answer]) -> None:
-        """Writes the answers and returns when they are on disk."""
-        file.write(b"".join(answer_line(answer) for answer in answers))
+    def append(self, file: IO[bytes], lines: Sequence[bytes]) -> None:
+        """Writes whole lines, each of JSON with an ``id``, and returns when they are on disk."""
+        file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())
 
@@ -129,7 +129,7 @@ def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool 
         ) as bar:
             for group in backend.answer(plan.batches, done):
                 fresh = [answer for answer in group if answer.job.id not in done]
-                output.append(file, fresh)
+                output.append(file, [answer_line(answer) for answer in fresh])
                 done.update(answer.job.id for answer in fresh)
                 for answer in fresh:
                     counts["answered"] += 1
