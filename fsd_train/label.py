@@ -128,7 +128,7 @@ class Labeller:
         exact = self.decode([task.prompt for task in tasks], parse_rule("exact"))
         for task, ids, row in zip(tasks, exact.sequences, exact.stats.rows, strict=True):
             task.known, task.changes = [ids], []
-            task.exact = {"ids": ids, "forwards": row.target_forwards, **self._measures(task, ids)}
+            task.exact = {"ids": ids, "forwards": row.target_forwards, **self.measures(task, ids)}
         rule = SemiGreedy(self.harmless, self.ends, self.most_regret)
         searched = self.decode([task.prompt for task in tasks], rule)
         return [
@@ -137,15 +137,18 @@ class Labeller:
                 "source": task.source,
                 "reference": None if task.reference is None else str(task.reference.value),
                 "exact": task.exact,
-                "searched": {"ids": ids, "forwards": row.target_forwards, **self._measures(task, ids)},
+                "searched": {"ids": ids, "forwards": row.target_forwards, **self.measures(task, ids)},
                 "changes": task.changes,
             }
             for task, ids, row in zip(tasks, searched.sequences, searched.stats.rows, strict=True)
         ]
 
-    def decode(self, prompts: list[list[int]], rule: Rule, limit: int | None = None) -> Outcome:
-        """Greedy answers of at most ``limit`` tokens; nothing but the rule shapes them."""
-        request = Request(prompts, limit or self.max_new_tokens, greedy=True, eos_token_ids=self.ends)
+    def decode(self, prompts: list[list[int]], rule: Rule, limit: int | None = None, seed: int = 0) -> Outcome:
+        """Greedy answers of at most ``limit`` tokens; nothing but the rule, and its coins by the seed, shapes them."""
+        coins = torch.Generator(self.decoder.target.device).manual_seed(seed)
+        request = Request(
+            prompts, limit or self.max_new_tokens, greedy=True, eos_token_ids=self.ends, generator=coins
+        )
         return decode(self.decoder.target, self.decoder.drafter, rule, request)
 
     def harmless(self, changes: Sequence[Change]) -> list[bool]:
@@ -162,7 +165,7 @@ class Labeller:
         losses = self._losses(changes, rests)
         found = []
         for task, change, answer, rest, loss in zip(tasks, changes, answers, rests, losses, strict=True):
-            measures = self._measures(task, answer)
+            measures = self.measures(task, answer)
             if self.by == LOSS:
                 important = loss is None or loss > self.most_loss
             else:
@@ -205,7 +208,7 @@ class Labeller:
             found[number] = round((sums[len(wanted) + place] - sums[place]) / len(rests[number]), 4)
         return found
 
-    def _measures(self, task: Task, ids: list[int]) -> dict[str, Any]:
+    def measures(self, task: Task, ids: list[int]) -> dict[str, Any]:
         """``score`` and ``final`` where the task has such, ``copied`` and ``repeated``."""
         text, reference = self.tokenizer.decode(ids, skip_special_tokens=True), task.reference
         says = reference is not None and reference.kind in ("number", "choice")

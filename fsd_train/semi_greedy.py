@@ -107,7 +107,9 @@ class _Row:
         self.depth = [0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
             self.depth[node] = self.depth[self.parents[node]] + 1
-        self.deepest = list(self.depth)  # that can be reached through each node
+        self.deepest: list[float] = [  # that can be reached through each node; a way that ends the answer is the best
+            math.inf if self._ended(node) else self.depth[node] for node in range(len(self.tokens))
+        ]
         for node in range(len(self.tokens) - 1, 0, -1):
             above = self.parents[node]
             if self.drafted[node]:
@@ -144,8 +146,10 @@ class _Row:
 
     def _worth(self, node: int) -> tuple[bool, int, float]:
         """Does the answer end here, else how far it is; of equals the way with the least regret."""
-        ended = self.tokens[node] in self.ends and node > 0 or self.choices[node] in self.ends
-        return ended, self.depth[node], -sum(self.regret[step] for step in self._path(node))
+        return self._ended(node), self.depth[node], -sum(self.regret[step] for step in self._path(node))
+
+    def _ended(self, node: int) -> bool:
+        return (node > 0 and self.tokens[node] in self.ends) or self.choices[node] in self.ends
 
     def _path(self, node: int) -> list[int]:
         """Nodes from below the root down to ``node``."""
