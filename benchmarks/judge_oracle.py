@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.judge_probe import auroc, probe
 from benchmarks.recorded import record_main, settings_of
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.intervals import bootstrap_interval, mean_interval, ratio_interval
@@ -37,66 +40,100 @@ from fsd_train.label import Labeller, Task, read_tasks
 from fsd_train.regenerate import AnswerFile
 
 ORACLE = "oracle"
-TOGETHER = "multiarith + svamp + gsm8k"
+QUALITIES = ("score", "copied", "repeated")
+PUBLISHED = ("multiarith", "svamp", "gsm8k")  # labels of these names are also looked at together
 Answers = dict[str, dict[str, Any]]  # by id of the prompt, as ANSWER in fsd_train.label
+
+
+@dataclass
+class Labelled:
+    """One file of labels, with what it was made by.
+
+    Attributes:
+        rows: its lines.
+        settings: of the run of `fsd-train label`.
+        tasks: all prompts of that run, in its batches.
+    """
+
+    name: str
+    rows: list[dict[str, Any]]
+    settings: dict[str, Any]
+    decoder: FuzzyDecoder
+    tasks: list[Task]
+
+    @classmethod
+    def read(cls, path: Path, prompts: Sequence[Path]) -> Labelled:
+        """Raises DataError where nothing is labelled yet, or its prompts are not given."""
+        rows = [row for _, row in read_jsonl(path)]
+        if not rows:
+            raise DataError(f"{path} has no labels yet: let fsd-train label finish a batch.")
+        settings: Any = read_json(path.with_suffix(".meta.json"), "Keep it beside the labels.")
+        used = [file for file in prompts if file.name in settings["prompts"]]
+        if not used:
+            raise DataError(f"{path} was made from {', '.join(settings['prompts'])}: name it under --prompts.")
+        decoder = _decoder(*(settings[name] for name in ("target", "drafter", "dtype", "tree")))
+        score = (settings["score"], settings["limit_per_file"], settings["seed"])
+        return cls(path.stem, rows, settings, decoder, read_tasks(used, decoder.tokenizer, *score))
+
+    @property
+    def prompts(self) -> dict[str, list[int]]:
+        return {task.id: task.prompt for task in self.tasks}
+
+    def answers(self, rules: Sequence[str], work: Path) -> dict[str, Answers]:
+        """By method: exact and the oracle, as they were labelled, and the rules, decoded now or in an earlier run."""
+        found = {
+            name: {row["id"]: row[key] for row in self.rows} for name, key in ((EXACT, "exact"), (ORACLE, "searched"))
+        }
+        labeller, size = Labeller(self.decoder, self.settings["max_new_tokens"]), self.settings["batch_size"]
+        batches = [self.tasks[start : start + size] for start in range(0, len(self.tasks), size)]
+        own = self.decoder.drafter
+        for setting in parse_settings(rules):
+            if setting.name == EXACT:
+                continue
+            self.decoder.drafter = (
+                own if setting.tree is None else self.decoder.load_drafter(self.settings["drafter"], setting.tree)
+            )
+            output = AnswerFile(work / f"{self.name}-{setting.name.replace(':', '-')}.jsonl", self.settings)
+            with output.open() as (done, file):
+                for batch in tqdm(batches, desc=f"{self.name} {setting.name}", unit="batch"):
+                    if any(task.id in found[EXACT] and task.id not in done for task in batch):
+                        lines = [line for line in _answers(labeller, batch, setting.rule) if line["id"] not in done]
+                        output.append(file, [(json.dumps(line) + "\n").encode() for line in lines])
+            found[setting.name] = {row["id"]: row for _, row in read_jsonl(output.path) if row["id"] in found[EXACT]}
+        self.decoder.drafter = own
+        return found
+
+
+@cache
+def _decoder(target: str, drafter: str, dtype: str, tree: str) -> FuzzyDecoder:
+    return FuzzyDecoder.from_pretrained(target, drafter, dtype=parse_dtype(dtype), tree=TreeShape.parse(tree))
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The record: by task, and for the published tasks together, what each method did beside exact."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    tasks, labels = {}, {}
-    for path in args.labels:
-        labels[path.stem] = [row for _, row in read_jsonl(path)]
-        if not labels[path.stem]:
-            raise DataError(f"{path} has no labels yet: let fsd-train label finish a batch.")
-        found: dict[str, Answers] = {
-            EXACT: {row["id"]: row["exact"] for row in labels[path.stem]},
-            ORACLE: {row["id"]: row["searched"] for row in labels[path.stem]},
-        }
-        tasks[path.stem] = {**found, **_rules(path, found[EXACT], args)}
-    record: dict[str, Any] = {
-        name: {**beside_exact(methods, args.seed), "labels": agreement(labels[name])} for name, methods in tasks.items()
-    }
-    parts = [tasks[name] for name in ("multiarith", "svamp", "gsm8k") if name in tasks]
+    found = [Labelled.read(path, args.prompts) for path in args.labels]
+    answers = {task.name: task.answers(args.rules, args.work) for task in found}
+    rows = {task.name: task.rows for task in found}
+    parts = [task.name for task in found if task.name in PUBLISHED]
     if len(parts) > 1:
-        pooled = {name: {key: one for part in parts for key, one in part[name].items()} for name in parts[0]}
-        every = [row for name in ("multiarith", "svamp", "gsm8k") for row in labels.get(name, ())]
-        record[TOGETHER] = {**beside_exact(pooled, args.seed), "labels": agreement(every)}
-    label_settings = {path.stem: read_json(path.with_suffix(".meta.json"), "It is beside the labels.") for path in args.labels}
-    return jsonable(
-        {"settings": settings_of(args), "label_settings": label_settings, "environment": environment(command),
-         "tasks": record}
-    )  # fmt: skip
-
-
-def _rules(path: Path, wanted: Answers, args: argparse.Namespace) -> dict[str, Answers]:
-    """By rule its answers to the prompts of a file of labels."""
-    settings = [setting for setting in parse_settings(args.rules) if setting.name != EXACT]
-    made_with: Any = read_json(path.with_suffix(".meta.json"), "Keep it beside the labels.")
-    prompts = [file for file in args.prompts if file.name in made_with["prompts"]]
-    if not prompts:
-        raise DataError(f"{path} was made from {', '.join(made_with['prompts'])}: name it under --prompts.")
-    decoder = FuzzyDecoder.from_pretrained(
-        made_with["target"], made_with["drafter"], dtype=parse_dtype(made_with["dtype"]),
-        tree=TreeShape.parse(made_with["tree"]),
-    )  # fmt: skip
-    labeller = Labeller(decoder, made_with["max_new_tokens"])
-    tasks = read_tasks(prompts, decoder.tokenizer, made_with["score"], made_with["limit_per_file"], made_with["seed"])
-    size = made_with["batch_size"]
-    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    own = decoder.drafter
-    found: dict[str, Answers] = {}
-    for setting in settings:
-        decoder.drafter = own if setting.tree is None else decoder.load_drafter(made_with["drafter"], setting.tree)
-        output = AnswerFile(args.work / f"{path.stem}-{setting.name.replace(':', '-')}.jsonl", made_with)
-        with output.open() as (done, file):
-            for batch in tqdm(batches, desc=f"{path.stem} {setting.name}", unit="batch"):
-                if any(task.id in wanted and task.id not in done for task in batch):
-                    lines = [line for line in _answers(labeller, batch, setting.rule) if line["id"] not in done]
-                    output.append(file, [(json.dumps(line) + "\n").encode() for line in lines])
-        found[setting.name] = {row["id"]: row for _, row in read_jsonl(output.path) if row["id"] in wanted}
-    return found
+        together = " + ".join(parts)
+        rows[together] = [row for name in parts for row in rows[name]]
+        answers[together] = {
+            method: {key: one for name in parts for key, one in answers[name][method].items()}
+            for method in answers[parts[0]]
+        }
+    probed = probe(found[0].decoder, {task.name: (task.prompts, task.rows) for task in found}) if len(found) > 1 else {}
+    return jsonable({
+        "settings": settings_of(args),
+        "labels": {task.name: task.settings for task in found},
+        "environment": environment(command),
+        "tasks": {
+            name: {**beside_exact(methods, args.seed), "labels": agreement(rows[name]), "judge": probed.get(name)}
+            for name, methods in answers.items()
+        },
+    })  # fmt: skip
 
 
 def _answers(labeller: Labeller, batch: Sequence[Task], rule: Any) -> list[dict[str, Any]]:
@@ -121,7 +158,7 @@ def beside_exact(methods: dict[str, Answers], seed: int = 0) -> dict[str, Any]:
         "tau": tokens / sum(one["forwards"] for one in exact.values()),
         "forwards": float(np.mean([one["forwards"] for one in exact.values()])),
         "tokens": float(np.mean([len(one["ids"]) for one in exact.values()])),
-        **{name: _mean(exact, ids, name, seed) for name in ("score", "copied", "repeated")},
+        **{name: _mean(exact, ids, name, seed) for name in QUALITIES},
     }
     found = {}
     for name, answers in methods.items():
@@ -137,7 +174,7 @@ def beside_exact(methods: dict[str, Answers], seed: int = 0) -> dict[str, Any]:
             "tau_where_solved": _tau_ratio(answers, exact, solved, seed) if solved else None,
             "forwards": ratio_interval(forwards, exacts, seed),
             "tokens": ratio_interval(lengths, others, seed),
-            **{quality: _mean(answers, ids, quality, seed, exact) for quality in ("score", "copied", "repeated")},
+            **{quality: _mean(answers, ids, quality, seed, exact) for quality in QUALITIES},
             "same_final": mean_interval(same, seed=seed) if said else None,
         }
     return {"prompts": len(ids), "exact": means, "methods": found}
@@ -147,9 +184,7 @@ def _mean(
     answers: Answers, ids: Sequence[str], quality: str, seed: int, other: Answers | None = None
 ) -> dict[str, Any] | None:
     """Mean of a quality, or how it differs from the other's; None where no answer has it."""
-    has = [
-        key for key in ids if answers[key][quality] is not None and (not other or other[key][quality] is not None)
-    ]
+    has = [key for key in ids if answers[key][quality] is not None and (not other or other[key][quality] is not None)]
     if not has:
         return None
     own = [(answers[key][quality], 1.0) for key in has]
@@ -169,7 +204,12 @@ def _tau_ratio(own: Answers, other: Answers, ids: Sequence[str], seed: int) -> d
         return (tokens * other_forwards) / (forwards * other_tokens)
 
     low, high = bootstrap_interval(columns, statistic, seed)
-    return {"ratio": float(statistic(*map(np.asarray, columns), axis=-1)), "low": low, "high": high, "prompts": len(ids)}
+    return {
+        "ratio": float(statistic(*map(np.asarray, columns), axis=-1)),
+        "low": low,
+        "high": high,
+        "prompts": len(ids),
+    }
 
 
 def agreement(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -179,43 +219,34 @@ def agreement(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     nothing. None where one kind of change is missing.
     """
     changes = [change for row in rows for change in row["changes"]]
-    signals = {
+    signals: dict[str, Callable[[dict[str, Any]], float | None]] = {
         "regret": lambda change: change["regret"],
         "loss": lambda change: change["loss"],
         "not_returned": lambda change: None if change["returned"] is None else -change["returned"],
-        "longer_copies": lambda change: change["copied"],
-        "repeats": lambda change: change["repeated"],
+        "copied": lambda change: change["copied"],
+        "repeated": lambda change: change["repeated"],
     }
-    return {
-        "changes": len(changes),
-        "important": sum(change["important"] for change in changes),
-        "auroc": {name: auroc(changes, signal) for name, signal in signals.items()},
-    }
-
-
-def auroc(changes: Sequence[dict[str, Any]], signal: Any) -> float | None:
-    """See :func:`agreement`."""
-    known = [(signal(change), change["important"]) for change in changes if signal(change) is not None]
-    important = np.array([value for value, label in known if label], float)
-    harmless = np.array([value for value, label in known if not label], float)
-    if not len(important) or not len(harmless):
-        return None
-    above = (important[:, None] > harmless).mean() + 0.5 * (important[:, None] == harmless).mean()
-    return float(above)
+    found: dict[str, float | None] = {}
+    for name, signal in signals.items():
+        known = [(value, change["important"]) for change in changes if (value := signal(change)) is not None]
+        found[name] = auroc(np.array([value for value, _ in known]), np.array([label for _, label in known], bool))
+    return {"changes": len(changes), "important": sum(change["important"] for change in changes), "auroc": found}
 
 
 def report(record: dict[str, Any]) -> str:
-    """A line per task and method."""
-    lines = ["| task | method | × τ (95 %) | × τ where solved | × forwards | × tokens | score, points | copied | repeated | same final |", "|" + "---|" * 10]
+    """A Markdown table: a line per task and method, in multiples of exact's and points beside it."""
+    headers = ["task, prompts", "method", "× τ (95 %)", "× τ where solved", "× forwards", "× tokens", "score", "copied"]
+    lines = ["| " + " | ".join([*headers, "repeated", "same final"]) + " |", "|" + "---|" * (len(headers) + 2)]
     for task, facts in record["tasks"].items():
-        exact = facts["exact"]
-        score = "–" if exact["score"] is None else f"{100 * exact['score']['mean']:.0f} %"
-        lines.append(f"| {task}, {facts['prompts']} | `exact` | τ {exact['tau']:.2f} | | {exact['forwards']:.1f} | {exact['tokens']:.1f} | {score} | | | |")
-        for name, found in facts["methods"].items():
+        exact, name = facts["exact"], f"{task}, {facts['prompts']}"
+        means = [f"{exact[key]:.1f}" for key in ("forwards", "tokens")]
+        shares = ["–" if not exact[key] else f"{100 * exact[key]['mean']:.1f} %" for key in QUALITIES]
+        lines.append("| " + " | ".join([name, "`exact`", f"τ {exact['tau']:.2f}", "", *means, *shares, ""]) + " |")
+        for method, found in facts["methods"].items():
             ratios = [_ratio(found[key]) for key in ("tau", "tau_where_solved", "forwards", "tokens")]
-            points = [_points(found[key]) for key in ("score", "copied", "repeated")]
             same = "–" if found["same_final"] is None else f"{100 * found['same_final']['mean']:.0f} %"
-            lines.append(" | ".join(["| ", f"`{name}`", *ratios, *points, same, ""]))
+            row = [name, f"`{method}`", *ratios, *(_points(found[key]) for key in QUALITIES), same]
+            lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 

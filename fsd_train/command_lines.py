@@ -139,8 +139,8 @@ def label() -> argparse.ArgumentParser:
     """Options of `fsd-train label`."""
     p = Parser(
         prog="fsd-train label",
-        description="Which tokens of the target's answers matter, found by changing them to what a drafter proposes, as "
-        "JSONL. A killed run is continued by the same command.",
+        description="Which tokens of the target's answers matter, found by changing them to what a drafter proposes; "
+        "as JSONL. A killed run is continued by the same command.",
     )
     p.add_argument("--target", required=True, help="built-in name, directory or hub id")
     p.add_argument("--drafter", default="shipped", help="what fsd-infer takes (%(default)s)")

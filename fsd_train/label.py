@@ -18,7 +18,6 @@ that rest in which the changed answer ends.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -146,14 +145,19 @@ class Labeller:
     def decode(self, prompts: list[list[int]], rule: Rule, limit: int | None = None, seed: int = 0) -> Outcome:
         """Greedy answers of at most ``limit`` tokens; nothing but the rule, and its coins by the seed, shapes them."""
         coins = torch.Generator(self.decoder.target.device).manual_seed(seed)
-        request = Request(
-            prompts, limit or self.max_new_tokens, greedy=True, eos_token_ids=self.ends, generator=coins
-        )
+        request = Request(prompts, limit or self.max_new_tokens, greedy=True, eos_token_ids=self.ends, generator=coins)
         return decode(self.decoder.target, self.decoder.drafter, rule, request)
 
     def harmless(self, changes: Sequence[Change]) -> list[bool]:
-        """Let the target go on after each change, and compare. Notes the changes in their tasks."""
+        """Let the target go on after each change, and compare. Notes the changes in their tasks.
+
+        A change beyond the limit of the answer's length changes nothing, and is none.
+        """
         tasks = [self._task_of(change) for change in changes]
+        within = [len(change.text) - len(task.prompt) <= self.max_new_tokens for task, change in zip(tasks, changes)]
+        if not all(within):
+            found = iter(self.harmless([change for change, inside in zip(changes, within) if inside]))
+            return [inside and next(found) for inside in within]
         answers = [change.text[len(task.prompt) :] for task, change in zip(tasks, changes)]
         going = [n for n, ids in enumerate(answers) if ids[-1] not in self.ends and len(ids) < self.max_new_tokens]
         if going:
@@ -163,7 +167,7 @@ class Labeller:
                 answers[number] = [*answers[number], *more][: self.max_new_tokens]
         rests = [self._rest(task, change) for task, change in zip(tasks, changes)]
         losses = self._losses(changes, rests)
-        found = []
+        verdicts = []
         for task, change, answer, rest, loss in zip(tasks, changes, answers, rests, losses, strict=True):
             measures = self.measures(task, answer)
             if self.by == LOSS:
@@ -185,8 +189,8 @@ class Labeller:
                     **measures,
                 }
             )
-            found.append(not important)
-        return found
+            verdicts.append(not important)
+        return verdicts
 
     def _task_of(self, change: Change) -> Task:
         return next(task for task in self._tasks if change.text[: len(task.prompt)] == task.prompt)

@@ -52,7 +52,9 @@ def best_by_brute_force(round: Verification, row: int, harmless: Harmless, ends:
         following = int(scores[node].argmax())
         if fine:
             ended = bool(node) and tokens[node] in ends
-            ways.append(((ended or following in ends, len(path), -regret), [*text[1:], *([] if ended else [following])]))
+            ways.append(
+                ((ended or following in ends, len(path), -regret), [*text[1:], *([] if ended else [following])])
+            )
     return max(ways)[1]
 
 
@@ -97,11 +99,11 @@ def test_changes_of_too_much_regret_are_not_tried() -> None:
 
 
 @dataclass(frozen=True)
-class FewE(Reference):
-    """A score that some changes keep: how many letters e, up to so many."""
+class Odd(Reference):
+    """A score that half of all changes keep."""
 
     def score(self, answer: str) -> float:
-        return min(answer.count("e"), 2) / 2
+        return float(sum(map(ord, answer)) % 2)
 
 
 def tasks_of(decoder: FuzzyDecoder, reference: Reference | None) -> list[Task]:
@@ -112,22 +114,22 @@ def tasks_of(decoder: FuzzyDecoder, reference: Reference | None) -> list[Task]:
 
 def test_labels_are_what_the_target_says_after_each_change(toy_decoder: FuzzyDecoder) -> None:
     """Continued by transformers, one by one; and the searched answer has the harmless changes and no others."""
-    labeller = Labeller(toy_decoder, 24, most_regret=50.0)
-    tasks = tasks_of(toy_decoder, FewE("few", ""))
+    labeller = Labeller(toy_decoder, 16, most_regret=50.0)
+    tasks = tasks_of(toy_decoder, Odd("odd", ""))
     model, seen = toy_decoder.target.model, set()
 
     def greedy(prompt: list[int], ids: list[int]) -> list[int]:
-        if ids and ids[-1] in labeller.ends or len(ids) == 24:
+        if ids and ids[-1] in labeller.ends or len(ids) == 16:
             return ids
         text = torch.tensor([prompt + ids])
         made = model.generate(
-            text, attention_mask=torch.ones_like(text), max_new_tokens=24 - len(ids), do_sample=False,
+            text, attention_mask=torch.ones_like(text), max_new_tokens=16 - len(ids), do_sample=False,
             eos_token_id=sorted(labeller.ends), pad_token_id=0,
         )  # fmt: skip
         return made[0, len(prompt) :].tolist()
 
     def score(ids: list[int]) -> float:
-        return FewE("few", "").score(labeller.tokenizer.decode(ids, skip_special_tokens=True))
+        return Odd("odd", "").score(labeller.tokenizer.decode(ids, skip_special_tokens=True))
 
     for task, line in zip(tasks, labeller.label(tasks), strict=True):
         assert line["exact"]["ids"] == greedy(task.prompt, [])
@@ -140,8 +142,10 @@ def test_labels_are_what_the_target_says_after_each_change(toy_decoder: FuzzyDec
             seen.add(change["important"])
             kept[(*change["before"], change["token"])] = not change["important"]
         searched = line["searched"]["ids"]
-        for place, token in enumerate(searched):
-            if token != greedy(task.prompt, searched[:place])[place]:
+        text = torch.tensor([task.prompt + searched])
+        choices = model(text).logits[0, len(task.prompt) - 1 : -1].argmax(-1).tolist()
+        for place, (token, choice) in enumerate(zip(searched, choices, strict=True)):
+            if token != choice:
                 assert kept[tuple(searched[: place + 1])]
         assert line["searched"]["score"] >= line["exact"]["score"]
     assert seen == {True, False}
@@ -173,16 +177,14 @@ def test_a_run_that_was_cut_anywhere_goes_on(toy: Toy, tmp_path: Path) -> None:
     [
         (["--by", "score"], "has no reference to score by: give --by loss"),
         (["--most-loss", "-1"], "most_loss must be at least 0 nats, got -1.0"),
-        (["--most-regret", "nan"], "most_regret"),
+        (["--most-regret", "-1"], "most_regret must be at least 0"),
         (["--tree", "3,x"], "a tree is written depth,width,nodes"),
         (["--max-new-tokens", "9999"], "exceed the target's context of 256"),
         (["--drafter", "nowhere"], "unknown drafter 'nowhere'"),
         (["--score", "number"], "no row has a reference for --score number"),
     ],
 )
-def test_bad_input(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
+def test_bad_input(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
     assert cli(command(toy, tmp_path / "x.jsonl", *more)) == 2
     assert message in capsys.readouterr().err
 
