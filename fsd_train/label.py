@@ -49,13 +49,22 @@ from fsd_train.semi_greedy import Change, SemiGreedy
 SCORE, LOSS = "score", "loss"  # what decides whether a change is important
 
 
+@dataclass(frozen=True)
+class Known:
+    """An answer, of which ``ids[start:]`` is what the target said by itself, with its log-probabilities."""
+
+    ids: list[int]
+    start: int
+    log_p: list[float]
+
+
 @dataclass
 class Task:
     """A prompt to be labelled.
 
     Attributes:
         reference: None where its answers cannot be scored.
-        known: answers that the target would give from some text on: the exact one, and those after harmless changes.
+        known: the exact answer, and those after harmless changes.
         changes: lines of the changes so far.
     """
 
@@ -63,7 +72,7 @@ class Task:
     source: str
     prompt: list[int]
     reference: Reference | None
-    known: list[list[int]] = field(default_factory=list)
+    known: list[Known] = field(default_factory=list)
     exact: dict[str, Any] = field(default_factory=dict)
     changes: list[dict[str, Any]] = field(default_factory=list)
 
@@ -125,8 +134,8 @@ class Labeller:
                 raise DataError(f"prompt {task.id} of {task.source} has no reference to score by: give --by {LOSS}.")
         self._tasks = tasks
         exact = self.decode([task.prompt for task in tasks], parse_rule("exact"))
-        for task, ids, row in zip(tasks, exact.sequences, exact.stats.rows, strict=True):
-            task.known, task.changes = [ids], []
+        for task, ids, record, row in zip(tasks, exact.sequences, exact.records, exact.stats.rows, strict=True):
+            task.known, task.changes = [Known(ids, 0, record.log_likelihoods)], []
             task.exact = {"ids": ids, "forwards": row.target_forwards, **self.measures(task, ids)}
         rule = SemiGreedy(self.harmless, self.ends, self.most_regret)
         searched = self.decode([task.prompt for task in tasks], rule)
@@ -145,7 +154,9 @@ class Labeller:
     def decode(self, prompts: list[list[int]], rule: Rule, limit: int | None = None, seed: int = 0) -> Outcome:
         """Greedy answers of at most ``limit`` tokens; nothing but the rule, and its coins by the seed, shapes them."""
         coins = torch.Generator(self.decoder.target.device).manual_seed(seed)
-        request = Request(prompts, limit or self.max_new_tokens, greedy=True, eos_token_ids=self.ends, generator=coins)
+        request = Request(
+            prompts, limit or self.max_new_tokens, eos_token_ids=self.ends, generator=coins, measure_log_likelihood=True
+        )
         return decode(self.decoder.target, self.decoder.drafter, rule, request)
 
     def harmless(self, changes: Sequence[Change]) -> list[bool]:
@@ -158,18 +169,20 @@ class Labeller:
         if not all(within):
             found = iter(self.harmless([change for change, inside in zip(changes, within) if inside]))
             return [inside and next(found) for inside in within]
-        answers = [change.text[len(task.prompt) :] for task, change in zip(tasks, changes)]
-        going = [n for n, ids in enumerate(answers) if ids[-1] not in self.ends and len(ids) < self.max_new_tokens]
+        answers = [Known(ids := change.text[len(task.prompt) :], len(ids), []) for task, change in zip(tasks, changes)]
+        going = [n for n, one in enumerate(answers) if one.ids[-1] not in self.ends and one.start < self.max_new_tokens]
         if going:
-            most = max(self.max_new_tokens - len(answers[number]) for number in going)
+            most = max(self.max_new_tokens - answers[number].start for number in going)
             made = self.decode([changes[number].text for number in going], parse_rule("exact"), most)
-            for number, more in zip(going, made.sequences, strict=True):
-                answers[number] = [*answers[number], *more][: self.max_new_tokens]
+            for number, more, record in zip(going, made.sequences, made.records, strict=True):
+                one = answers[number]
+                ids = [*one.ids, *more][: self.max_new_tokens]
+                answers[number] = Known(ids, one.start, record.log_likelihoods[: len(ids) - one.start])
         rests = [self._rest(task, change) for task, change in zip(tasks, changes)]
         losses = self._losses(changes, rests)
         verdicts = []
-        for task, change, answer, rest, loss in zip(tasks, changes, answers, rests, losses, strict=True):
-            measures = self.measures(task, answer)
+        for task, change, answer, (rest, _), loss in zip(tasks, changes, answers, rests, losses, strict=True):
+            measures = self.measures(task, answer.ids)
             if self.by == LOSS:
                 important = loss is None or loss > self.most_loss
             else:
@@ -185,7 +198,7 @@ class Labeller:
                     "regret": round(change.regret, 4),
                     "important": important,
                     "loss": loss,
-                    "returned": _returned(answer[len(before) + 1 :], rest),
+                    "returned": _returned(answer.ids[answer.start :], rest),
                     **measures,
                 }
             )
@@ -195,22 +208,21 @@ class Labeller:
     def _task_of(self, change: Change) -> Task:
         return next(task for task in self._tasks if change.text[: len(task.prompt)] == task.prompt)
 
-    def _rest(self, task: Task, change: Change) -> list[int]:
-        """What the target would have said after the choice that the change displaced; empty if unknown, or nothing."""
+    def _rest(self, task: Task, change: Change) -> tuple[list[int], float]:
+        """What the target says by itself after the choice that the change displaced, and its log-probability; no tokens
+        where it is not known, or nothing."""
+        place = len(change.text) - 1 - len(task.prompt)
         before = [*change.text[len(task.prompt) : -1], change.choice]
-        known = next((ids for ids in reversed(task.known) if ids[: len(before)] == before), before)
-        return known[len(before) :]
+        for known in task.known:
+            if known.start <= place and known.ids[: place + 1] == before:
+                return known.ids[place + 1 :], sum(known.log_p[place + 1 - known.start :])
+        return [], 0.0
 
-    def _losses(self, changes: Sequence[Change], rests: Sequence[list[int]]) -> list[float | None]:
+    def _losses(self, changes: Sequence[Change], rests: Sequence[tuple[list[int], float]]) -> list[float | None]:
         """Nats per token by which each rest is less likely after its change; None where there is no rest."""
-        wanted = [number for number, rest in enumerate(rests) if rest]
-        after = [(changes[number].text, rests[number]) for number in wanted]
-        without = [([*changes[number].text[:-1], changes[number].choice], rests[number]) for number in wanted]
-        sums = [total for total, _ in log_likelihoods(self.decoder.target, [*after, *without])] if wanted else []
-        found: list[float | None] = [None] * len(changes)
-        for place, number in enumerate(wanted):
-            found[number] = round((sums[len(wanted) + place] - sums[place]) / len(rests[number]), 4)
-        return found
+        pairs = [(change.text, rest) for change, (rest, _) in zip(changes, rests) if rest]
+        after = iter(log_likelihoods(self.decoder.target, pairs) if pairs else [])
+        return [round((log_p - next(after)[0]) / len(rest), 4) if rest else None for rest, log_p in rests]
 
     def measures(self, task: Task, ids: list[int]) -> dict[str, Any]:
         """``score`` and ``final`` where the task has such, ``copied`` and ``repeated``."""

@@ -116,7 +116,7 @@ def test_labels_are_what_the_target_says_after_each_change(toy_decoder: FuzzyDec
     """Continued by transformers, one by one; and the searched answer has the harmless changes and no others."""
     labeller = Labeller(toy_decoder, 16, most_regret=50.0)
     tasks = tasks_of(toy_decoder, Odd("odd", ""))
-    model, seen = toy_decoder.target.model, set()
+    model, seen, compared = toy_decoder.target.model, set(), 0
 
     def greedy(prompt: list[int], ids: list[int]) -> list[int]:
         if ids and ids[-1] in labeller.ends or len(ids) == 16:
@@ -127,6 +127,10 @@ def test_labels_are_what_the_target_says_after_each_change(toy_decoder: FuzzyDec
             eos_token_id=sorted(labeller.ends), pad_token_id=0,
         )  # fmt: skip
         return made[0, len(prompt) :].tolist()
+
+    def log_p(text: list[int], rest: list[int]) -> float:
+        found = model(torch.tensor([text + rest])).logits[0, len(text) - 1 : -1].log_softmax(-1)
+        return float(found.gather(1, torch.tensor(rest)[:, None]).mean())
 
     def score(ids: list[int]) -> float:
         return Odd("odd", "").score(labeller.tokenizer.decode(ids, skip_special_tokens=True))
@@ -139,6 +143,11 @@ def test_labels_are_what_the_target_says_after_each_change(toy_decoder: FuzzyDec
             assert change["score"] == after and change["important"] == (after < line["exact"]["score"])
             without = greedy(task.prompt, change["before"])[len(change["before"]) :]
             assert change["choice"] == without[0] != change["token"]
+            if rest := without[1:]:
+                text = task.prompt + change["before"]
+                loss = log_p([*text, change["choice"]], rest) - log_p([*text, change["token"]], rest)
+                assert change["loss"] == pytest.approx(loss, abs=1e-3)
+                compared += 1
             seen.add(change["important"])
             kept[(*change["before"], change["token"])] = not change["important"]
         searched = line["searched"]["ids"]
@@ -148,7 +157,7 @@ def test_labels_are_what_the_target_says_after_each_change(toy_decoder: FuzzyDec
             if token != choice:
                 assert kept[tuple(searched[: place + 1])]
         assert line["searched"]["score"] >= line["exact"]["score"]
-    assert seen == {True, False}
+    assert seen == {True, False} and compared > 4
 
 
 def command(toy: Toy, output: Path, *more: str) -> list[str]:
