@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.judge_probe import auroc, probe
-from benchmarks.recorded import record_main, settings_of
+from benchmarks.recorded import record_main
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.intervals import bootstrap_interval, mean_interval, ratio_interval
 from fsd_infer.bench.record import jsonable
@@ -126,8 +126,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         }
     probed = probe(found[0].decoder, {task.name: (task.prompts, task.rows) for task in found}) if len(found) > 1 else {}
     return jsonable({
-        "settings": settings_of(args),
-        "labels": {task.name: task.settings for task in found},
+        "settings": {"rules": args.rules, "seed": args.seed},
+        "labels": {task.name: task.settings for task in found},  # how they were made
         "environment": environment(command),
         "tasks": {
             name: {**beside_exact(methods, args.seed), "labels": agreement(rows[name]), "judge": probed.get(name)}
