@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.judge_probe import auroc, probe
 from benchmarks.recorded import record_main
 from fsd_infer.bench.environment import environment
 from fsd_infer.bench.intervals import bootstrap_interval, mean_interval, ratio_interval
@@ -75,10 +75,6 @@ class Labelled:
         score = (settings["score"], settings["limit_per_file"], settings["seed"])
         return cls(path.stem, rows, settings, decoder, read_tasks(used, decoder.tokenizer, *score))
 
-    @property
-    def prompts(self) -> dict[str, list[int]]:
-        return {task.id: task.prompt for task in self.tasks}
-
     def answers(self, rules: Sequence[str], work: Path) -> dict[str, Answers]:
         """By method: exact and the oracle, as they were labelled, and the rules, decoded now or in an earlier run."""
         found = {
@@ -124,13 +120,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
             method: {key: one for name in parts for key, one in answers[name][method].items()}
             for method in answers[parts[0]]
         }
-    probed = probe(found[0].decoder, {task.name: (task.prompts, task.rows) for task in found}) if len(found) > 1 else {}
     return jsonable({
         "settings": {"rules": args.rules, "seed": args.seed},
         "labels": {task.name: task.settings for task in found},  # how they were made
         "environment": environment(command),
         "tasks": {
-            name: {**beside_exact(methods, args.seed), "labels": agreement(rows[name]), "judge": probed.get(name)}
+            name: {**beside_exact(methods, args.seed), "labels": agreement(rows[name])}
             for name, methods in answers.items()
         },
     })  # fmt: skip
@@ -231,6 +226,14 @@ def agreement(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         known = [(value, change["important"]) for change in changes if (value := signal(change)) is not None]
         found[name] = auroc(np.array([value for value, _ in known]), np.array([label for _, label in known], bool))
     return {"changes": len(changes), "important": sum(change["important"] for change in changes), "auroc": found}
+
+
+def auroc(values: NDArray[np.float64], important: NDArray[np.bool_]) -> float | None:
+    """See :func:`agreement`."""
+    if important.all() or not important.any():
+        return None
+    gaps = values[important][:, None] - values[~important]
+    return float((gaps > 0).mean() + 0.5 * (gaps == 0).mean())
 
 
 def report(record: dict[str, Any]) -> str:

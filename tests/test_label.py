@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.judge_oracle import agreement, beside_exact
-from benchmarks.judge_probe import facts, probe
 from fsd_infer import FuzzyDecoder
 from fsd_infer.bench.score import Reference
 from fsd_infer.chat.encoding import encode_chat
@@ -238,34 +236,3 @@ def test_how_well_other_labels_agree() -> None:
     assert (found["changes"], found["important"]) == (4, 2)
     assert found["auroc"]["regret"] == 0.75 and found["auroc"]["loss"] == 0.75  # one pair of equals counts half
     assert found["auroc"]["not_returned"] is None and found["auroc"]["repeats"] == 0.5
-
-
-def test_what_a_classifier_can_tell(toy_decoder: FuzzyDecoder) -> None:
-    """Two tasks whose changes are important where their token is even: embeddings tell, fitted on the other task."""
-    tasks = {}
-    for seed, name in enumerate(("one", "two")):
-        draw = random.Random(seed)
-        prompts = {str(number): [draw.randrange(3, 200) for _ in range(6)] for number in range(30)}
-        rows = []
-        for key in prompts:
-            changes = [
-                {"before": [draw.randrange(3, 200)], "token": draw.choice((40, 41)), "choice": 50} for _ in "abc"
-            ]
-            known = [{"important": change["token"] == 40, "regret": 1.0, **change} for change in changes]
-            rows.append({"id": key, "exact": {"score": 1.0}, "changes": known})
-        tasks[name] = (prompts, rows)
-    for found in probe(toy_decoder, tasks).values():
-        assert found["other_tasks"]["auroc"] == found["same_task"]["auroc"] == 1.0
-        assert found["other_tasks"]["harmless_at_points"] == {"1": 1.0, "2": 1.0}
-        assert found["regret"]["auroc"] == 0.5
-
-
-def test_what_a_threshold_lets_through() -> None:
-    """Of two answers that were right one is lost where the second important change passes; a wrong one is not lost."""
-
-    def row(score: float, *important: bool) -> dict[str, Any]:
-        return {"exact": {"score": score}, "changes": [{"important": label} for label in important]}
-
-    rows = [row(1.0, False, True), row(0.0, True, False), *(row(1.0) for _ in range(98))]
-    found = facts(rows, np.array([0.1, 0.4, 0.2, 0.5]), points=(0.5, 1.0))
-    assert found == {"auroc": 0.5, "harmless_at_points": {"0.5": 0.5, "1": 1.0}}
