@@ -4,8 +4,8 @@ After AutoJudge (Garipov et al., 2025, arXiv:2504.20039), which searches along c
 place of the target's choice and the target goes on by itself. If the outcome suffers, the change is important and is
 taken back; else it stays, and later changes are tried on top of it. Here the drafts form a tree, and a round takes the
 way that is accepted furthest: V(n) = max(0, max over children c of 1 + V(c) - cost(c)), with cost 0 for the target's
-choice and for harmless changes and infinity for important ones. So the rule is the oracle for every learned cost: none
-that keeps the outcome of each single change accepts more in a round.
+choice and for harmless changes and infinity for important ones. So the rule is the oracle of learned costs: none that
+keeps the outcome of every answer gets further in a round.
 """
 
 from __future__ import annotations

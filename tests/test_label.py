@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.judge_oracle import agreement, beside_exact
+from benchmarks.judge_oracle import agreement, beside_exact, report
 from fsd_infer import FuzzyDecoder
 from fsd_infer.bench.score import Reference
 from fsd_infer.chat.encoding import encode_chat
@@ -236,3 +236,9 @@ def test_how_well_other_labels_agree() -> None:
     assert (found["changes"], found["important"]) == (4, 2)
     assert found["auroc"]["regret"] == 0.75 and found["auroc"]["loss"] == 0.75  # one pair of equals counts half
     assert found["auroc"]["not_returned"] is None and found["auroc"]["repeats"] == 0.5
+
+
+def test_the_table_of_the_findings_is_what_the_record_says(repo_root: Path) -> None:
+    record = json.loads((repo_root / "benchmarks" / "results" / "judge-oracle.json").read_text("utf-8"))
+    page = (repo_root / "docs" / "findings.md").read_text("utf-8").splitlines()
+    assert set(report(record).splitlines()) <= set(page) and "multiarith + svamp" in record["tasks"]
