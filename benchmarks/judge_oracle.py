@@ -5,8 +5,8 @@
 
 Each file of labels is a task. The rules answer its prompts in the batches, with the drafter and on the tree that the
 labels were made with (``RULE@DEPTHxWIDTHxNODES``: on that tree); their answers are kept in ``--work``, so that a killed
-run goes on. ``oracle`` is the semi-greedy search: no learned cost on the same tree that keeps what each answer says gets
-further in a round. All numbers are paired with exact decoding, with 95 % bootstrap intervals over prompts.
+run goes on. ``oracle`` is the semi-greedy search: no learned cost on the same tree that keeps what each answer says
+gets further in a round. All numbers are paired with exact decoding, with 95 % bootstrap intervals over prompts.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ def _ratio(found: dict[str, Any] | None) -> str:
 def _points(found: dict[str, Any] | None) -> str:
     if found is None:
         return "–"
-    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * found[end] for end in ("mean", "low", "high"))).replace("-", "−")
+    ends = (100 * found[end] for end in ("mean", "low", "high"))
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends).replace("-", "−")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

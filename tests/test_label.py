@@ -235,7 +235,7 @@ def test_how_well_other_labels_agree() -> None:
     found = agreement([{"changes": changes}])
     assert (found["changes"], found["important"]) == (4, 2)
     assert found["auroc"]["regret"] == 0.75 and found["auroc"]["loss"] == 0.75  # one pair of equals counts half
-    assert found["auroc"]["not_returned"] is None and found["auroc"]["repeats"] == 0.5
+    assert found["auroc"]["not_returned"] is None and found["auroc"]["repeated"] == 0.5
 
 
 def test_the_table_of_the_findings_is_what_the_record_says(repo_root: Path) -> None:
