@@ -29,7 +29,7 @@ from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST, command_lines
-from fsd_train.backends import RULE, Answer, Backend, EndpointBackend, LocalBackend
+from fsd_train.backends import RULE, Backend, EndpointBackend, LocalBackend
 from fsd_train.plan import Plan, answer_line, next_turns, plan_jobs
 from fsd_train.repository import find, recipe_errors
 
@@ -67,9 +67,9 @@ class AnswerFile:
             self._cut_torn_line()
             yield self._done(), file
 
-    def append(self, file: IO[bytes], answers: Sequence[Answer]) -> None:
-        """Writes the answers and returns when they are on disk."""
-        file.write(b"".join(answer_line(answer) for answer in answers))
+    def append(self, file: IO[bytes], lines: Sequence[bytes]) -> None:
+        """Writes whole lines, each of JSON with an ``id``, and returns when they are on disk."""
+        file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())
 
@@ -129,7 +129,7 @@ def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool 
         ) as bar:
             for group in backend.answer(plan.batches, done):
                 fresh = [answer for answer in group if answer.job.id not in done]
-                output.append(file, fresh)
+                output.append(file, [answer_line(answer) for answer in fresh])
                 done.update(answer.job.id for answer in fresh)
                 for answer in fresh:
                     counts["answered"] += 1

@@ -346,14 +346,15 @@ class Contexts:
 
     def node_known(self, n: int) -> Tensor:
         """[B, N] bool; would the node's token complete an n-gram that prompt, answer and its path already have."""
-        return self.once_per_round(("known", n), lambda: known(self._texts, self.tree, n))
+        return self.once_per_round(("known", n), lambda: known(self.texts, self.tree, n))
 
     def known_tokens(self, n: int) -> Tensor:
         """[R, V] bool; the same of every token, drafted or not, as the next of each context."""
-        return known_tokens(self._texts, self.tree, self.rows, self.nodes, n, self._round.scores.shape[-1])
+        return known_tokens(self.texts, self.tree, self.rows, self.nodes, n, self._round.scores.shape[-1])
 
     @property
-    def _texts(self) -> Texts:
+    def texts(self) -> Texts:
+        """Prompt and answer so far of each row of the batch. Raises FsdError if the round came without them."""
         if self._round.texts is None:
             raise FsdError("this rule looks at prompt and answer; pass texts in Verification.")
         return self._round.texts
