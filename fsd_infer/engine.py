@@ -229,11 +229,12 @@ class _Batch:
                 for record, prompt in zip(self.records, self.request.prompts, strict=True)
             ],
             rule=_described(self.all_rules),
-            drafter=self.drafter.describe(),
+            drafter=self.drafter.describe() | ({} if self.choice is None else {"tree": self.choice.choice.name}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
             phases=self.clock.phases(),
             cache_bytes=self.cache_bytes,
+            trees=None if self.choice is None else self.choice.trees,
         )
         return Outcome([record.tokens for record in self.records], self.records, stats)
 

@@ -23,195 +23,26 @@ sampled with a seed are the same again only where no clock is read, under ``tree
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from typing import Any
 
 from torch import Tensor
 
 from fsd_infer.drafters.base import DraftSession
-from fsd_infer.drafters.visits import MOST_TILT
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate
 from fsd_infer.drafters.wrapped import WrappedSession
+from fsd_infer.stats import Trees
 from fsd_infer.tree import DraftTree
 
-KNOTS = (1, 6, 7, 12, 24, 48, 96)  # nodes between which C is linear; the last slope goes on
-NOISE = 0.1  # of a measured cost, relative
-DOUBT = 0.8  # of a prior slope, relative
-KINSHIP = 0.7  # correlation of the doubts but the first: where one slope is less than was thought, so are others
-FORGET = 0.01  # of what is known, per round
-RECENT = 9  # rounds whose median tells how fast the machine is at present
-CERTAIN = 0.98  # no draft is more certain
-STEPS_PER_NAT, LEAST = 4, -6.0  # bins of the calibration curve: of ln q, down to that
+RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
 UNLIKELY = 0.01  # drafts below are not weighed
-RATE_MEMORY, TEXT_MEMORY, DEPTH_MEMORY, BIN_MEMORY, LONG_MEMORY = 20, 40, 40, 200, 500  # rounds, or drafts
 RETRY = 64  # rounds without drafts until one is tried again
 AHEAD = 3  # depths that are drafted below a draft, when it is weighed whether to go on
 MOST_TOGETHER = 160  # nodes of a batch
-
-
-@dataclass(frozen=True)
-class Prior:
-    """What is assumed of a device before anything is known, in forwards over a single token."""
-
-    slopes: tuple[float, ...]  # of C between KNOTS
-    drafting: tuple[float, float]  # a depth, an expanded node
-    rest: tuple[float, float]  # what a round costs besides; the drafter's reading of what was accepted
-
-
-PRIORS = {
-    "cpu": Prior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
-    "cuda": Prior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
-}
-
-
-class Slopes:
-    """Positive weights w of y ≈ offset + w·x: recursive least squares that forgets towards its prior.
-
-    A surprise counts for two deviations at most, so a stall of a second moves the weights no more than a bad round.
-    """
-
-    def __init__(self, prior: Sequence[float]) -> None:
-        self.weights = list(prior)
-        self._least = [0.05 * value for value in prior]
-        doubts = [DOUBT * value for value in prior]
-        self._prior = [
-            [a * b * (1.0 if i == j else KINSHIP if i and j else 0.0) for j, b in enumerate(doubts)]
-            for i, a in enumerate(doubts)
-        ]
-        self._covariance = [row[:] for row in self._prior]
-
-    def predict(self, x: Sequence[float]) -> float:
-        return sum(weight * value for weight, value in zip(self.weights, x))
-
-    def learn(self, x: Sequence[float], y: float, noise: float) -> None:
-        """``noise``: standard deviation of y."""
-        spread = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
-        variance = sum(entry * value for entry, value in zip(spread, x)) + noise**2
-        most = 2.0 * math.sqrt(variance)
-        surprise = min(max(y - self.predict(x), -most), most) / variance
-        for i, (row, prior) in enumerate(zip(self._covariance, self._prior)):
-            self.weights[i] = max(self.weights[i] + spread[i] * surprise, self._least[i])
-            share = spread[i] / variance
-            for j, other in enumerate(spread):
-                row[j] += FORGET * (prior[j] - row[j]) - share * other
-
-
-class Costs:
-    """What rounds cost on this device, in forwards over a single token. ``learns``: from the seconds they took."""
-
-    def __init__(self, prior: Prior, learns: bool = True) -> None:
-        self.learns = learns
-        self.forward_slopes = Slopes(prior.slopes)
-        self.draft_slopes = Slopes(prior.drafting)
-        self.rest_slopes = Slopes(prior.rest)
-        self._paces: deque[float] = deque(maxlen=RECENT)
-
-    @property
-    def pace(self) -> float | None:
-        """Seconds of a forward over a single token at present; None: nothing was timed yet."""
-        return median(self._paces) if self._paces else None
-
-    def forward(self, nodes: int) -> float:
-        return 1.0 + self.forward_slopes.predict(_spans(nodes))
-
-    def drafting(self, depths: int, expanded: int) -> float:
-        return self.draft_slopes.predict((depths, expanded))
-
-    @property
-    def reading(self) -> float:
-        return self.rest_slopes.weights[1]
-
-    def rest(self, reads: bool) -> float:
-        """``reads``: the drafter reads what was accepted."""
-        return self.rest_slopes.predict((1.0, float(reads)))
-
-    def learn(self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None) -> None:
-        """A round took these seconds, without depths one whose text the drafter did not read; ``rest`` None: not known.
-        A clock that was set back teaches nothing.
-        """
-        if not self.learns or min(forward, draft, rest or 1.0) <= 0.0:
-            return
-        expected = self.forward(nodes)
-        self._paces.append(forward / expected)
-        pace = self.pace
-        assert pace is not None
-        self.forward_slopes.learn(_spans(nodes), forward / pace - 1.0, NOISE * expected)
-        if depths:
-            expected = self.drafting(depths, expanded)
-            self.draft_slopes.learn((depths, expanded), draft / pace, 2 * NOISE * expected)
-        if rest is not None:
-            reads = bool(depths)
-            self.rest_slopes.learn((1.0, float(reads)), rest / pace, 2 * NOISE * self.rest(reads))
-
-
-def _spans(nodes: int) -> list[float]:
-    """How far ``nodes`` reach into each stretch between KNOTS."""
-    ends = (*KNOTS[1:], math.inf)
-    return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
-
-
-class Curve:
-    """Chance that a draft is accepted, given that the draft above it was, by the drafter's own chance q of it.
-
-    f(q) = r · q·e^t / (1 + q·(e^t - 1)), t the law's tilt (0 but for the likeliest sibling) and r = drafts accepted /
-    drafts expected among those of about this q, depth (1 or more) and place among siblings (first or not), and among
-    the text's last ones. Both begin as if some had been seen that behaved as expected.
-    """
-
-    def __init__(self, tilt: float = 0.0) -> None:
-        self._gain = math.exp(min(tilt, MOST_TILT)) - 1.0
-        bins = 4 * (int(-LEAST * STEPS_PER_NAT) + 1)
-        self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in range(bins)]
-        self._ratios = [1.0] * bins
-        self.begin_text()
-
-    def begin_text(self) -> None:
-        self._text = Rate(0.5, 0.5, TEXT_MEMORY)
-
-    def chance(self, log_q: float, depth: int, first: bool) -> float:
-        """``depth`` of the draft, from 1; ``first``: it is the likeliest of its siblings."""
-        if not log_q > LEAST:  # NaN too
-            return 0.0
-        ratio = self._ratios[self._bin(log_q, depth, first)] * self._text.value
-        return min(self._expected(log_q, first) * ratio, CERTAIN)
-
-    def learn(self, log_q: float, depth: int, first: bool, accepted: bool) -> None:
-        if log_q > LEAST:
-            place, expected = self._bin(log_q, depth, first), self._expected(log_q, first)
-            self._text.learn(accepted, min(expected * self._ratios[place], 1.0))
-            self._seen[place].learn(accepted, expected)
-            self._ratios[place] = self._seen[place].value
-
-    def _expected(self, log_q: float, first: bool) -> float:
-        q = math.exp(log_q)
-        return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
-
-    @staticmethod
-    def _bin(log_q: float, depth: int, first: bool) -> int:
-        return 4 * int(min(log_q, 0.0) * -STEPS_PER_NAT) + 2 * (depth > 1) + first
-
-
-class Rate:
-    """A ratio of sums, of about the last ``memory`` rounds. It begins as if so many rounds had given these numbers."""
-
-    def __init__(self, over: float, under: float, memory: float) -> None:
-        self.over, self.under, self.memory = over * memory, under * memory, memory
-
-    @property
-    def value(self) -> float:
-        return self.over / self.under
-
-    def learn(self, over: float, under: float) -> None:
-        self.over += over - self.over / self.memory
-        self.under += under - self.under / self.memory
-
-    def recent(self, memory: float) -> Rate:
-        """A ratio that begins with this one's value and forgets faster."""
-        return Rate(self.over / self.memory, self.under / self.memory, memory)
 
 
 class Knowledge:
@@ -219,7 +50,7 @@ class Knowledge:
 
     def __init__(self, costs: Costs, batch: int, tilt: float) -> None:
         self.costs, self.curve = costs, Curve(tilt)
-        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY / 10)
+        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach = Rate(1.0, 1.0, DEPTH_MEMORY)  # rows that came to nodes that were expanded, per row expected to
         self.hit = Rate(0.6, 1.0, DEPTH_MEMORY)  # rows that went on below such nodes, per row that came to one
         self.idle = 0  # rounds since one was drafted
@@ -237,6 +68,7 @@ class Choice:
     def __init__(self, device: str, learns: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.prior = PRIORS.get(device, PRIORS["cuda"])
         self.watches = device == "cpu"  # elsewhere a look at each depth would make the host wait
+        self.name = "auto" if learns else "auto:fixed"
         self.learns, self.clock = learns, clock
         self._costs: dict[int, Costs] = {}
         self._known: dict[tuple[int, int], Knowledge] = {}
@@ -262,15 +94,11 @@ class Choice:
 
 
 @dataclass
-class Taken:
-    """A round: nodes per row, depths drafted, tokens expected and emitted, cost expected, and seconds."""
+class Plan:
+    """What a round is expected to emit and to cost."""
 
-    nodes: int
-    depths: int
-    expected: float
+    tokens: float
     cost: float
-    tokens: float = 0.0
-    seconds: float = 0.0
 
 
 class RoundChoice:
@@ -282,7 +110,7 @@ class RoundChoice:
         self.known.curve.begin_text()
         self.rate = self.known.rate.recent(RATE_MEMORY)
         self.batch = batch
-        self.rounds: list[Taken] = []
+        self.trees = Trees()
         self._new_round()
 
     @property
@@ -293,7 +121,7 @@ class RoundChoice:
         self.depths = self.expanded = 0
         self._resumed = False
         self._reaches = [float(self.batch)]  # rows that are expected to come to nodes that are expanded, by depth
-        self._round: Taken | None = None
+        self._plan: Plan | None = None
         self._chances: list[float] = []  # of all drafts so far, of any row
         self._frontier = [[1.0] for _ in range(self.batch)]
         self._worth = self._net(self._chances)
@@ -346,10 +174,9 @@ class RoundChoice:
         self._chances.sort(reverse=True)
         del self._chances[MOST_TOGETHER:]
         self._worth = self._net(self._chances)
-        self._marginal = self._last
         self._frontier = frontier
-        # a node's best child has to be worth more than its drafting and than the node whose place it would take
-        price = self.rate.value * self.known.costs.draft_slopes.weights[1] + self._marginal
+        # a node's best child has to be worth its drafting, and its verification or the node whose place it takes
+        price = self.rate.value * known.costs.draft_slopes.weights[1] + self._marginal
         hit = known.hit.value * known.reach.value
         width = sum(hit * sum(row[place] for row in frontier) > price * self.batch for place in range(len(best[0])))
         if not width or not self._pays(width):
@@ -379,11 +206,17 @@ class RoundChoice:
     def _net(self, chances: Sequence[float]) -> float:
         """The most that the first ones of these drafts, the likeliest first, bring beyond what their nodes cost."""
         slopes, rate = self.known.costs.forward_slopes.weights, self.rate.value
-        best = net = self._last = 0.0
+        best = net = 0.0
+        self._marginal = 1.0  # what one more node has to bring
         for nodes, chance in enumerate(chances, self.batch + 1):
-            net += chance - rate * slopes[bisect_left(KNOTS, nodes) - 1]
+            price = rate * slopes[bisect_left(KNOTS, nodes) - 1]
+            if net == best:  # the first after the best ones
+                self._marginal = min(self._marginal, price)
+            net += chance - price
             if net > best:
-                best, self._last = net, chance
+                best, self._marginal = net, chance
+        if net == best:
+            self._marginal = min(self._marginal, rate * slopes[bisect_left(KNOTS, self.batch + len(chances) + 1) - 1])
         return best
 
     def count(self, width: int) -> None:
@@ -415,7 +248,7 @@ class RoundChoice:
         nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * len(rows)))
         cost = costs.forward(nodes * len(rows))
         cost += costs.drafting(self.depths, self.expanded) + costs.rest(bool(self.depths))
-        self._round = Taken(nodes, self.depths, len(rows) + total[nodes - 1], cost)
+        self._plan = Plan(len(rows) + total[nodes - 1], cost)
         return [sorted(order[: nodes - 1]) for order in orders]
 
     def _chances_of(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
@@ -447,11 +280,11 @@ class RoundChoice:
         """
         rows, nodes = tree.tokens.shape
         costs = self.known.costs
-        taken = self._round or Taken(nodes, 0, float(rows), costs.forward(rows * nodes) + costs.rest(False))
-        taken.tokens, taken.seconds = float(sum(accepted) + rows), draft + forward + (rest or 0.0)
-        self.rounds.append(taken)
-        self.rate.learn(taken.tokens, taken.cost)
-        self.known.rate.learn(taken.tokens, taken.cost)
+        plan = self._plan or Plan(float(rows), costs.forward(rows * nodes) + costs.rest(False))
+        tokens, seconds = float(sum(accepted) + rows), draft + forward + (rest or 0.0)
+        self.trees.add(Trees(Counter([nodes]), tokens, plan.tokens, seconds, plan.cost * (costs.pace or 0.0)))
+        self.rate.learn(tokens, plan.cost)
+        self.known.rate.learn(tokens, plan.cost)
         if not self._resumed:
             costs.learn(rows * nodes, forward, self.depths, self.expanded, draft, rest)
         for depth, expected in enumerate(self._reaches if self.depths else ()):
