@@ -138,7 +138,8 @@ class _Batch:
             recorded = None if target.graphs is None else TOKENS
             self.choice = drafter.choice.begin(count, tilt, drafter.max_nodes, recorded)
         session = drafter.start(
-            first, DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt, self.choice)
+            first,
+            DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt, self.choice),
         )
         self.session = session if self.choice is None else LearningSession(session, self.choice)
         self.roots = first

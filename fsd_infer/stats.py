@@ -70,21 +70,25 @@ class Trees:
     """Trees that were chosen round by round, added up.
 
     Attributes:
-        nodes: rounds by the number of nodes of a row's tree, the root included.
+        nodes: of a row's tree, the root included, round by round.
         tokens, expected_tokens: emitted in these rounds, and what was expected.
         seconds, expected_seconds: that they took, and what was expected; the latter 0 where no clock is read.
     """
 
-    nodes: Counter[int] = field(default_factory=Counter)
+    nodes: list[int] = field(default_factory=list)
     tokens: float = 0.0
     expected_tokens: float = 0.0
     seconds: float = 0.0
     expected_seconds: float = 0.0
 
     def add(self, other: Trees) -> None:
-        self.nodes.update(other.nodes)
+        self.nodes += other.nodes
         for name in ("tokens", "expected_tokens", "seconds", "expected_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For records: rounds by number of nodes."""
+        return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
 
 
 @dataclass
@@ -158,7 +162,7 @@ class GenerationStats:
         record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
         record.update(rule=self.rule, drafter=self.drafter, cache_bytes=self.cache_bytes)
         if self.trees is not None:
-            record["trees"] = asdict(self.trees)
+            record["trees"] = self.trees.to_dict()
         record["rows"] = [
             {**asdict(row), "seconds": row.seconds, "tokens_per_second": row.tokens_per_second} for row in self.rows
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 from fsd_infer.beams import BeamOptions
@@ -65,5 +64,5 @@ class EngineMethod(Method):
             "beams": self.beams,
             "beam_options": self.beam_options.given(),
             "drafter": self.drafted or self.drafter.describe(),
-            **({} if self.trees is None else {"trees": asdict(self.trees)}),
+            **({} if self.trees is None else {"trees": self.trees.to_dict()}),
         }

@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -282,7 +280,7 @@ class RoundChoice:
         costs = self.known.costs
         plan = self._plan or Plan(float(rows), costs.forward(rows * nodes) + costs.rest(False))
         tokens, seconds = float(sum(accepted) + rows), draft + forward + (rest or 0.0)
-        self.trees.add(Trees(Counter([nodes]), tokens, plan.tokens, seconds, plan.cost * (costs.pace or 0.0)))
+        self.trees.add(Trees([nodes], tokens, plan.tokens, seconds, plan.cost * (costs.pace or 0.0)))
         self.rate.learn(tokens, plan.cost)
         self.known.rate.learn(tokens, plan.cost)
         if not self._resumed:
