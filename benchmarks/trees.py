@@ -1,8 +1,8 @@
 """Which tree: ``--tree auto`` beside fixed trees, on kinds of prompts that take turns.
 
-All trees decode every prompt one after the other, rules in turns, in one process. A prompt's rate is new tokens per second
-after the prefill; a kind's is the harmonic mean over its prompts, as are those of all prompts (``mixed``). ``oracle`` is
-the best fixed tree of each prompt, known in hindsight.
+All trees decode every prompt one after the other, rules in turns, in one process. A prompt's rate is new tokens per
+second after the prefill; a kind's is the harmonic mean over its prompts, as are those of all prompts (``mixed``).
+``oracle`` is the best fixed tree of each prompt, known in hindsight.
 
 Example: python -m benchmarks.trees --target smollm2-135m-maths --json benchmarks/results/trees-smollm2-135m-maths.json
 """
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
-    """{rule: {tree: {kind or "mixed": rate}}} with ``oracle``, and auto / the best fixed tree with its 95 % interval."""
+    """{rule: {tree: {kind or "mixed": rate}}} with ``oracle``, and auto / the best fixed tree with 95 % intervals."""
     kinds, made = record["kinds"], {}
     for rule, found in record["rules"].items():
         rates = dict(found["rates"])
