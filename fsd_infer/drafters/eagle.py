@@ -94,7 +94,8 @@ class TreeShape:
         return self.width + (self.depth - 1) * self.width**2
 
 
-READ_AT_ONCE = 256  # tokens of a prompt: more are not faster and take memory
+READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory
+MOST_UNREAD = 1024  # tokens of a text
 
 # A CPU pays for every verified node, a GPU hardly.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
@@ -290,7 +291,7 @@ class EagleSession(DraftSession):
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
         # what no draft is likely to need soon is read later, all at once
-        if self.choice is None or not self.choice.idle or sum(part[0].shape[1] for part in self.unread) > READ_AT_ONCE:
+        if self.choice is None or not self.choice.idle or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
             self._read_all()
 
     def _read_all(self) -> None:
@@ -303,7 +304,8 @@ class EagleSession(DraftSession):
             self.vocabulary.extend(tokens, counts)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
-        parts = zip(*(whole.split(READ_AT_ONCE, 1) for whole in (tokens, features, positions)), strict=True)
+        count = max(READ_AT_ONCE // tokens.shape[0], 1)
+        parts = zip(*(whole.split(count, 1) for whole in (tokens, features, positions)), strict=True)
         out = torch.cat([self._read(*part) for part in parts], 1)
         ends = to_device((counts - 1).clamp_min(0), self.device)
         last = at_nodes(out, ends[:, None])[:, 0]

@@ -38,8 +38,10 @@ from fsd_infer.tree import DraftTree
 
 RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
 UNLIKELY = 0.01  # drafts below are not weighed
-RETRY = 64  # rounds without drafts until one is tried again
+TRIALS = 12  # first rounds, every other one drafted whatever it is expected to bring
+RETRY = 64  # rounds without drafts until one is tried again, and twice as many after each attempt in vain
 AHEAD = 3  # depths that are drafted below a draft, when it is weighed whether to go on
+LONGEST_PAUSE = 1024
 MOST_TOGETHER = 160  # nodes of a batch
 
 
@@ -51,7 +53,9 @@ class Knowledge:
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach = Rate(1.0, 1.0, DEPTH_MEMORY)  # rows that came to nodes that were expanded, per row expected to
         self.hit = Rate(0.6, 1.0, DEPTH_MEMORY)  # rows that went on below such nodes, per row that came to one
+        self.rounds = 0  # so far, up to TRIALS
         self.idle = 0  # rounds since one was drafted
+        self.patience = RETRY
 
 
 class Choice:
@@ -117,7 +121,7 @@ class RoundChoice:
 
     def _new_round(self) -> None:
         self.depths = self.expanded = 0
-        self._resumed = False
+        self._resumed = self._tries = False
         self._reaches = [float(self.batch)]  # rows that are expected to come to nodes that are expanded, by depth
         self._plan: Plan | None = None
         self._chances: list[float] = []  # of all drafts so far, of any row
@@ -141,13 +145,23 @@ class RoundChoice:
 
     def expands(self) -> bool:
         """Is the root worth expanding?"""
-        if self.watches and self.known.idle < RETRY and not self._pays(1, self.known.costs.reading):
-            self.known.idle += 1
+        known = self.known
+        pays = not self.watches or self._pays(1, known.costs.reading)
+        if known.rounds < TRIALS:
+            known.rounds += 1
+            self._tries = known.rounds % 2 == 1
+            pays = pays or self._tries
+        elif not pays and known.idle < known.patience:
+            known.idle += 1
             return False
-        self._resumed = self.known.idle > 0  # what was not read meanwhile is read first
-        self.known.idle = 0
-        self.count(1)
-        return True
+        else:
+            self._resumed = known.idle > 0  # what was not read meanwhile is read first
+            known.patience = RETRY if pays else min(2 * known.patience, LONGEST_PAUSE)
+            known.idle = 0
+            pays = True
+        if pays:
+            self.count(1)
+        return pays
 
     def expand(self, log_q: list[list[list[float]]]) -> list[list[int]]:
         """Which candidates of this depth to expand, as places among the row's E · w, equally many of each row.
@@ -243,6 +257,8 @@ class RoundChoice:
         most = min(self.most, longest, max(MOST_TOGETHER // len(rows), 2))
         costs, rate = self.known.costs, self.rate.value
         sizes = range(1, most + 1) if self.sizes is None else [*(n for n in self.sizes if n < most), most]
+        if self._tries:
+            sizes = [n for n in sizes if n > 1] or sizes
         nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * len(rows)))
         cost = costs.forward(nodes * len(rows))
         cost += costs.drafting(self.depths, self.expanded) + costs.rest(bool(self.depths))
