@@ -172,14 +172,14 @@ def test_costs_keep_what_is_known_of_them() -> None:
     for _ in range(300):
         nodes, depths = source.randrange(1, 30), source.randrange(0, 5)
         seconds = [source.choice((1e-5, 1e-3, 1.0, -5.0)) for _ in range(3)]
-        costs.learn(nodes, seconds[0], depths, depths, seconds[1], seconds[2])
+        costs.learn(nodes, seconds[0], depths, depths, seconds[1], seconds[2], depths > 0)
         curve = [costs.forward(n) for n in range(1, 200)]
         assert curve[0] == 1.0 and all(less <= more for less, more in pairwise(curve))
         assert costs.drafting(1, 1) > 0 and costs.rest(False) > 0
     fitted = Costs(PRIORS["cpu"])
     for _ in range(200):
         nodes = source.randrange(1, 30)
-        fitted.learn(nodes, large_machine(nodes), 2, 3, 2e-3, 1e-3)
+        fitted.learn(nodes, large_machine(nodes), 2, 3, 2e-3, 1e-3, True)
     assert fitted.forward(24) < 0.5 * (1 + sum(w * (b - a) for w, a, b in zip(PRIORS["cpu"].slopes, KNOTS, KNOTS[1:5])))
 
 

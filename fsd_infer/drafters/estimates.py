@@ -101,10 +101,10 @@ class Costs:
         """``reads``: the drafter reads what was accepted."""
         return self.rest_slopes.predict((1.0, float(reads)))
 
-    def learn(self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None) -> None:
-        """A round took these seconds, without depths one whose text the drafter did not read; ``rest`` None: not known.
-        A clock that was set back teaches nothing.
-        """
+    def learn(
+        self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None, reads: bool
+    ) -> None:
+        """A round took these seconds; ``rest`` None: not known. A clock that was set back teaches nothing."""
         if not self.learns or min(forward, draft, rest or 1.0) <= 0.0:
             return
         expected = self.forward(nodes)
@@ -116,7 +116,6 @@ class Costs:
             expected = self.drafting(depths, expanded)
             self.draft_slopes.learn((depths, expanded), draft / own, 2 * NOISE * expected)
         if rest is not None:
-            reads = bool(depths)
             self.rest_slopes.learn((1.0, float(reads)), rest / own, 2 * NOISE * self.rest(reads))
 
 

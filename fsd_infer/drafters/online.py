@@ -261,7 +261,7 @@ class RoundChoice:
             sizes = [n for n in sizes if n > 1] or sizes
         nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * len(rows)))
         cost = costs.forward(nodes * len(rows))
-        cost += costs.drafting(self.depths, self.expanded) + costs.rest(bool(self.depths))
+        cost += costs.drafting(self.depths, self.expanded) + costs.rest(not self.idle)
         self._plan = Plan(len(rows) + total[nodes - 1], cost)
         return [sorted(order[: nodes - 1]) for order in orders]
 
@@ -294,13 +294,14 @@ class RoundChoice:
         """
         rows, nodes = tree.tokens.shape
         costs = self.known.costs
-        plan = self._plan or Plan(float(rows), costs.forward(rows * nodes) + costs.rest(False))
+        reads = not self.idle
+        plan = self._plan or Plan(float(rows), costs.forward(rows * nodes) + costs.rest(reads))
         tokens, seconds = float(sum(accepted) + rows), draft + forward + (rest or 0.0)
         self.trees.add(Trees([nodes], tokens, plan.tokens, seconds, plan.cost * (costs.pace or 0.0)))
         self.rate.learn(tokens, plan.cost)
         self.known.rate.learn(tokens, plan.cost)
         if not self._resumed:
-            costs.learn(rows * nodes, forward, self.depths, self.expanded, draft, rest)
+            costs.learn(rows * nodes, forward, self.depths, self.expanded, draft, rest, reads)
         for depth, expected in enumerate(self._reaches if self.depths else ()):
             came, went = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
             self.known.hit.learn(went, came)
