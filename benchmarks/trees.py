@@ -152,7 +152,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The record of a command line. Raises FsdError."""
     record = measure(args)
     record["summary"] = summary(record)
-    record["settings"] = settings_of(args)
+    record["settings"] = settings_of(args) | {"prompts": args.prompts.name}
+    del record["settings"]["json"]
     record["environment"] = environment(command)
     return record
 
