@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test lint test-slow test-gpu test-versions test-wheel test-vllm bench lock clean
+.PHONY: help quickstart install test lint test-slow test-gpu test-versions test-wheel test-vllm bench docs lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,11 @@ test-vllm: $(STAMP)  ## exported heads decode in vLLM as they do here; it is ins
 
 bench: $(STAMP)  ## speed beside transformers, vLLM, llama.cpp and OpenVINO; options: BENCH_ARGS="--target DIR ..."
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+docs: $(STAMP)  ## the API reference, from the docstrings, in build/docs
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[docs]'
+	$(BIN)/python -m pdoc --docformat google --output-directory build/docs fsd_train fsd_infer \
+	  $$(git ls-files fsd_infer | sed -nE 's#^fsd_infer/([a-z_]+)(/__init__)?\.py$$#fsd_infer.\1#p' | grep -v __init__)
 
 lock: $(STAMP)  ## resolve requirements.lock again, keeping torch where it is
 	$(BIN)/python -m pip install --quiet uv

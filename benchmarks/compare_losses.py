@@ -2,8 +2,8 @@
 
 Every arm is trained with every seed by `fsd-train fit`, on the same data for the same number of steps, and then decodes
 the same held-out prompts under every rule. An interrupted comparison goes on where it stopped when the same command is
-given again: finished heads and results are kept, an unfinished training goes on from its last checkpoint. The record,
-its tables (.md) and its picture (.png) are rewritten after every head.
+given again: finished heads and results are kept, an unfinished training goes on from its last checkpoint. The record
+and its tables (.md) are rewritten after every head.
 
 Run: python -m benchmarks.compare_losses --config benchmarks/compare_losses.yaml --output runs/losses \
          --json benchmarks/results/losses.json
@@ -29,7 +29,7 @@ import yaml
 from benchmarks.equal_divergence import COUNTS, gather, markdown, markdown_runs, summarise
 from benchmarks.loss_plan import PARTS, Evaluation, Plan, Run, read_plan
 from fsd_infer.bench.environment import commit, environment
-from fsd_infer.bench.record import jsonable
+from fsd_infer.bench.record import jsonable, write_record
 from fsd_infer.cpu.packing import pack_linears
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import TreeShape
@@ -49,9 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_losses", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", type=Path, required=True, help="what is compared (.yaml)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="heads, checkpoints and results")
-    parser.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="the record; .md and .png lie beside it"
-    )
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="the record; .md lies beside it")
     parser.add_argument("--arms", metavar="A,B", help="these only, also those marked extra (default: all but extra)")
     parser.add_argument("--seeds", metavar="N,N", help="instead of the configuration's")
     parser.add_argument("--steps", type=int, metavar="N", help="instead of the configuration's")
@@ -307,7 +305,7 @@ class Comparison:
 
     def record(self, command: Sequence[str]) -> dict[str, Any]:
         """What is known by now. ``summary`` is None until every arm has a whole seed."""
-        runs, results, found = [], [], {}
+        runs, found = [], {}
         for run in self.runs:
             facts = trained(run)
             if facts is None:
@@ -317,35 +315,24 @@ class Comparison:
                 result = self.result(run, rule)
                 if result is not None:
                     found[run.arm.name, run.seed, rule] = result["counts"]
-                    results.append({"arm": run.arm.name, "seed": run.seed, **result})
         counts = gather(found, [arm.name for arm in self.plan.arms])
         total = len(self.runs) * len(self.plan.evaluation.rules)
         return {
             "environment": environment(command),
             "settings": self.plan.to_dict(),
             "data_sha256": self.data_digest,
-            "complete": len(results) == total,
+            "complete": len(found) == total,
             "runs": runs,
             "summary": None if counts is None else summarise(counts, self.plan.baselines, self.plan.evaluation.seed),
-            "results": results,
         }
 
 
-def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """The record, its tables beside it as .md and, where matplotlib is installed, its picture as .png."""
+def write_tables(record: Mapping[str, Any], path: Path) -> None:
+    """The record, and its tables beside it as .md."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join(json.dumps(row) for row in record["results"])
-    text = json.dumps(jsonable({**record, "results": "ROWS"}), indent=1).replace('"ROWS"', f"[\n{rows}\n ]")
-    write_text(path, text + "\n")
-    if record["summary"] is None:
-        return
-    write_text(path.with_suffix(".md"), markdown(record["summary"]) + "\n" + markdown_runs(record["runs"]))
-    try:
-        from benchmarks.draw_losses import draw, title_of
-    except ImportError:
-        _say("no picture: matplotlib is not installed")
-        return
-    draw(record["summary"], title_of(record), path.with_suffix(".png"))
+    write_record(path, record)
+    if record["summary"] is not None:
+        write_text(path.with_suffix(".md"), markdown(record["summary"]) + "\n" + markdown_runs(record["runs"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -365,9 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         comparison = Comparison(plan, args.output)
         command = ["python", "-m", "benchmarks.compare_losses", *words]
         for _ in comparison.go(args.quiet):
-            write_record(comparison.record(command), args.json)
+            write_tables(comparison.record(command), args.json)
         record = comparison.record(command)
-        write_record(record, args.json)
+        write_tables(record, args.json)
     except FsdError as error:
         _say(f"compare_losses: {error}")
         return 2
@@ -377,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(args.json.with_suffix(".md").read_text(encoding="utf-8"))
     if len({facts["commit"] for facts in record["runs"]}) > 1:
         _say("note: the heads were trained at different commits; `runs` in the record says which.")
-    _say(f"{args.json}, with .md and .png beside it")
+    _say(f"{args.json}, with .md beside it")
     return 0
 
 

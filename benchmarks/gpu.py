@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.recorded import record_main, settings_of
 from fsd_infer.bench.base import Method
@@ -50,24 +50,18 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Exact
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype
+from fsd_infer.targets.planned import SHAPES, read_changes
 from fsd_infer.tree import DraftTree, ancestors_of
 from fsd_infer.tuning.autotune import parse_tree
 
-LLAMA_3_1_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 COPIES = 20
 QUIET = 0.01  # what the layers' outputs are multiplied by, so that they leave the embedding as it is
 
 
 def shape_of(config: str | None, changes: Sequence[str]) -> Any:
     """The config to make a target of, "KEY=NUMBER" changed in it. Raises FsdError for a change that is none."""
-    try:
-        sizes = {key: int(value) for key, value in (text.split("=") for text in changes)}
-    except ValueError:
-        raise FsdError(f"--set takes KEY=NUMBER, e.g. num_hidden_layers=8; got {' '.join(changes)}.") from None
-    return AutoConfig.from_pretrained(config, **sizes) if config else LlamaConfig(**{**LLAMA_3_1_8B, **sizes})
+    sizes = {**SHAPES["llama-3.1-8b"], **read_changes(changes)}
+    return AutoConfig.from_pretrained(config, **read_changes(changes)) if config else AutoConfig.for_model(**sizes)
 
 
 def counting_target(config: Any, dtype: torch.dtype, device: torch.device) -> Target:

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_infer.beams import BeamOptions, decode_beams
+from fsd_infer.device.transfer import lists
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request, decode
@@ -199,6 +200,8 @@ def decode_prepared(
         rule, drafter = calibrated(drafter, made_for, 1.0 if temperature is None else temperature)
         rules = [rule]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if generation_config.do_sample and seed is None and made_for.is_shared_out:
+        raise FsdError("the target is shared out over processes, which must draw the same: give all of them one seed.")
     check_config(generation_config, target.model.generation_config)
     check_inputs(input_ids, mask, model_inputs)
     beams = generation_config.num_beams or 1
@@ -216,12 +219,14 @@ def decode_prepared(
     eos = [set(criterion.eos_token_id.tolist()) for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     others = [one for one in criteria if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
 
+    texts, kept = lists(input_ids, mask)  # the prompts on the host, at once
+
     def stream(row: int, tokens: list[int]) -> None:
         for token in tokens:
             streamer.put(torch.tensor([token]))
 
     request = Request(
-        prompts=[ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)],
+        prompts=[[token for token, keep in zip(*row, strict=True) if keep] for row in zip(texts, kept, strict=True)],
         max_new_tokens=min(limits) - input_ids.shape[1],
         greedy=not generation_config.do_sample,
         processors=logits_processor,
@@ -229,14 +234,14 @@ def decode_prepared(
         eos_token_ids=frozenset().union(*eos),
         generator=_generator(seed, input_ids.device),
         on_tokens=on_tokens if streamer is None else stream,
-        padded_prompts=list(input_ids),
+        padded_prompts=list(torch.tensor(texts)),
         measure_log_likelihood=measure_log_likelihood,
         max_cache_bytes=max_cache_bytes,
     )
     if beams > 1:
         return decode_beams(made_for, drafter, rules, request, generation_config, beam_options)
     if streamer is not None and show_prompt:
-        streamer.put(input_ids.cpu())
+        streamer.put(torch.tensor(texts))
     answers = generation_config.num_return_sequences or 1  # per prompt, one after the other
     return decode(
         made_for, drafter, rules[0] if len(rules) == 1 else [r for r in rules for _ in range(answers)], request

@@ -44,7 +44,8 @@ class Request:
         generator: randomness; None for torch's global generator.
         on_tokens: called with (row, tokens) as soon as tokens of an answer are final; what is true of its result ends
             the answer there.
-        padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), or None.
+        padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), on the
+            CPU, or None.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         max_cache_bytes: most that the key-value caches may take; None: what is free.
     """
@@ -291,14 +292,16 @@ class _Batch:
         """Why the answer ends with its newest token, or None."""
         if token in self.request.eos_token_ids:
             return "stop"
-        if self.request.criteria and bool(self.request.criteria(self._text(row)[None], None)[0]):
-            return "stop"
+        if self.request.criteria:
+            text = to_device(self._text(row)[None], self.device)
+            if bool(self.request.criteria(text, None)[0]):
+                return "stop"
         return "length" if len(self.records[row].tokens) >= self.limits[row] else None
 
     def _text(self, row: int) -> Tensor:
-        """The row's text as ``generate`` would show it to processors and criteria, [T]."""
+        """The row's text as ``generate`` would show it to processors and criteria, [T] on the CPU."""
         padded = self.request.padded_prompts
-        prompt = torch.tensor(self.request.prompts[row], device=self.device) if padded is None else padded[row]
+        prompt = torch.tensor(self.request.prompts[row]) if padded is None else padded[row]
         return torch.cat([prompt, prompt.new_tensor(self.records[row].tokens)])
 
     def _advance(self, tokens: Tensor, features: Tensor, counts: Tensor, roots: Tensor) -> None:

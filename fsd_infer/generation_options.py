@@ -132,5 +132,5 @@ def check_inputs(input_ids: Tensor, mask: Tensor, model_inputs: Mapping[str, Any
     positions = model_inputs.get("position_ids")
     if positions is not None and positions.shape == input_ids.shape:
         counted = mask.long().cumsum(-1) - 1
-        if not bool((positions == counted)[mask.bool()].all()):
+        if not bool(((positions == counted) | ~mask.bool()).all()):
             raise refusal("position_ids", positions)

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from fsd_infer.cpu import ops
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
@@ -92,7 +93,8 @@ class TreeProcessors:
         Args:
             logits: [B, N, V] raw, fp32.
             tree: the tree.
-            texts: per row the token ids before the root, [T_b], as ``generate`` would pass them to processors.
+            texts: per row the token ids before the root, [T_b], as ``generate`` would pass them to processors, but on
+                the CPU.
             rows: which row of the request each of them is.
 
         Returns:
@@ -103,11 +105,11 @@ class TreeProcessors:
         if not self.contextual:
             return self.context_free(logits)
         scores = torch.empty_like(logits)
-        for row, (text, asked) in enumerate(zip(texts, rows, strict=True)):
-            for node_depth in tree.depths[row].unique().tolist():
-                nodes = (tree.depths[row] == node_depth).nonzero()[:, 0]
-                context = self._contexts(tree, row, nodes, text)
-                scores[row, nodes] = self.texts(logits[row, nodes].clone(), context, asked)
+        for row, (text, asked, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
+            for level, paths in _levels(*nodes):
+                context = torch.cat([text.expand(len(level), -1), torch.tensor(paths)], 1)
+                index = to_device(torch.tensor(level), logits.device)
+                scores[row, index] = self.texts(logits[row, index], to_device(context, logits.device), asked)
         return scores
 
     def texts(self, scores: Tensor, texts: Tensor, row: int) -> Tensor:
@@ -124,13 +126,11 @@ class TreeProcessors:
         if not self.contextual:
             return self.context_free(q_logits) if self.processors else q_logits
         # every node borrows its q (or zeros), is processed in its context, and the inner ones are taken back
-        inner = tree.q_index >= 0
         own = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
         processed = self.nodes(q_logits.gather(1, own), tree, texts, rows)
-        scores = torch.zeros_like(q_logits)
-        batch, nodes = inner.nonzero(as_tuple=True)
-        scores[batch, tree.q_index[batch, nodes]] = processed[batch, nodes]
-        return scores
+        count = q_logits.shape[1]
+        place = torch.where(tree.q_index >= 0, tree.q_index, count)[..., None].expand_as(processed)
+        return torch.nn.functional.pad(q_logits, (0, 0, 0, 1)).scatter(1, place, processed)[:, :count]
 
     def _of_row(self, processor: Any, row: int, count: int) -> Any:
         """A processor for ``count`` contexts of one row of the request, which it would take for as many rows."""
@@ -148,10 +148,19 @@ class TreeProcessors:
             processor.prompt_ignore_length = padding[row * len(padding) // self.batch].expand(count)
         return processor
 
-    def _contexts(self, tree: DraftTree, row: int, nodes: Tensor, text: Tensor) -> Tensor:
-        """[M, T + depth + 1] ids up to and including each of the nodes, which share one depth."""
-        paths = [tree.tokens[row, tree.ancestors[row, node].nonzero()[:, 0]] for node in nodes.tolist()]
-        return torch.stack([torch.cat([text, path]) for path in paths])
+
+def _levels(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[int], list[list[int]]]]:
+    """A tree's nodes by depth, and the tokens on the way to each of them, its own included."""
+    paths: list[list[int]] = []
+    levels: list[tuple[list[int], list[list[int]]]] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        paths.append([*paths[parent], token] if node else [token])
+        if len(paths[node]) > len(levels):
+            levels.append(([], []))
+        level, ways = levels[len(paths[node]) - 1]
+        level.append(node)
+        ways.append(paths[node])
+    return levels
 
 
 def _theirs(processor: Any) -> bool:

@@ -35,9 +35,13 @@ class Target:
     Forwards leave nothing on the target, so several threads may run them at once, each with a cache of its own.
 
     Args:
-        model: any decoder-only ``PreTrainedModel`` with a language-model head.
+        model: any decoder-only ``PreTrainedModel`` with a language-model head, on one device or, by transformers'
+            ``tp_plan``, on one per process.
         tokenizer: its tokenizer, or None (then only token ids can be decoded).
         name: how the target was asked for; kept in records of runs.
+
+    Raises:
+        ModelLoadError: no model of that kind, or its layers lie on several devices.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
@@ -53,6 +57,12 @@ class Target:
         self.decoder: nn.Module = model.get_decoder()
         if self.decoder is model or self.decoder is None:
             raise ModelLoadError(f"{type(model).__name__} does not say which module is its decoder (`get_decoder`).")
+        places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+        if len(places) > 1:
+            raise ModelLoadError(
+                f"{self.name} lies on several devices ({', '.join(sorted(places))}), layer by layer; a cache lies on "
+                'one: load it on one, or by tp_plan="auto" on one per process (docs/scaling.md).'
+            )
         self._eager = self.config._attn_implementation == "eager"
         self.graphs: Graphs | None = None
 
@@ -95,6 +105,14 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Does each of several processes hold a part of the weights (``tp_plan`` of transformers, FSDP)?
+
+        They decode as one does, if all are asked the same at the same time.
+        """
+        return any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
 
     @property
     def vocab_size(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -73,6 +74,14 @@ class DraftTree:
             scores = _estimated_scores(self) if self.scores is None else self.scores
             self.rows = [TreeRow(*row) for row in zip(*lists(self.tokens, self.parents, scores, self.q_index))]
         return self.rows
+
+    @cached_property
+    def nodes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents, [B][N] each. Unless the tree was made from lists, this waits for the device."""
+        if self.rows is not None:
+            return [row.tokens for row in self.rows], [row.parents for row in self.rows]
+        tokens, parents = lists(self.tokens, self.parents)
+        return tokens, parents
 
     @property
     def padding(self) -> list[set[int]]:

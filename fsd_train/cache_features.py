@@ -82,10 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = sum(map(len, sequences))
     size = tokens * token_bytes(target)
     print(f"{len(sequences)} of {len(rows)} sequences, {tokens} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
-    store = cache_features(
-        target, sequences, args.output, shard_tokens=args.shard_tokens, batch_tokens=args.batch_tokens,
-        max_tokens=args.max_tokens,
-    )  # fmt: skip
+    store = cache_features(target, sequences, args.output, batch_tokens=args.batch_tokens, max_tokens=args.max_tokens)
     print(f"{args.output}: {len(store)} sequences, {store.tokens} tokens", file=sys.stderr)
     return 0
 

@@ -82,7 +82,6 @@ def regenerate() -> argparse.ArgumentParser:
         "chat_template_kwargs of their own",
     )  # fmt: skip
     p.add_argument("--limit", type=positive, help="answer so many prompts, a sample drawn by --seed")
-    p.add_argument("--limit-per-file", type=positive)
     p.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
     p.add_argument("--batch-size", type=positive, default=32)
     p.add_argument("--dtype", help="of the local target: bfloat16, float32, ...")
@@ -129,7 +128,6 @@ def cache_features() -> argparse.ArgumentParser:
         help="leave out rows with fewer answer tokens, which cost much",
     )
     parser.add_argument("--batch-tokens", type=positive, default=2048, help="padded tokens per forward")
-    parser.add_argument("--shard-tokens", type=positive, default=65536, help="tokens per shard")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the target's forward")
     return parser
 
@@ -186,6 +184,12 @@ def estimate() -> argparse.ArgumentParser:
     """Options of `fsd-train estimate`."""
     parser = Parser("fsd-train estimate", description="Memory, disk and time of a recipe, from a short measurement.")
     parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe of a head")
+    parser.add_argument(
+        "--on-paper", action="store_true", help="by the target's config alone: memory, and the least time on GPUs"
+    )
+    parser.add_argument(
+        "--target", metavar="NAME", help="on paper, for this target instead: llama-3.1-8b, llama-3.1-70b, a directory"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="prompts that are still to be answered")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="of each answer (%(default)s)")
     return parser

@@ -1,7 +1,8 @@
 """`fsd-train estimate`: what a recipe needs, before anything long starts.
 
 Memory and disk follow from the target's config and the rows. Time is measured: the target answers a prompt, runs
-through a few rows, and a few steps are trained; what a token takes is multiplied by the tokens to come.
+through a few rows, and a few steps are trained; what a token takes is multiplied by the tokens to come. On paper
+(:func:`on_paper`) nothing is measured: time is the least that GPUs' data sheets allow.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from lightning.pytorch import Callback, Trainer
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.device.roofline import HARDWARE, Part, Work, devices_for, size
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
+from fsd_infer.estimate import Planned, planned_head, seconds
 from fsd_infer.heads.config import usual_layers
 from fsd_infer.target import Target
+from fsd_infer.targets.planned import planned_target
 from fsd_train import command_lines
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
@@ -104,12 +108,20 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     tokens = sum(data.train_set.lengths)
     lines = [("rows", f"{len(data.train_set)}, {tokens} tokens", "of the recipe's files")]
     if recipe.cache is not None:
-        size = tokens * recipe.feature_bytes(facts)
+        needed = tokens * recipe.feature_bytes(facts)
         parent = next(parent for parent in recipe.cache.absolute().parents if parent.is_dir())
-        check_disk(parent, size)
-        lines.append(("disk for features", _bytes(size), f"{recipe.feature_bytes(facts)} B a token"))
+        check_disk(parent, needed)
+        lines.append(("disk for features", size(needed), f"{recipe.feature_bytes(facts)} B a token"))
     module, step = _train(recipe, data)
-    lines += _memory(recipe, facts, data, module)
+    cached = data.features is not None or recipe.cache is not None
+    parts = _memory(
+        facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
+        sum(parameter.numel() for parameter in module.head.parameters()),
+        module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.options.unroll_steps,
+        module.device.type,
+    )  # fmt: skip
+    lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
+    lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
     target: Target = module.target
     if any(parameter.is_meta for parameter in target.model.parameters()):
         target = Target.from_pretrained(recipe.model["target"])
@@ -167,27 +179,71 @@ def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
     return (time.perf_counter() - start) / ids.shape[1]
 
 
-def _memory(recipe: Recipe, facts: TargetFacts, data: AnswersDataModule, module: EagleModule) -> list[Line]:
-    """Per device; see ``new_recipe.memory`` for the formulas."""
-    weights = sum(parameter.numel() for parameter in module.head.parameters())
-    drafted = module.head.config.draft_vocab_size or facts.vocab_size
-    steps, chunk = module.options.unroll_steps, default_chunk_size(module.device.type, drafted)
-    loaded = (
-        facts.parameters if data.features is None and recipe.cache is None else 2 * facts.vocab_size * facts.hidden_size
-    )
-    sizes = [
-        ("target", 2.0 * loaded, "bf16; embeddings and LM head alone where features are cached"),
-        ("head", 18.0 * weights, f"18 B x {weights} weights, their gradients and moments"),
-        ("activations", activation_bytes(facts, data.batch_tokens, steps), f"{data.batch_tokens} tokens, {steps} runs"),
-        ("logits", 1.3 * 4 * chunk * drafted, f"{chunk} rows of {drafted}"),
+def _memory(
+    facts: TargetFacts, loaded: int, weights: int, drafted: int, tokens: int, steps: int, device: str
+) -> list[Part]:
+    """What a step holds; see ``new_recipe.memory`` for the formulas. By fsdp several devices share out models."""
+    chunk = default_chunk_size(device, drafted)
+    return [
+        Part("target", 2.0 * loaded, "bf16; embeddings and LM head alone where features are cached", shared=True),
+        Part("head", 18.0 * weights, f"18 B x {weights} weights, their gradients and moments", shared=True),
+        Part("activations", activation_bytes(facts, tokens, steps), f"{tokens} tokens, {steps} runs"),
+        Part("logits", 1.3 * 4 * chunk * drafted, f"{chunk} rows of {drafted}"),
     ]
-    total = sum(size for _, size, _ in sizes)
-    lines = [(f"memory: {name}", _bytes(size), how) for name, size, how in sizes]
-    return [*lines, ("memory per device", _bytes(total), "together")]
 
 
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+def on_paper(recipe: Recipe, name: str | None = None) -> str:
+    """What a recipe needs by its target's config alone: no weights and no answers are read.
+
+    The target runs over a batch (2 operations per weight and token, of its LM head those of the draft vocabulary). The
+    head runs forwards and backwards once per unrolled step (6 per weight and token). The optimiser reads and writes
+    fp32 weights, gradients and moments once a step (28 B per weight).
+
+    Args:
+        recipe: the recipe.
+        name: another name for its target, e.g. a shape of ``planned_target``.
+
+    Raises:
+        ModelLoadError: the target's config cannot be found or used.
+        CheckpointError: an option of the head.
+    """
+    name = name or recipe.model["target"]
+    target, facts = planned_target(name), facts_of(name)
+    options, vocabulary = dict(recipe.model.get("head") or {}), recipe.model.get("draft_vocab_size")
+    planned = Planned(target, planned_head(target, draft_vocab_size=vocabulary, **options))
+    weights = sum(parameter.numel() for parameter in planned.head.parameters())
+    tokens, steps = int(recipe.data["batch_tokens"]), int(recipe.model["unroll_steps"])
+    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    total = int(recipe.trainer.get("max_steps") or 0)
+    cached = recipe.data.get("features") is not None
+    loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
+    parts = _memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
+    # the target's own LM head is not run, but for the draft vocabulary's rows
+    read = planned.read_weights - (facts.vocab_size - planned.drafted) * facts.hidden_size
+    run = weights + planned.head_rows
+    work = [
+        Work("head", 6.0 * run, 6.0 * run * tokens, f"6 x {run:,} x {tokens}", batches * steps, shared=True),
+        Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
+    ]
+    if not cached:
+        work.insert(
+            0, Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
+        )
+    lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
+    for each in work:
+        amount = each.times * each.operations
+        lines.append((f"step: {each.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(each.bytes),
+                      f"{each.times} x {each.how}"))  # fmt: skip
+    rows = []
+    for hardware in HARDWARE:
+        count = devices_for(parts, hardware)
+        if count is None:
+            rows.append([hardware.name, "over 8", "-", "-"])
+        else:
+            each_step = seconds(work, hardware, count)
+            rows.append([hardware.name, str(count), f"{each_step:.2f}", _time(total * each_step)])
+    columns = ["device", "count", "seconds a step, at least", f"{total} steps, at least"]
+    return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), table(columns, rows)])
 
 
 def _time(seconds: float) -> str:
@@ -198,7 +254,11 @@ def _time(seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train estimate`."""
     args = command_lines.estimate().parse_args(argv)
-    lines = estimate(read_recipe(args.config), args.prompts, args.max_new_tokens)
+    recipe = read_recipe(args.config)
+    if args.on_paper or args.target:
+        print(on_paper(recipe, args.target))
+        return 0
+    lines = estimate(recipe, args.prompts, args.max_new_tokens)
     print(table(["what", "needs", "found by"], [list(line) for line in lines]))
     return 0
 

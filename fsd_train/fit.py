@@ -273,6 +273,11 @@ def explained() -> Iterator[None]:
             raise cause from None
         if isinstance(error, torch.OutOfMemoryError):
             raise FsdError("the device's memory is full: lower data.batch_tokens, or model.unroll_steps.") from error
+        if isinstance(error, torch.distributed.DistError) or re.search("gloo|NCCL", str(error)):
+            raise FsdError(
+                "another process of this run has ended, or did not answer in time: see what it said, and go on with "
+                f"--ckpt_path of the last checkpoint ({one_line(str(error))[:300]})."
+            ) from error
         if _about_configuration(error):
             raise DataError(one_line(str(error)) or type(error).__name__) from error
         raise

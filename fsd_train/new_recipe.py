@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from fsd_infer.errors import DataError, FsdError, ModelLoadError
+from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 from fsd_infer.heads.config import usual_layers
-from fsd_infer.target import Target
-from fsd_infer.targets.loading import EAGER_FAMILIES, attention_for, load_config
+from fsd_infer.targets.loading import EAGER_FAMILIES
+from fsd_infer.targets.planned import planned_target
 from fsd_train import command_lines
 from fsd_train.losses.rows import default_chunk_size
 from fsd_train.repository import SHIPPED
@@ -109,24 +107,14 @@ def facts_of(name: str) -> TargetFacts:
             verified through.
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
-    try:
-        config = load_config(name)
-        _check_layers(config.get_text_config(decoder=True))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
-    except FsdError:
-        raise
-    except Exception as error:  # a config can make any part of transformers fail
-        raise ModelLoadError(f"no recipe can be made for {name}: {error}") from error
-    text = config.get_text_config(decoder=True)
-    target = Target(model, name=name)
-    assert target.layer_windows  # names and refuses other kinds of layers
+    target = planned_target(name)
+    text = target.config
     hidden, heads = target.hidden_size, int(text.num_attention_heads)
     experts = any(getattr(text, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     return TargetFacts(
         name=name,
         family=text.model_type,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in target.model.parameters()),
         hidden_size=hidden,
         intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
         layers=int(text.num_hidden_layers),
@@ -138,17 +126,6 @@ def facts_of(name: str) -> TargetFacts:
         scaled_norm=getattr(getattr(target.decoder, "norm", None), "weight", None) is not None,
         experts=experts,
     )
-
-
-def _check_layers(config: Any) -> None:
-    """Raise ModelLoadError for families that do without attention in some layers; :class:`Target` sees to the rest."""
-    kinds = {str(kind) for kind in getattr(config, "layers_block_type", None) or []}
-    foreign = sorted(kind for kind in kinds if "attention" not in kind)
-    if foreign or not getattr(config, "num_attention_heads", None):
-        raise ModelLoadError(
-            f"{config.model_type} has layers of type {', '.join(foreign) or 'other than attention'}; a token tree can "
-            "be verified in one forward only through full or sliding-window attention. Use another target."
-        )
 
 
 def choose(facts: TargetFacts) -> Choices:

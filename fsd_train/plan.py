@@ -58,7 +58,6 @@ def plan_jobs(
     temperatures: Sequence[tuple[float, float]] = ((0.0, 1.0),),
     max_prompt_tokens: int = 1024,
     limit: int | None = None,
-    limit_per_file: int | None = None,
     seed: int = 0,
     batch_size: int = 32,
     template: Mapping[str, Any] | None = None,
@@ -74,7 +73,7 @@ def plan_jobs(
         tokenizer: the target's.
         temperatures: (temperature, weight) pairs; each row without its own gets one by the hash of its content.
         max_prompt_tokens: longer prompts (template included) are left out and counted.
-        limit, limit_per_file: how many rows to answer, overall and of each file.
+        limit: how many rows to answer.
         template: arguments of the chat template for all rows, such as ``enable_thinking``.
 
     Raises:
@@ -85,11 +84,7 @@ def plan_jobs(
     names: set[str] = set()
     read = too_long = 0
     for path in paths:
-        rows = sorted(read_prompts(path), key=lambda row: _shuffle_key(seed, row.id))
-        taken = 0
-        for row in rows:
-            if limit_per_file is not None and taken >= limit_per_file:
-                break
+        for row in sorted(read_prompts(path), key=lambda row: _shuffle_key(seed, row.id)):
             read += 1
             try:
                 job = _first(row, tokenizer, temperatures, template or {})
@@ -99,7 +94,6 @@ def plan_jobs(
                 too_long += 1
             elif row.id not in known:  # the same file given twice
                 known.add(row.id)
-                taken += 1
                 # files often count their rows from 0, each of them; and what looks like a later turn's id is not free
                 if job.id in names or re.search(r"/\d+$", job.id):
                     job = replace(job, id=f"{job.id}-{row.id[:8]}")

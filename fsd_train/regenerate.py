@@ -162,7 +162,6 @@ def run(args: argparse.Namespace) -> Counter[str]:
         temperatures=args.temperature,
         max_prompt_tokens=args.max_prompt_tokens,
         limit=args.limit,
-        limit_per_file=args.limit_per_file,
         seed=args.seed,
         batch_size=args.batch_size,
         template=args.chat_template_args,
@@ -233,7 +232,7 @@ def _local(args: argparse.Namespace) -> LocalBackend:
 
 
 def _endpoint(args: argparse.Namespace) -> EndpointBackend:
-    """Of the target itself only the tokenizer and the generation config are needed."""
+    """Of the target itself only the tokenizer and the generation config are needed: its directory may hold no more."""
     directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -269,7 +268,7 @@ def _generation_config(directory: str | Path) -> GenerationConfig | None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the answers depend on. Where they are made is not part of it, but batches and drafts shape local ones."""
-    names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "limit_per_file", "seed"]
+    names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "seed"]
     names.append("chat_template_args")
     settings = {name: getattr(args, name) for name in names}
     settings["backend"] = "endpoint" if args.endpoint else "local"

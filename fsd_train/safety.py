@@ -124,6 +124,41 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
         )
 
 
+def share_out_again(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Let another number of devices go on with a checkpoint: its place in the order counts batches per device.
+
+    The k-th batches of n devices are the first n·k of the order, so m devices have had n·k / m each. Changes the
+    checkpoint in place. DeepSpeed's is left alone, and refused by :func:`check_order`: its files are per device.
+
+    Raises:
+        CheckpointError: the devices cannot have had as many batches each.
+    """
+    order = checkpoint.get(type(getattr(trainer, "datamodule", None)).__qualname__)
+    if order is None or trainer.state.fn != "fit" or "DeepSpeed" in type(trainer.strategy).__name__:
+        return
+    before, now = order.get("replicas", trainer.world_size), trainer.world_size
+    if before == now:
+        return
+    loop = checkpoint["loops"]["fit_loop"]
+    given = loop["epoch_loop.batch_progress"]["current"]["ready"] * before
+    if given % now:
+        raise CheckpointError(
+            f"{_source(trainer)} was written by {before} devices after {given} batches of its epoch, which {now} "
+            "cannot share evenly: use a checkpoint of another step, or another number of devices."
+        )
+    for counts in (loop["epoch_loop.batch_progress"][name] for name in ("current", "total")):
+        more = counts["ready"] * before // now - counts["ready"]
+        counts.update({name: count + more for name, count in counts.items()})  # the last one may be under way
+    for loader in loop["state_dict"]["combined_loader"]:
+        loader["batch"] = given // now
+    order["replicas"] = now
+    if trainer.is_global_zero:
+        log.warning(
+            "%s was written by %d devices and goes on with %d: a step has as many batches as before if devices x "
+            "accumulate_grad_batches is what it was", _source(trainer), before, now,
+        )  # fmt: skip
+
+
 def _source(trainer: Trainer | None) -> str:
     """How errors call the checkpoint that is being read."""
     return "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)
@@ -167,7 +202,8 @@ class StopOnNonFinite(Callback):
             values[-1] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # all ranks stop together, or the others would wait for this one
         finite = trainer.strategy.reduce(values.isfinite().all().float(), reduce_op="mean")
-        host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=True)
+        # elsewhere nothing says when such a copy is done
+        host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=values.is_cuda)
         event = torch.cuda.Event() if values.is_cuda else None
         if event is not None:
             event.record()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsd_train.optim import build_optimizer, cosine_factor
 from fsd_train.options import ScheduleOptions
-from fsd_train.safety import CheckResume, StopOnNonFinite
+from fsd_train.safety import CheckResume, StopOnNonFinite, share_out_again
 
 
 class ScheduledModule(LightningModule):
@@ -96,3 +96,5 @@ class ScheduledModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._seconds_before = float(checkpoint.get("training_seconds", 0.0))
+        if self._trainer is not None:
+            share_out_again(self._trainer, checkpoint)

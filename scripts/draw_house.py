@@ -4,8 +4,7 @@ An arrow points from a room to what it imports; it is dashed where every such im
 of a circle are red. Imports for type checkers alone are left out, and so are the packages' own ``__init__``. The
 number in a room is its lines; circles are counted among modules.
 
-    python scripts/draw_house.py docs/figures/house-after.png
-    python scripts/draw_house.py docs/figures/house-before.png --commit 5f0b370
+    python scripts/draw_house.py docs/figures/house.png
 """
 
 from __future__ import annotations

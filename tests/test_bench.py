@@ -16,7 +16,7 @@ from fsd_infer.bench import Answer, Method, Settings, TimedRun, build_record, ru
 from fsd_infer.bench.base import Turn
 from fsd_infer.bench.intervals import interval
 from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import BenchPrompt, jsonable
+from fsd_infer.bench.record import BenchPrompt, jsonable, write_record
 from fsd_infer.bench.schedule import group_prompts, take_turns
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.main import main
@@ -34,16 +34,25 @@ def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def record_file(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("record") / "results" / "bench.json"
-    toy_run(toy, METHODS, json_path=path, repeat=2, log_likelihood=True, seed=5, command=["fsd-infer", "bench"])
-    return path
+def record_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("record") / "results" / "bench.json"
 
 
 @pytest.fixture(scope="module")
-def record(record_file: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(record_file.read_text())
-    return loaded
+def record(toy: Toy, record_file: Path) -> dict[str, Any]:
+    options = dict(repeat=2, log_likelihood=True, seed=5, command=["fsd-infer", "bench"])
+    return toy_run(toy, METHODS, json_path=record_file, **options)
+
+
+def test_the_file_holds_summaries_and_a_hash_per_answer(record: dict[str, Any], record_file: Path) -> None:
+    filed = json.loads(record_file.read_text())
+    assert filed.keys() == record.keys() and filed["methods"].keys() == record["methods"].keys()
+    assert filed["methods"]["exact"]["tau"] == pytest.approx(record["methods"]["exact"]["tau"], rel=1e-5)
+    for row, whole in zip(filed["prompts"], record["prompts"], strict=True):
+        assert row.keys() == {"id", "category", "prompt_tokens", "answers"} and row["id"] == whole["id"]
+        assert row["answers"] == {name: runs[0]["tokens_sha256"] for name, runs in whole["methods"].items()}
+    write_record(record_file, filed)  # read and written again it stays what it is
+    assert json.loads(record_file.read_text()) == filed
 
 
 def test_record_holds_what_is_reported_together(record: dict[str, Any], record_file: Path) -> None:
@@ -259,11 +268,9 @@ def test_killed_run_continues_without_loss(
     assert main([*argv, "--resume"]) == 0
     assert "plain" in capsys.readouterr().out and not partial.exists()
     record = json.loads(path.read_text())
-    for index, row in enumerate(record["prompts"]):
-        assert {name: len(runs) for name, runs in row["methods"].items()} == {"plain": 1, "exact": 1}
-        if index < 2:  # measured before the kill, and not again
-            for name, runs in row["methods"].items():
-                assert runs[0]["seconds"] == before[index]["runs"][name]["seconds"]
+    assert [list(row["answers"]) for row in record["prompts"]] == 4 * [["plain", "exact"]]
+    for name, facts in record["methods"].items():  # what was measured before the kill is part of it
+        assert facts["seconds_total"] > sum(turn["runs"][name]["seconds"] for turn in before)
 
 
 def test_run_that_failed_before_its_first_turn_is_no_obstacle(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-from benchmarks import batch_throughput, compare, peers
+from benchmarks import compare, peers
 from benchmarks.peers.gguf_files import converted
 from benchmarks.workplace import Workplace
 from fsd_infer import FsdError
@@ -118,31 +117,6 @@ def test_peer_that_cannot_be_installed_is_left_out(
     assert expected in capsys.readouterr().err
 
 
-def test_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(peers.subprocess, "run", pip(False, commands))
-    vllm = peers.PEERS["vllm"]
-    python = peers.install(vllm, tmp_path / "env", python="python3")
-    assert python == tmp_path / "env" / "bin" / "python"
-    assert commands[0][:3] == ["python3", "-m", "venv"] and commands[1][-len(vllm.requirements) :] == vllm.requirements
-    assert commands[2][-3:] == ["torchvision", "torchaudio", "torchcodec"] and "uninstall" in commands[2]
-    count = len(commands)
-    assert peers.install(vllm, tmp_path / "env") == python and len(commands) == count
-
-
-def test_variables_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    openmp = tmp_path / "env" / "lib" / "libiomp5.so"
-    openmp.parent.mkdir(parents=True)
-    openmp.touch()
-    python = tmp_path / "env" / "bin" / "python"
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
-    variables = peers.vllm_variables(python, 2)
-    assert variables["LD_PRELOAD"] == str(openmp) and variables["OMP_NUM_THREADS"] == "2"
-    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "4", "what the caller chose is kept"
-
-
 def test_gguf_files_hold_the_numbers_that_the_packed_ones_stand_for(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     packed = quants.quantize(numbers, GGMLQuantizationType.Q4_1)
@@ -180,36 +154,6 @@ def test_models_are_named_by_their_last_part(tmp_path: Path) -> None:
     assert Workplace(tmp_path / "work").link(tmp_path / "other" / "small") == "small", "earlier links are gone"
 
 
-def test_batches_follow(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        assert str(tmp_path) in more["env"]["PYTHONPATH"].split(os.pathsep)
-        return subprocess.CompletedProcess(command, 5)
-
-    monkeypatch.setattr(compare, "ROOT", tmp_path)
-    monkeypatch.setattr(compare, "run", lambda *_, **__: {})
-    monkeypatch.setattr(compare, "bench_table", lambda record: "table")
-    monkeypatch.setattr(compare.subprocess, "run", run)
-    monkeypatch.chdir(tmp_path)
-    argv = ["--target", str(toy.target), "--output", str(tmp_path / "results"), "--prompts", str(toy.prompts)]
-    argv += ["--peers", "", "--no-profile"]
-    assert compare.main(argv) == 5, "a failure is not hidden"
-    assert not any(str(tmp_path) in word for word in commands[0][1:]), "nothing of the machine"
-    asked = batch_throughput.build_parser().parse_args(commands[0][3:])
-    assert asked.methods == "plain,exact@lookup,exact@lookup+recycle" and asked.target == "target"
-    assert str(asked.json) == "results/batch-throughput-target.json"
-    assert compare.main([*argv, "--no-batches"]) == 0 and len(commands) == 1
-
-
-def test_methods_of_batches() -> None:
-    shipped = compare.own_methods("smollm2-135m", None, None, ["0.3"])
-    assert ",".join(compare.batch_methods(shipped)) == batch_throughput.build_parser().get_default("methods")
-    assert compare.batch_methods(["plain", "exact@lookup", "exact@small+lookup"]) == ["plain", "exact@small+lookup"]
-    assert compare.batch_methods(["plain", "hf-generate", "fuzzy:js:0.3", "exact@none"]) == []
-
-
 def test_bad_input_ends_in_one_line(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,15 +167,3 @@ def test_bad_input_ends_in_one_line(
         assert compare.main([*argv, "--output", str(tmp_path), "--prompts", str(toy.prompts)]) == 2
         err = capsys.readouterr().err
         assert err.startswith("bench: ") and said in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["vllm", "llama.cpp", "openvino"])
-def test_engine_that_is_missing_is_named(name: str) -> None:
-    with pytest.raises(FsdError, match=f"method '{name}': (ModuleNotFoundError|PackageNotFoundError): "):
-        ProcessMethod(name, [sys.executable, str(peers.HERE / peers.PEERS[name].script), "model"])
-
-
-def test_names_of_peers() -> None:
-    own = {"bf16", "gguf"}
-    assert set(peers.PEERS["llama.cpp"].modes) == own | {f"{name}+ngram" for name in own}
-    assert compare.PEER_METHODS[:3] == ["vllm", "vllm:ngram", "llama.cpp:bf16"]

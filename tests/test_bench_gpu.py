@@ -47,7 +47,7 @@ def test_record_of_a_simulated_head(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert bandwidth["weight_bytes_per_token"] == whole - (SIZES["vocab_size"] - 1) * width
     rate = methods["plain"]["decode_tokens_per_second"]
     share = bandwidth["weight_bytes_per_token"] * rate / bandwidth["copy_bytes_per_second"]
-    assert bandwidth["share"]["plain"] == pytest.approx(share)
+    assert bandwidth["share"]["plain"] == pytest.approx(share, rel=1e-4)  # of rounded numbers
     for found in record["rounds"].values():
         assert 0 < found["model_milliseconds"] and 0 <= found["overhead_fraction"] < 1
     assert record["environment"]["command"].startswith("python -m benchmarks.gpu --set")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import venv
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -335,7 +336,8 @@ def test_pip_failure_is_reported_with_its_reason(tmp_path: Path, monkeypatch: py
 
 
 def test_missing_pip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+    venv.create(tmp_path / "bare", symlinks=True)
+    monkeypatch.setattr(builtin.sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(ModelLoadError, match="ensurepip"):
         builtin.download_wheel("fake-wheel==1.0", tmp_path)
 

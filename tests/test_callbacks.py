@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from fsd_train.lm_module import LMModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import RuleMetrics, compare
+from fsd_train.safety import share_out_again
 from tests.train_toys import make_toys, save_toy_target
 
 RULES = ["exact", "fuzzy:js:0.4"]
@@ -283,14 +285,26 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
     }.items():
         with pytest.raises(CheckpointError, match=f"{checkpoint} stands .* another order.*by {words}.*initial_head"):
             resumed(toys, tmp_path / "run", checkpoint, **change)
-    state = torch.load(checkpoint, weights_only=False)
-    state["AnswersDataModule"]["replicas"] = 2
-    torch.save(state, tmp_path / "two.ckpt")
-    with pytest.raises(CheckpointError, match=r"replicas \(2, now 1\)"):
-        resumed(toys, tmp_path / "run", tmp_path / "two.ckpt")
     other = make(toys)[1]
     other.batch_tokens = 96
     trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=False)
+
+
+def test_another_number_of_devices_goes_on_at_the_same_place(toys: Path, checkpoint: Path) -> None:
+    state = torch.load(checkpoint, weights_only=False)
+    stub: Any = SimpleNamespace(
+        datamodule=make(toys)[1], state=SimpleNamespace(fn="fit"), strategy=None, is_global_zero=True, ckpt_path="c"
+    )
+    progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert progress["current"] == progress["total"] == {"ready": 1, "started": 1, "processed": 1, "completed": 0}
+    state["AnswersDataModule"]["replicas"], stub.world_size = 6, 2
+    share_out_again(stub, state)
+    assert progress["current"] == progress["total"] == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
+    assert state["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batch"] == 3
+    assert state["AnswersDataModule"]["replicas"] == 2
+    stub.world_size = 4
+    with pytest.raises(CheckpointError, match="by 2 devices after 6 batches of its epoch, which 4 cannot share evenly"):
+        share_out_again(stub, state)
 
 
 def test_a_checkpoint_without_records_goes_on_with_a_warning(

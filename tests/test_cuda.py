@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import apply_rules, parse_rule
 from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+from tests.test_engine import SAMPLES, assert_one_law
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -92,6 +94,22 @@ def test_a_verdict_is_the_one_of_the_cpu(rule: str, greedy: bool, kind: str, mon
         there = apply_rules(rules, _on_cpu(round))
         for name in ("path", "accepted", "tokens", "sources", "gate_open"):
             assert torch.equal(getattr(verdict, name), getattr(there, name)), name
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", ["oracle", "eagle", "reduced", "lm"])
+@pytest.mark.parametrize("options", [{"temperature": 1.4}, {"temperature": 1.5, "top_p": 0.8}])
+def test_sampled_law_is_that_of_generate(options: dict[str, Any], kind: str, graphs: bool) -> None:
+    target, prompt = cuda_target("llama"), tiny_prompts((7,))[0]
+    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **options}
+    torch.manual_seed(1)
+    given = torch.tensor([prompt] * SAMPLES, device=DEVICE)
+    theirs = target.model.generate(given, attention_mask=torch.ones_like(given), **options)[:, len(prompt) :].cpu()
+    decoder = FuzzyDecoder(target, drafter_of(kind, target))
+    if graphs:
+        decoder.use_graphs()
+    ours = decoder.generate([prompt] * SAMPLES, seed=2, **options).sequences
+    assert_one_law(np.array(ours), theirs.numpy())
 
 
 def _on_cpu(value: Any) -> Any:

@@ -1,17 +1,34 @@
-"""`fsd-train estimate` says what a recipe needs, and refuses one that the disk cannot hold."""
+"""`fsd-train estimate` and `fsd-infer estimate`: what is predicted is what is there."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from fsd_infer.bench.profile import tensor_bytes
+from fsd_infer.cli.main import main as infer
+from fsd_infer.device.roofline import Hardware, Part, Work, devices_for
+from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES
+from fsd_infer.errors import ModelLoadError
+from fsd_infer.estimate import Planned, by_device, planned_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.target import Target
+from fsd_infer.targets.loading import shipped_drafter
+from fsd_infer.targets.planned import planned_target
+from fsd_infer.tuning.probe import Probe
 from fsd_train import features
 from fsd_train.cli import main as cli
-from tests.train_toys import make_toys
+from fsd_train.estimate import on_paper, read_recipe
+from tests.train_toys import make_toys, toy_model
 
 
 def recipe(root: Path, **data: Any) -> Path:
@@ -51,3 +68,107 @@ def test_what_is_no_recipe(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "recipe.yaml").write_text("model: 3")
     assert cli(["estimate", "--config", str(tmp_path / "recipe.yaml")]) == 2
     assert "not a head's recipe" in capsys.readouterr().err
+
+
+HEADS: list[dict[str, Any]] = [
+    {"layout": "eagle3", "fused_layers": [0, 1], "draft_vocab_size": 40},
+    {"final_norm": True, "fused_layers": [0], "draft_vocab_size": 40},
+    {"num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("options", HEADS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bytes_and_operations_on_paper_are_those_of_the_models(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """From a directory that has a config.json and nothing else."""
+    target, shape = Target(toy_model(family).bfloat16()), TreeShape(3, 4, 9)
+    target.model.config.save_pretrained(tmp_path)
+    drafter = EagleDrafter(EagleHead(EagleConfig.for_target(target, **options)), target, shape)
+    paper = planned_target(str(tmp_path))
+    planned = Planned(paper, planned_head(paper, **options), batch=2, context=20, new=10)
+    sizes = {part.name: part.bytes for part in planned.memory(shape)}
+    assert sizes["target's weights"] == tensor_bytes(target.model.parameters())
+    head = tensor_bytes(weight for module in drafter.modules() for weight in module.parameters())
+    assert sizes["head's weights"] == head
+    slots = 20 + 10 + shape.nodes
+    assert sizes["target's cache"] == target.cache_bytes(2, slots)
+    assert sizes["head's cache"] == pytest.approx(drafter.cache_bytes(2, slots))
+    for nodes in (1, 9):
+        probe = Probe(target, 20, nodes, rows=2)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+            probe(nodes)
+        assert planned.forward(nodes).operations == pytest.approx(counted.get_total_flops(), rel=0.01)
+
+
+def test_the_roofline() -> None:
+    hardware = Hardware("toy", memory=100.0, bandwidth=10.0, peak=50.0, source="")
+    assert Work("reads", 40.0, 100.0, "", times=3).seconds(hardware) == 12.0
+    assert Work("computes", 40.0, 400.0, "", shared=True).seconds(hardware, devices=2) == 4.0
+    shared, whole = Part("shared", 300.0, "", shared=True), Part("whole", 10.0, "")
+    assert devices_for([shared, whole], hardware) == 4  # of 90 bytes each
+    assert devices_for([Part("whole", 91.0, "")], hardware) is None
+
+
+@pytest.mark.parametrize(
+    "name, weights, cache", [("llama-3.1-8b", 8030261248, 131072), ("llama-3.1-70b", 70553706496, 327680)]
+)
+def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> None:
+    """Weights are counted as published, the page has the tables, the recipe's header what training takes."""
+    target = planned_target(name)
+    planned = Planned(target, planned_head(target, layout="eagle3", draft_vocab_size=32000), graphs=True)
+    shown = (repo_root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for row in by_device(planned, DEFAULT_SHAPES["cuda"], TILTED_SHAPES["cuda"]):
+        assert f"| {' | '.join(row)} |" in shown
+    assert planned.weights == weights and target.cache_bytes_per_token == cache
+    if name == "llama-3.1-8b":
+        path = repo_root / "recipes" / "llama-3.1-8b.yaml"
+        header = re.findall(r"^#   (target|head|activations|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
+        said = on_paper(read_recipe(path), name)
+        found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
+        assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 4
+
+
+def test_the_page_shows_what_was_predicted_and_measured(repo_root: Path) -> None:
+    record = json.loads((repo_root / "benchmarks" / "results" / "predicted-rounds.json").read_text("utf-8"))
+    shown = (repo_root / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (plain|exact): (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", shown, re.M)
+    for method, part, *numbers in rows:
+        pair = record["milliseconds"][method]
+        least, took = pair["predicted"][part], pair["measured"][part]
+        assert numbers == [f"{least:.2f}", f"{took:.2f}", f"{took / least:.2f}"]
+    assert len(rows) == 6
+
+
+def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toy_model().config.save_pretrained(tmp_path)
+    small = ["estimate", "--target", str(tmp_path), "--draft-vocab", "40", "--tree", "3,4,9"]
+    assert infer([*small, "--cuda-graphs", "--batch-size", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "graphs' pool" in said and re.search(r"^RTX 4090 +1 ", said, re.M) and "H200 data sheet" in said
+    assert infer([*small, "--set", "layers"]) == 2
+    assert "--set takes KEY=NUMBER" in capsys.readouterr().err
+    foreign = shipped_drafter("smollm2-135m")
+    assert infer(["estimate", "--target", str(tmp_path), "--drafter", str(foreign)]) == 2
+    assert "reads features of 576 numbers" in capsys.readouterr().err
+    with pytest.raises(ModelLoadError, match="num_hidden_layer is no size"):
+        planned_target(str(tmp_path), {"num_hidden_layer": 3})
+    assert planned_target(str(tmp_path), {"num_hidden_layers": 3}).config.num_hidden_layers == 3
+
+
+def test_longer_contexts_and_larger_trees_cost_more() -> None:
+    """A lossy round reads more than an exact one, graphs take memory, and no round is below a plain token."""
+    target = planned_target("llama-3.1-8b", {"num_hidden_layers": 2})
+    head, small, large = planned_head(target, layout="eagle3", draft_vocab_size=32000), (4, 4, 16), (6, 10, 60)
+    hardware = Hardware("toy", 1e12, 1e12, 1e14, "")
+
+    def least(planned: Planned, sizes: tuple[int, int, int], lossy: bool = False) -> float:
+        return sum(work.seconds(hardware) for work in planned.round(TreeShape(*sizes), lossy))
+
+    short, long = Planned(target, head, context=100), Planned(target, head, context=10000)
+    assert least(short, small) < least(short, large) < least(short, large, lossy=True)
+    assert least(short, small) < least(long, small)
+    assert least(short, small) > sum(work.seconds(hardware) for work in short.plain())
+    graphs = {part.name: part.bytes for part in Planned(target, head, graphs=True).memory(TreeShape(*large))}
+    assert graphs["graphs' pool"] > graphs["a round's logits"] / 10 and torch.bfloat16 is target.dtype

@@ -38,6 +38,11 @@ def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
     assert not wrong
 
 
+def test_decoding_needs_nothing_of_training(repo_root: Path) -> None:
+    files = (repo_root / "fsd_infer").rglob("*.py")
+    assert not {file for file in files if any(name.startswith("fsd_train") for name in imports_of(file))}
+
+
 @pytest.mark.parametrize("module", PURE)
 def test_maths_needs_no_models_and_no_compiler(module: str, repo_root: Path) -> None:
     """The package's own page, which offers everything, is left out."""

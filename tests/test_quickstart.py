@@ -50,12 +50,6 @@ def test_quickstart_names_what_is_missing(
     assert status == 2 and "recipes/smollm2-135m.yaml is missing" in err
 
 
-def test_quickstart_prompts_are_a_dozen_of_several_kinds(repo_root: Path) -> None:
-    rows = [json.loads(line) for line in (repo_root / quickstart.PROMPTS).read_text().splitlines()]
-    assert len(rows) == 12 and len({row["prompt"] for row in rows}) == 12
-    assert len({row["category"] for row in rows}) >= 8
-
-
 def test_quickstart_training_overrides_fit_the_recipe(
     repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ def test_unknown_names() -> None:
         ("fuzzy:js:0.3", Fuzzy("js", 0.3)),
         ("fuzzy:threshold=0.2:divergence=tv", Fuzzy("tv", 0.2)),
         ("fuzzy:js:0.3:budget=2:gate=processed", Fuzzy("js", 0.3, budget=2.0, gate_on="processed")),
-        ("fuzzy:js:0.3:none", Fuzzy("js", 0.3)),
+        ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)),
         ("fuzzy:top_k_js:0.3", Fuzzy("top_k_js", 0.3)),
         ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
         ("fuzzy:kl:inf", Fuzzy("kl", INF)),

@@ -1,25 +1,31 @@
-"""A training step never waits for its device, shown without one: tensors without storage refuse to be read.
+"""Training on the simulated device: its losses are the CPU's, and no step waits.
 
-Batch, head, target and losses live on the meta device, where `.item()`, `nonzero()` and copies to the host raise; only
-what the host planned beforehand, from its own view of ids and mask, can steer the step. Two waits are left out of this:
-transformers looks for packed sequences in position ids before the first layer of each model, and StopOnNonFinite reads
-the last step's verdict before the next begins.
+One wait is transformers': it looks for packed sequences in position ids before the first layer of each model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
 
+from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.target import Target
+from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.eagle_module import EagleModule
+from fsd_train.features import cache_features, sequence_key
 from fsd_train.lm_module import LMModule
 from fsd_train.optim import build_optimizer
+from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import make_toys, save_toy_target
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
@@ -29,6 +35,7 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("fsd", {"threshold": [0.2, 0.4], "price": 0.1, "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
 ]
+PACKED = {("fsd_infer/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}
 
 
 @pytest.fixture(scope="module")
@@ -36,53 +43,134 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toys(tmp_path_factory.mktemp("toys"), rows=12)
 
 
-@pytest.fixture(autouse=True)
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with SimulatedDevice() as opened:
+        yield opened
 
 
-def step_on_meta(module: DistillationModule, data: AnswersDataModule) -> None:
-    """One step with its gradients and the optimizer's, everything but the batch's view on the host on meta."""
+def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, **options: Any) -> EagleModule:
+    head = {"final_norm": True, "feature_scale": True, **options.pop("head", {})}
+    return EagleModule(
+        str(toys / "target"), head, draft_vocab_size=40, context_ids=True, unroll_steps=3, chain_share=0.6, loss=loss,
+        loss_args=args or None, noise=0.1, **options,
+    )  # fmt: skip
+
+
+def step_of(module: DistillationModule, toys: Path, device: torch.device, watch: list[int]) -> Any:
+    """A step with its gradients and the optimizer's, to be run."""
+    data = AnswersDataModule([str(toys / "answers.jsonl")])
     data.setup()
-    target = module._frozen.target = Target.from_pretrained(module.options.target)
-    target.watch((module.hparams.get("head") or {}).get("fused_layers", []))
-    module.configure_model()
     assert data.train_set is not None
+    target = module._frozen.target = Target.from_pretrained(module.options.target, dtype=torch.float32)
+    target.watch(watch)
+    torch.manual_seed(0)
+    module.configure_model()
+    module.to(device)
+    target.model.to(device)
     batch: Any = data.on_before_batch_transfer(collate([data.train_set[i] for i in range(8)]), 0)
-    if module.head.draft_ids is not None and hasattr(module, "_own_ids"):
-        module._own_ids = module.head.draft_ids.cpu()  # read once in a run
-    module._generator = lambda device: None  # type: ignore[assignment]  # there is none for meta
-    module.to("meta")
-    target.model.to("meta")
-    batch = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-    batch["features"] = target.features(batch["input_ids"])
-    drafts = module.training_drafts(batch, module.options.unroll_steps)
-    assert drafts is not None and drafts.weights.is_meta and not drafts.rows.counted.is_meta
-    out = module.loss(drafts)
-    out.loss.backward()
-    assert all(p.grad is not None for p in module.head.parameters())
+    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     optimizer = build_optimizer("adamw", list(module.head.parameters()), 1e-3, 0.1, (0.9, 0.95))
-    torch.nn.utils.clip_grad_norm_(module.head.parameters(), 1.0)
-    optimizer.step()
+
+    def step() -> Tensor:
+        drafts = module.training_drafts(batch, module.options.unroll_steps)
+        assert drafts is not None
+        loss = module.loss(drafts).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.head.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[int] | None = None) -> None:
+    here, there = (step_of(module(), toys, where, watch or []) for where in (torch.device("cpu"), SIM))
+    losses = [[step().cpu() for step in (here, there)]]  # what happens once may wait
+    device.waits.clear()
+    second = there()
+    assert device.waits and {(wait.file, wait.function) for wait in device.waits} <= PACKED
+    losses.append([here(), second.cpu()])
+    for of_cpu, of_sim in losses:
+        torch.testing.assert_close(of_sim, of_cpu)
 
 
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
-def test_a_step_of_a_head_reads_nothing_from_its_device(toys: Path, loss: Any, args: dict[str, Any]) -> None:
-    module = EagleModule(
-        str(toys / "target"), {"final_norm": True, "feature_scale": True, "fused_layers": [0]}, draft_vocab_size=40,
-        context_ids=True, unroll_steps=3, chain_share=0.6, loss=loss, loss_args=args or None, noise=0.1,
-    )  # fmt: skip
-    step_on_meta(module, AnswersDataModule([str(toys / "answers.jsonl")]))
+def test_steps_of_a_head_are_the_cpus_and_do_not_wait(
+    toys: Path, loss: Any, args: dict[str, Any], device: SimulatedDevice
+) -> None:
+    check_steps(lambda: eagle(toys, loss, args, head={"fused_layers": [0]}), toys, device, [0])
 
 
-def test_a_step_of_a_small_model_reads_nothing_from_its_device(toys: Path, tmp_path: Path) -> None:
+def test_steps_of_a_small_model_are_the_cpus_and_do_not_wait(
+    toys: Path, tmp_path: Path, device: SimulatedDevice
+) -> None:
     drafter = save_toy_target(tmp_path / "small", seed=1)
-    step_on_meta(LMModule(str(toys / "target"), str(drafter)), AnswersDataModule([str(toys / "answers.jsonl")]))
+    check_steps(lambda: LMModule(str(toys / "target"), str(drafter)), toys, device)
 
 
-def test_meta_tensors_do_refuse() -> None:
-    """What the tests above rely on."""
-    values = torch.ones(3, device="meta")
-    for read in (values.sum().item, values.nonzero, values.cpu, lambda: values[values > 0]):
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            read()
+class Accelerator(CPUAccelerator):
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+
+class Waits(Callback):
+    """Notes the lines of ours that waited in each step, and in each validation batch."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device, self.seen = device, list[set[str]]()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.device.waits.clear()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append({wait.function for wait in self.device.waits})
+
+    on_validation_batch_start, on_validation_batch_end = on_train_batch_start, on_train_batch_end
+
+
+def moved(target: Target, device: torch.device) -> None:
+    """fsd_train.slim.move: ``tensor.data = ...`` across devices is what the simulated device cannot take."""
+    for module in target.model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or tensor.is_meta or tensor.device == device:
+                continue
+            there = tensor.detach().to(device)
+            if name in module._parameters:
+                module._parameters[name] = nn.Parameter(there, requires_grad=False)
+            else:
+                module._buffers[name] = there
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_run_trains_validates_exports_and_decodes(
+    toys: Path, tmp_path: Path, cached: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsd_train.distillation_module.move", moved)
+    watch = Waits(device)
+    trainer = Trainer(
+        strategy=SingleDeviceStrategy(SIM, Accelerator()), max_steps=2, max_epochs=-1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, gradient_clip_val=1.0,
+        val_check_interval=2, check_val_every_n_epoch=None, limit_val_batches=1,
+        callbacks=[watch, ExportHead(str(tmp_path / "head")), DecodedTau(prompts=2, max_new_tokens=4)],
+    )  # fmt: skip
+    module = eagle(toys)
+    features = str(toys / "features") if cached else None
+    trainer.fit(module, AnswersDataModule([str(toys / "answers.jsonl")], batch_tokens=256, features=features))
+    assert trainer.global_step == 2
+    of_target = set() if cached else {"Target.features"}
+    # the verdict on the step before, and in validation nothing
+    assert watch.seen[-2:] == [{"StopOnNonFinite.on_before_optimizer_step"} | of_target, of_target]
+    assert float(trainer.callback_metrics["val_tau"]) >= 1
+    head = load_head(tmp_path / "head")
+    torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach().cpu(), atol=1e-3, rtol=1e-2)  # bf16
+
+
+def test_features_are_the_cpus(toys: Path, tmp_path: Path, device: SimulatedDevice) -> None:
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    ids = [3, 4, 5, 6, 7]
+    of_cpu = target.features(torch.tensor([ids]))[0]
+    target.model.to(SIM)
+    made = cache_features(target, [ids], tmp_path / "features", progress=False).get(sequence_key(ids))
+    torch.testing.assert_close(made, of_cpu.to(torch.bfloat16), atol=1e-2, rtol=1e-2)

@@ -215,7 +215,9 @@ class _Beams:
     # parts -----------------------------------------------------------------------------------------------------------
 
     def _take(self, nodes: Sequence[Sequence[Node]], logits: Tensor) -> None:
-        """Note where the target's logits [B, M, V] at these nodes lie; without processors, look at all at once."""
+        """Note where the target's logits [B, M, V] at these nodes lie. Where no processor reads the text, look at all
+        at once; but on a CPU with processors only where the search does: there their work costs more than a wait.
+        """
         for row, wanted in enumerate(nodes):
             for place, node in enumerate(wanted):
                 node.logits = logits[row], place
@@ -223,6 +225,9 @@ class _Beams:
             values, tokens = ops.likeliest(logits, self.successors)
             rests = 1.0 - values.double().exp().sum(-1) if self.sampled else torch.zeros_like(values[..., 0])
             self._fill([search.row for search in self.searches], nodes, values, tokens, rests)
+        elif not self.processors.contextual and self.device.type != "cpu":
+            scores = self.processors.context_free(logits.float().log_softmax(-1))
+            self._fill([search.row for search in self.searches], nodes, *self._largest(scores))
         self.proposer.observe(nodes)
 
     def look(self, nodes: Sequence[Sequence[Node]]) -> None:
@@ -234,10 +239,12 @@ class _Beams:
         """:meth:`look` at nodes of one prompt, by its number in the request."""
         unseen = [node for node in nodes if node.likely is None]
         if unseen:
-            scores = self._processed(row, unseen)
-            values, tokens = scores.topk(self.successors)
-            rests = scores.double().exp().sum(-1) - values.double().exp().sum(-1)
-            self._fill([row], [unseen], values[None], tokens[None], rests[None])
+            self._fill([row], [unseen], *self._largest(self._processed(row, unseen)[None]))
+
+    def _largest(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Processed log-probabilities [B, M, V] -> values, tokens and rests as in :meth:`_fill`."""
+        values, tokens = scores.topk(self.successors)
+        return values, tokens, scores.double().exp().sum(-1) - values.double().exp().sum(-1)
 
     @staticmethod
     def _fill(
@@ -273,8 +280,9 @@ class _Beams:
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
         """[M, T] a prompt with M texts of one length after it, as ``generate`` shows them."""
         padded = self.request.padded_prompts
-        prompt = torch.tensor(self.request.prompts[row], device=self.device) if padded is None else padded[row]
-        return torch.cat([prompt.expand(len(texts), -1), prompt.new_tensor(texts).view(len(texts), -1)], 1)
+        prompt = torch.tensor(self.request.prompts[row]) if padded is None else padded[row]
+        whole = torch.cat([prompt.expand(len(texts), -1), prompt.new_tensor(texts).view(len(texts), -1)], 1)
+        return to_device(whole, self.device)
 
     def _stops(self, row: int, texts: list[list[int]]) -> list[bool]:
         assert self.request.criteria is not None

@@ -20,6 +20,7 @@ from fsd_infer.files import write_text
 
 _DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)  # a list's entries, two levels in
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
+BY_CATEGORY = ("answers", "tokens_per_second", "tau", "answer_tokens", "log_likelihood_per_token", "score")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def build_record(
         whole.update(_phases(name, turns))
         whole.update(description)
         whole["intervals"] = intervals(name, turns, seed)
-        whole["categories"] = parts
+        whole["categories"] = {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()}
         made[name] = whole
     speeds = {baseline: _ratios(cells, baseline, seed) for baseline in compared}
     paired = {baseline: against(list(methods), baseline, turns, seed) for baseline in compared}
@@ -274,7 +275,7 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "final_answer": answer.final,
         "finish_reason": answer.finish_reason,
         "tokens_sha256": (
-            None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16]
+            None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:8]
         ),
     }
 
@@ -343,6 +344,22 @@ def jsonable(value: Any) -> Any:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, atomically: indented, with a line per prompt, or per entry of any other long list."""
-    text = json.dumps(jsonable(record), indent=1)
+    """Write a record as JSON, atomically: indented, with a line per prompt, or per entry of any other long list.
+
+    Files hold summaries: of each answer a hash of its tokens, and numbers to six digits.
+    """
+    text = json.dumps(_summarised(jsonable(record)), indent=1)
     write_text(path, _DEEP.sub(lambda found: found[1] + json.dumps(json.loads(found[2])), text) + "\n")
+
+
+def _summarised(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [_summarised(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() >= {"id", "prompt_tokens", "methods"}:  # a prompt with every answer's figures
+        hashes = {name: runs[0]["tokens_sha256"] for name, runs in value["methods"].items()}
+        return {key: value[key] for key in ("id", "category", "prompt_tokens")} | {"answers": hashes}
+    return {key: _summarised(item) for key, item in value.items()}

@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
         ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         ("warmup", _warmup_options, "load the models and compile the CPU kernels ahead of the first request"),
+        ("estimate", _estimate_options, "memory and the least time of a round on GPUs, from a target's config alone"),
         ("serve", _serve_options, "a small server with the OpenAI API, for one process"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
@@ -219,6 +220,27 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.warmup)
     _model_options(parser)
+
+
+def _estimate_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=commands.estimate)
+    parser.add_argument(
+        "--target",
+        default="llama-3.1-8b",
+        help="llama-3.1-8b or -70b (shapes that are known here), a directory with a config.json, or as for generate; "
+        "no weights are read (%(default)s)",
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=NUMBER", help="change a size, num_hidden_layers=8")
+    head = parser.add_mutually_exclusive_group()
+    layouts = ("fsd", "eagle", "eagle3")
+    head.add_argument("--layout", default="eagle3", choices=layouts, help="of its head (%(default)s)")
+    head.add_argument("--drafter", metavar="DIR", help="a head's directory, for its layout and sizes")
+    parser.add_argument("--draft-vocab", type=positive, default=32000, help="ids that it drafts (%(default)s)")
+    parser.add_argument("--tree", metavar="DEPTH,WIDTH,NODES", help="(default: a GPU's, for exact and for lossy rules)")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="(%(default)s)")
+    parser.add_argument("--context", type=positive, default=1024, help="tokens before the round (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=1024, metavar="N", help="(%(default)s)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="with their memory")
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:

@@ -173,9 +173,15 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     return count
 
 
+def is_shared_out(weight: Tensor) -> bool:
+    """Does this process hold a part of a weight only, as a DTensor? (Their module takes a second to import.)"""
+    return hasattr(weight, "full_tensor")
+
+
 def _is_packable(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Linear
+        and not is_shared_out(layer.weight)
         and layer.weight.dtype == torch.bfloat16
         and layer.weight.device.type == "cpu"
         and can_pack()
@@ -201,8 +207,13 @@ def _share_embedding(model: Any) -> None:
 
 
 def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Rows ids [K] of a linear layer's or embedding's weight, or all of it; from the packed one where it was freed."""
+    """Rows ids [K] of a linear layer's or embedding's weight, or all of it; from the packed one where it was freed.
+
+    Of a weight that is shared out over processes (tensor parallelism), gathered: all of them must ask.
+    """
     weight: Tensor = layer.weight  # type: ignore[assignment]
+    if is_shared_out(weight):
+        weight = weight.full_tensor()  # type: ignore[attr-defined]
     packed = packed_of(layer)
     if packed is not None and (weight.is_meta or not len(weight)):
         return packed.dense() if ids is None else packed.rows(ids)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _STAGED = 2**16  # bytes up to which CUDA copies ordinary memory without waiting
+_UNPINNED = {"cpu", "mps"}  # devices that share the host's memory
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -21,7 +22,7 @@ def wide(device: torch.device) -> torch.dtype:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on ``device``, without waiting for what runs there."""
-    if device.type == "cuda" and values.nbytes > _STAGED:
+    if device.type not in _UNPINNED and values.nbytes > _STAGED:
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 

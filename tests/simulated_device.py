@@ -1,0 +1,264 @@
+"""An accelerator without the hardware: tensors that hold their values on the CPU and say that they lie elsewhere.
+
+Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute what the CPU does,
+under CUDA's conditions: tensors of two devices do not mix, and what needs a number on the host waits, which is counted
+with the line of ours that asked for it. While a graph is captured (:mod:`tests.simulated_graphs`) it is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+ROOT = Path(__file__).parents[1]
+OURS = (str(ROOT / "fsd_infer"), str(ROOT / "fsd_train"))
+STAGED = 2**16  # bytes of ordinary memory that CUDA copies to the device without waiting
+
+aten = torch.ops.aten
+WAITS = {  # the size of the result, or a result on the host, depends on numbers
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
+    aten.unique_consecutive, aten.unique_dim_consecutive, aten.bincount, aten.equal, aten.multinomial,
+}  # fmt: skip
+PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot}
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return False  # so that nothing chooses it by itself
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, device: int) -> bool:
+        return False
+
+
+class _Module:
+    """What torch expects of ``torch.sim``."""
+
+    is_initialized = staticmethod(lambda: True)
+    is_available = _is_in_bad_fork = staticmethod(lambda: False)
+    current_device = device_count = staticmethod(lambda: 0)
+    manual_seed_all = staticmethod(lambda seed: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+
+_setup_privateuseone_for_python_backend("sim", _Module(), _Hooks())
+SIM = torch.device("sim", 0)
+_Generator = torch.Generator
+
+
+class SimTensor(Tensor):
+    """``value`` is on the CPU, and shared by views as memory is."""
+
+    value: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> SimTensor:
+        with torch.inference_mode(value.is_inference()):  # a view of an ordinary tensor is one in that mode too
+            made: Any = Tensor._make_wrapper_subclass(
+                cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=SIM
+            )
+        made.value = value
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SimTensor({self.value})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError(f"{func} on the simulated device, outside of SimulatedDevice")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert sim:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def data_ptr(self) -> int:
+        return self.value.data_ptr()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        made: Tensor = self.detach().clone()
+        memo[id(self)] = made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # what is loaded again is on the CPU
+        return self.detach().cpu().__reduce_ex__(protocol)
+
+
+class SimGenerator(torch.Generator):
+    """In place of torch.Generator. Operations get another object of the same generator: their addresses tell."""
+
+    device = property(lambda self: SIM)
+    made: ClassVar[dict[int, SimGenerator]] = {}
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls) if torch.device(device).type == SIM.type else _Generator(device)
+
+    def __init__(self, device: Any) -> None:
+        self.made[self._cdata] = self  # type: ignore[attr-defined]
+
+
+class Wait(NamedTuple):
+    """A wait of the host for the device: which operation, and which line of ours asked."""
+
+    op: str
+    file: str
+    line: int
+    function: str
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """The device, while the context is open.
+
+    Attributes:
+        waits: of the host for the device, in order.
+        graph: what is being captured.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Wait] = []
+        self.graph: Any = None
+        self._pinned: dict[int, Tensor] = {}  # by address, kept so that none is given twice
+
+    def __enter__(self) -> SimulatedDevice:
+        self._lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it on the CPU, then copies
+        torch.Generator = SimGenerator  # type: ignore[assignment, misc]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.Generator = _Generator  # type: ignore[misc]
+        torch._C._set_only_lift_cpu_tensors(self._lifts)
+
+    def waited(self, op: Any) -> None:
+        """Count a wait, with the innermost line of ours outside of fsd_infer/device/transfer.py."""
+        if self.graph is not None:
+            raise RuntimeError(f"{op}: operation not permitted when stream is capturing")
+        frame: Any = sys._getframe()
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(OURS) and not file.endswith("transfer.py"):
+                self.waits.append(Wait(str(op), file[len(str(ROOT)) + 1 :], frame.f_lineno, frame.f_code.co_qualname))
+                return
+            frame = frame.f_back
+        self.waits.append(Wait(str(op), "", 0, ""))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._can_decompose():  # inference mode hands composite operations on whole
+            with _entered(self):
+                return func.decompose(*args, **kwargs)
+        packet = func.overloadpacket
+        tensors = tensors_in((args, *kwargs.values()))
+        inputs = [x for x in tensors if isinstance(x, SimTensor)]
+        wanted = kwargs.get("device")
+        on_sim = bool(inputs) if wanted is None else wanted.type == SIM.type
+        if packet is aten.copy_:
+            on_sim = isinstance(args[0], SimTensor)
+        self._check(func, args, kwargs, tensors, on_sim)
+        if packet is aten.is_pinned and not on_sim:
+            return args[0].data_ptr() in self._pinned
+        if packet is aten._pin_memory:
+            copy = args[0].clone()
+            return self._pinned.setdefault(copy.data_ptr(), copy)
+        plain_args, plain_kwargs = _mapped(_plain, args), {name: _mapped(_plain, x) for name, x in kwargs.items()}
+        out = func(*plain_args, **plain_kwargs)
+        if self.graph is not None and on_sim:
+            self.graph.add(func, plain_args, plain_kwargs, out)
+        known = {id(_plain(x)): x for x in tensors}
+        return _mapped(lambda x: _known(x, known, on_sim), out)
+
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool) -> None:
+        """Count what waits, refuse what CUDA refuses."""
+        packet = func.overloadpacket
+        generator = kwargs.get("generator")
+        if generator is not None and (generator._cdata in SimGenerator.made) is not on_sim:
+            raise RuntimeError(f"{func}: a generator of another device than {SIM if on_sim else 'cpu'}")
+        if generator is not None and self.graph is not None:
+            raise RuntimeError(f"{func}: an unregistered generator while stream is capturing")
+        if not any(isinstance(x, SimTensor) for x in tensors) and not on_sim:
+            return
+        if packet in (aten._to_copy, aten.copy_):
+            return self._check_copy(func, args, kwargs, on_sim)
+        host = [x for x in tensors if not isinstance(x, SimTensor)]
+        if packet in INDEXED:
+            host = self._check_indices(func, args, host)
+        if any(x.dim() or torch.Tag.pointwise not in func.tags and packet is not aten.fill_ for x in host):
+            raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found sim:0 and cpu")
+        if packet in PRODUCTS and not tensors[0].is_floating_point():
+            raise NotImplementedError(f'"{packet}_cuda" not implemented for {tensors[0].dtype}')
+        if packet in WAITS or packet is aten.repeat_interleave and kwargs.get("output_size") is None:
+            self.waited(func)
+
+    def _check_copy(self, func: Any, args: Any, kwargs: Any, on_sim: bool) -> None:
+        into = func.overloadpacket is aten.copy_
+        source = args[1] if into else args[0]
+        if isinstance(source, SimTensor) is on_sim or not source.numel():
+            return
+        unblocked = kwargs.get("non_blocking") or into and args[2:] == (True,)
+        pinned = source.data_ptr() in self._pinned
+        if unblocked and not on_sim:
+            raise RuntimeError(f"{func}: nothing here tells when this copy to the host is done")
+        if not unblocked or not pinned and source.nbytes > STAGED:
+            self.waited(func)
+        elif self.graph is not None and not pinned:
+            raise RuntimeError(f"{func}: a copy of pageable memory while stream is capturing")
+
+    def _check_indices(self, func: Any, args: Any, host: list[Tensor]) -> list[Tensor]:
+        """What is left to be refused."""
+        indices = [x for x in args[1] if x is not None]
+        filled = len(args) > 2 and not args[2].dim()  # by a number: masked_fill
+        if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not filled:
+            self.waited(func)
+        elif isinstance(args[0], SimTensor) and any(not isinstance(x, SimTensor) for x in indices):
+            self.waited(func)  # indices on the CPU are copied
+        return [x for x in host if not any(x is index for index in indices)] if isinstance(args[0], SimTensor) else host
+
+
+@contextmanager
+def _entered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Without what SimulatedDevice itself does on entry."""
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _mapped(of: Callable[[Any], Any], x: Any) -> Any:
+    """An operation's arguments or results with ``of`` of each; torch's own pytree takes most of the time otherwise."""
+    return type(x)(_mapped(of, y) for y in x) if type(x) in (list, tuple) else of(x)
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    if type(x) in (list, tuple):
+        return [found for y in x for found in tensors_in(y)]
+    return [x] if isinstance(x, Tensor) else []
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, SimTensor):
+        return x.value
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type == SIM.type else x
+
+
+def _known(x: Any, known: dict[int, Tensor], on_sim: bool) -> Any:
+    """An operation's result: the argument itself where it was changed in place."""
+    if not isinstance(x, Tensor):
+        return x
+    return known[id(x)] if id(x) in known else SimTensor(x) if on_sim else x

@@ -1,0 +1,114 @@
+"""What CUDA graphs forbid, checked on the simulated device for every count of tokens that forwards are padded to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_infer import Target
+from fsd_infer.cache import SlotCache
+from fsd_infer.device.cuda_graphs import TOKENS, Graphs
+from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from tests.families import VOCAB, tiny_model
+from tests.simulated_device import SIM, SimulatedDevice
+from tests.simulated_graphs import SimRecorder, address
+
+TEXT = 5  # tokens in the cache before the tree
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"layout": "eagle"},
+    "eagle3": {"layout": "eagle3", "draft_vocab_size": 40},
+    "fsd": {"fused_layers": [0]},
+}
+Forward = Callable[[SlotCache, Tensor, Tensor, Tensor], Tensor]  # cache, visible, tokens, positions
+
+
+def forwards(kind: str, recorder: SimRecorder) -> tuple[Forward, Forward, Graphs, Any, list[torch.nn.Module]]:
+    """A forward by recordings and as it is, the recordings, the cache's config and whose weights are read."""
+    family = "llama" if kind in HEADS else kind
+    target = Target(tiny_model(family, num_hidden_layers=2).to(SIM))
+    if kind not in HEADS:
+        target.use_graphs(recorder)
+        assert target.graphs is not None
+
+        def run(cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+            return target.forward(tokens, positions, visible, cache)[0]
+
+        def plain(cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+            return target._forward(cache, visible, tokens, positions)[0]
+
+        return run, plain, target.graphs, target.config, [target.model]
+    head = EagleHead(EagleConfig.for_target(target, **HEADS[kind]))
+    drafter = EagleDrafter(head, target, TreeShape(depth=2, width=3, nodes=7))
+    drafter.use_graphs(recorder)
+    assert drafter.graphs is not None
+    features = torch.randn(2, TOKENS[-1], drafter.head.config.feature_width, device=SIM)
+
+    def of(step: Callable[..., Any]) -> Forward:
+        return lambda cache, visible, tokens, positions: step(
+            cache, visible, tokens, features[: len(tokens), : tokens.shape[1]], positions
+        )
+
+    return of(drafter.run), lambda *given: of(drafter._step)(*given)[0], drafter.graphs, drafter._cache_config, [
+        drafter.head, target.model,
+    ]  # fmt: skip
+
+
+def allowed(graphs: Graphs, modules: list[torch.nn.Module]) -> set[int]:
+    """Addresses of what outlives a replay: weights, the memory of keys and values, and the recordings' buffers."""
+    tensors: list[Tensor] = [x for module in modules for x in (*module.parameters(), *module.buffers())]
+    for memory in graphs._memories:
+        tensors += memory.pools.values()
+        for recording in filter(None, memory.recordings.values()):
+            tensors += (*recording.inputs, recording.visible, recording.slots)
+    return {address(x.value) for x in tensors}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", *HEADS])
+@torch.inference_mode()
+def test_every_padded_size_is_captured_and_replays_what_the_model_computes(kind: str, batch: int) -> None:
+    """A replay runs the launches that were recorded, on the memory that they had, after everything that other graphs
+    put out is spoilt; a capture raises at a host read, a size that depends on data and a copy of pageable memory.
+    """
+    with SimulatedDevice() as device:
+        run, plain, graphs, config, modules = forwards(kind, recorder := SimRecorder(device))
+        beside = SlotCache(config, batch, graphs.slots(TEXT + TOKENS[-1]))
+        replayed = 0
+        for size in TOKENS:
+            fewer = size if size - 1 in TOKENS or size == 1 else size - 1  # padded
+            cache = graphs.cache(config, batch, TEXT + TOKENS[-1])  # each size in a request of its own
+            for visit, count in enumerate((size, size, fewer)):  # the first visit of a shape is not recorded
+                positions = torch.arange(TEXT, TEXT + count, device=SIM).repeat(batch, 1)
+                visible = torch.arange(TEXT + count, device=SIM) <= positions[..., None]
+                tokens = torch.randint(VOCAB, (batch, count), device=SIM)
+                for each in (cache, beside):
+                    each.set_write_slots(positions, TEXT if batch == 1 else None, TEXT + count)
+                device.waits.clear()
+                found, expected = run(cache, visible, tokens, positions), plain(beside, visible, tokens, positions)
+                assert not device.waits
+                torch.testing.assert_close(found.cpu(), expected.cpu(), atol=1e-4, rtol=1e-4)
+                replayed += visit > 0
+            assert (len(recorder.graphs), recorder.replayed) == (TOKENS.index(size) + 1, replayed)
+            assert all(graph.reads <= allowed(graphs, modules) for graph in recorder.graphs)
+        assert graphs.refused is None
+
+
+def test_memory_that_moved_is_noticed() -> None:
+    """What the test above relies on."""
+    with SimulatedDevice() as device, torch.inference_mode():
+        run, _, graphs, config, modules = forwards("llama", recorder := SimRecorder(device))
+        cache = graphs.cache(config, 1, TEXT + 1)
+        cache.set_write_slots(torch.tensor([[TEXT]]).to(SIM), TEXT, TEXT + 1)
+        visible = torch.ones(1, 1, TEXT + 1, dtype=torch.bool, device=SIM)
+        for _ in range(2):
+            run(cache, visible, *torch.full((2, 1, 1), TEXT, device=SIM))
+        (graph,) = recorder.graphs
+        assert graph.reads <= allowed(graphs, modules)
+        pools = graphs._memories[0].pools
+        pools.update({key: pool.clone() for key, pool in pools.items()})
+        assert not graph.reads <= allowed(graphs, modules)

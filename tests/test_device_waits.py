@@ -1,0 +1,290 @@
+"""Decoding on the simulated device: how often it waits, and that its answers are the CPU's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from fsd_infer import FuzzyDecoder, Target, engine
+from fsd_infer.device.transfer import to_device
+from fsd_infer.drafters import (
+    Drafter,
+    EagleDrafter,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    NoDrafter,
+    RecycleDrafter,
+    TreeShape,
+)
+from fsd_infer.engine import Request, decode
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.rules import parse_rule
+from fsd_infer.tuning.probe import Probe
+from tests.families import VOCAB, tiny_model
+from tests.simulated_device import SIM, SimTensor, SimulatedDevice
+from tests.simulated_graphs import SimRecorder
+
+CPU = torch.device("cpu")
+PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [4, 5, 6], [7, 8]]
+NEW = 5
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"layout": "eagle"},
+    "eagle3": {"layout": "eagle3", "draft_vocab_size": 40},
+    "eagle3-own": {"layout": "eagle3", "own_lm_head": True},
+    "fsd": {"fused_layers": [0]},
+    "reduced": {"draft_vocab_size": 40},
+    "stop": {},
+}
+# Waits of a round at temperature 0 / 1: one for the verdict; one more for merging trees of which one comes from a model
+# (a sampled chain takes no graft), for recycling, and for each look of stop_below.
+ALL = """
+                           eagle   lm      lookup
+    exact                  1/1     1/1     1/1
+    fuzzy:js:0.3           1/1     1/1     1/1
+    fuzzy-strict:tv:0.3    1/1     1/1     1/1
+    tilted:1               1/1     1/1     1/1
+    tilted:1:gate=0.3:novel=2  1/1  1/1    1/1
+    draft-only             1/1     1/1     1/1
+    random:0.5             1/1     1/1     1/1
+    cactus:0.3             1/1     1/1     1/1
+    cascade-token:0.5      1/1     1/1     1/1
+    ensemble:0.5           1/1     1/1     1/1
+    lenient:0.5            1/1     1/1     1/1
+    relaxed                1/1     1/1     1/1
+    threshold:0.3          1/1     1/1     1/1
+    typical                1/1     1/1     1/1
+    fly                    1/-     1/-     1/-
+"""
+OTHERS = """
+                           exact   fuzzy:js:0.3    tilted:1
+    none                   1/1     1/1             1/1
+    eagle3                 1/1     1/1             1/1
+    eagle3-own             1/1     1/1             1/1
+    fsd                    1/1     1/1             1/1
+    reduced                1/1     1/1             1/1
+    stop                   2/2     2/2             2/2
+    lm-stop                2/2     2/2             2/2
+    recycle                2/2     2/2             2/2
+    eagle+lookup           2/2     2/2             2/2
+    reduced+recycle        3/3     3/3             3/3
+    lm+lookup              2/1     2/1             2/1
+    lm+recycle             3/2     3/2             3/2
+    lookup+recycle         2/2     2/2             2/2
+    reduced+lookup+recycle  3/3    3/3             3/3
+"""
+
+
+def cells(table: str) -> list[tuple[str, str, str]]:
+    columns, *lines = [line.split() for line in table.strip().splitlines()]
+    return [(line[0], column, cell) for line in lines for column, cell in zip(columns, line[1:], strict=True)]
+
+
+CASES = [(row, column, cell) for column, row, cell in cells(ALL)] + cells(OTHERS)
+
+
+@cache
+def target(device: torch.device) -> Target:
+    made = Target(tiny_model("llama", num_hidden_layers=1).to(device))
+    made.check_lm_head()  # once per target
+    return made
+
+
+@cache
+def drafter(kind: str, device: torch.device) -> Drafter:
+    if "+" in kind:
+        main, _, side = kind.rpartition("+")
+        return GraftedDrafter(drafter(main, device), drafter(side, device), 12)
+    if kind in ("none", "lookup"):
+        return (NoDrafter if kind == "none" else LookupDrafter)(VOCAB)
+    if kind == "recycle":
+        return RecycleDrafter(VOCAB, keep=False)
+    if kind.startswith("lm"):
+        small = Target(tiny_model("llama", seed=1, num_hidden_layers=1).to(device))
+        small.check_lm_head()
+        return LMDrafter(small, target(device), depth=2, stop_below=1e-9 if "stop" in kind else 0.0)
+    shape = TreeShape(depth=2, width=3, nodes=7, stop_below=1e-9 if kind == "stop" else 0.0)
+    config = EagleConfig.for_target(target(device), **HEADS[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = EagleHead(config)
+    if head.lm_head is not None:
+        torch.nn.init.normal_(head.lm_head.weight)
+    return EagleDrafter(head, target(device), shape)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    monkeypatch.setattr("fsd_infer.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("fsd_infer.drafters.eagle.READ_AT_ONCE", 3)
+    with SimulatedDevice() as opened:
+        yield opened
+
+
+def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM) -> engine.Outcome:
+    torch.manual_seed(0)
+    return decode(target(where), drafter(kind, where), parse_rule(rule), Request(PROMPTS, NEW, greedy))
+
+
+def of_rounds(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Will hold how many waits there were when each round began."""
+    begun: list[int] = []
+    draft = engine._Batch.draft
+
+    def noted(batch: Any) -> Any:
+        begun.append(len(device.waits))
+        return draft(batch)
+
+    monkeypatch.setattr(engine._Batch, "draft", noted)
+    return begun
+
+
+@pytest.mark.filterwarnings("ignore:lm samples its drafts")
+@pytest.mark.parametrize(("kind", "rule", "cell"), CASES)
+def test_a_round_waits_as_often_as_the_table_says(
+    kind: str, rule: str, cell: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target(SIM), drafter(kind, SIM)
+    begun = of_rounds(device, monkeypatch)
+    for greedy, stated in zip((True, False), cell.split("/"), strict=True):
+        if stated == "-":
+            continue
+        device.waits.clear()
+        begun.clear()
+        outcome = run(kind, rule, greedy)
+        ends = [*begun[1:], len(device.waits)]
+        assert {end - start for start, end in zip(begun, ends, strict=True)} == {int(stated)}, device.waits
+        assert begun[0] == 1 + kind.endswith("recycle")  # reading the prompts
+        assert [len(answer) for answer in outcome.sequences] == [NEW] * len(PROMPTS)
+        if greedy:
+            assert outcome.sequences == run(kind, rule, greedy, CPU).sequences
+
+
+class Streamed:
+    def put(self, value: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+ENDS = {"_AtOnce.__init__": 1}
+REQUESTS: list[tuple[dict[str, Any], dict[str, int]]] = [  # options; waits per forward of the target by our function
+    ({}, ENDS),
+    ({"streamer": Streamed()}, ENDS),
+    ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}, ENDS),
+    ({"rule": "fuzzy:js:0.3:gate_on=processed:budget=2", "do_sample": True, "top_k": 20}, ENDS),
+    ({"measure_log_likelihood": True}, {**ENDS, "_log_likelihoods": 1}),
+    ({"repetition_penalty": 1.3, "min_new_tokens": 3, "eos_token_id": 5}, {**ENDS, "DraftTree.nodes": 1}),
+    (
+        {"rule": "fuzzy:js:0.3:gate_on=processed", "do_sample": True, "repetition_penalty": 1.3, "seed": 1},
+        {**ENDS, "DraftTree.nodes": 1},
+    ),
+    ({"num_beams": 2}, {"_Beams._fill": 1, "_ModelProposer.propose": 2}),
+    ({"num_beams": 2, "do_sample": True, "seed": 3}, {"_Beams._fill": 1, "_ModelProposer.propose": 2}),
+]
+
+
+@pytest.mark.parametrize(("options", "stated"), REQUESTS, ids=str)
+def test_a_request_waits_where_it_is_stated(
+    options: dict[str, Any], stated: dict[str, int], device: SimulatedDevice
+) -> None:
+    decoder = FuzzyDecoder(target(SIM), drafter("reduced", SIM))
+    prompts = PROMPTS[:1] if "streamer" in options else PROMPTS
+    device.waits.clear()
+    made = decoder.generate(prompts, max_new_tokens=NEW, **{"do_sample": False, **options})
+    counted = Counter(wait.function for wait in device.waits)
+    assert counted.pop("check_inputs") == counted.pop("decode_prepared") == 1
+    asked = counted.pop("decode_prepared.<locals>.<listcomp>", 0)
+    assert asked == ("eos_token_id" in options)
+    counted.pop("FuzzyDecoder._decode")  # transformers prepares
+    assert counted.pop("_Beams._allocate", 0) == ("num_beams" in options and "seed" in options)
+    forwards = 1 + max(row.target_forwards for row in made.stats.rows)
+    assert counted.keys() == stated.keys()
+    for name, count in counted.items():
+        if name == "_ModelProposer.propose":  # once per level, fewer where answers end
+            assert count <= stated[name] * forwards
+        else:
+            assert count == stated[name] * forwards, name
+
+
+def test_a_stopping_criterion_waits_once_a_token(device: SimulatedDevice) -> None:
+    decoder = FuzzyDecoder(target(SIM), drafter("eagle", SIM))
+    device.waits.clear()
+    decoder.generate(PROMPTS, max_new_tokens=NEW, do_sample=False, max_time=1000.0)
+    counted = Counter(wait.function for wait in device.waits)
+    assert counted["_Batch._finish_reason"] == NEW * len(PROMPTS)
+
+
+def test_a_probe_measures_without_a_wait(device: SimulatedDevice) -> None:
+    probe = Probe(target(SIM), context=9, largest=5, rows=2)
+    device.waits.clear()
+    logits = probe(5)
+    assert not device.waits
+    torch.testing.assert_close(logits.cpu(), Probe(target(CPU), context=9, largest=5, rows=2)(5))
+
+
+# the device itself ----------------------------------------------------------------------------------------------------
+
+
+def test_devices_do_not_mix(device: SimulatedDevice) -> None:
+    here, there = torch.ones(3), torch.ones(3, device=SIM)
+    assert isinstance(there * torch.tensor(2.0), SimTensor)  # a number, as on CUDA
+    for mixed in (
+        lambda: here + there,
+        lambda: torch.cat([here, there]),
+        lambda: there.gather(0, torch.zeros(1, dtype=torch.long)),
+        lambda: torch.nn.functional.linear(there, torch.ones(2, 3)),
+        lambda: torch.rand(2, device=SIM, generator=torch.Generator()),
+        lambda: torch.rand(2, generator=torch.Generator(device=SIM)),
+        lambda: there.long() @ there.long(),  # no kernel there
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            mixed()
+    with pytest.raises(TypeError):
+        there.numpy()
+    assert not device.waits
+
+
+def test_whatever_needs_a_number_waits(device: SimulatedDevice) -> None:
+    x = torch.arange(6.0, device=SIM)
+    for read in (
+        x.tolist, x.nonzero, x.cpu, x.sum().item, x.unique, lambda: x.softmax(0).multinomial(1), lambda: bool(x.any()),
+        lambda: x[x > 2], lambda: x.masked_select(x > 2), lambda: torch.tensor([1], device=SIM),
+        lambda: x[torch.tensor([1, 2])], lambda: torch.ones(3).to(SIM), lambda: x.repeat_interleave(x.long()),
+        lambda: torch.ones(2**15).to(SIM, non_blocking=True), lambda: torch.equal(x, x),
+    ):  # fmt: skip
+        device.waits.clear()
+        read()
+        assert len(device.waits) == 1, read
+    device.waits.clear()
+    x[x > 2] = 0.0
+    to_device(torch.ones(3), SIM)
+    to_device(torch.ones(2**15), SIM)  # pinned
+    torch.where(x > 2, x, 0.0).sort()
+    assert not device.waits
+    engine._log_likelihoods(verdict(), torch.zeros(1, 1, 5, device=SIM))
+    assert (device.waits[0].file, device.waits[0].function) == ("fsd_infer/engine.py", "_log_likelihoods")
+
+
+def verdict() -> Any:
+    return type("Verdict", (), {"path": torch.zeros(1, 1).long(), "tokens": torch.zeros(1, 1).long()})
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x + torch.ones(3).to(SIM, non_blocking=True),
+        lambda x: x + torch.rand(3, device=SIM, generator=torch.Generator(device=SIM)),
+    ],
+)
+def test_a_graph_refuses_what_cuda_cannot_capture(step: Any, device: SimulatedDevice) -> None:
+    x = torch.ones(3, device=SIM)
+    with pytest.raises(RuntimeError, match="captur"):
+        SimRecorder(device)(lambda: (step(x),))
+    assert device.graph is None
