@@ -29,7 +29,7 @@ from fsd_infer.rules import RuleLike
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import left_pad, pad_id
-from fsd_infer.tuning.autotune import AUTO, calibration_prompts, head_of, tune
+from fsd_infer.tuning.autotune import AUTO, FIXED, choose_trees, head_of
 
 __all__ = ["FuzzyDecoder", "Generation", "Prompt", "generate", "load_drafter"]
 
@@ -93,8 +93,9 @@ class FuzzyDecoder:
             drafter: see :func:`load_drafter`; None for the head shipped with a built-in target.
             dtype: of both; default bf16.
             device: default CUDA if there is one.
-            tree: depth, width and nodes of the draft tree; default by device. "auto": measure for a few seconds which
-                tree is fastest here with this target and head, once (see :mod:`fsd_infer.tuning.autotune`).
+            tree: depth, width and nodes of a head's draft tree; default by device. "auto": chosen round by round from
+                the drafter's scores, by what earlier rounds took and accepted (see :mod:`fsd_infer.drafters.online`).
+                "auto:fixed": from the text alone, so that texts sampled with a ``seed`` come again.
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
@@ -150,16 +151,16 @@ class FuzzyDecoder:
         self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
     ) -> Drafter:
         """Another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
-        if isinstance(tree, str) and tree != AUTO:
-            raise FsdError(f'tree is a TreeShape or "{AUTO}", got {tree!r}.')
+        if isinstance(tree, str) and tree not in (AUTO, FIXED):
+            raise FsdError(f'tree is a TreeShape, "{AUTO}" or "{FIXED}", got {tree!r}.')
         with self.target.lock:  # a head may widen what the target hands to drafters
             made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
             if pack:
                 self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
             if self._recorder is not None:
                 made.use_graphs(self._recorder)
-            if tree == AUTO and head_of(made) is not None:  # other drafters have no tree to choose
-                self.tune(made)
+            if isinstance(tree, str) and head_of(made) is not None:  # other drafters have no tree to choose
+                choose_trees(made, tree)
         give_back()  # weights in the type and layout of their file came and went
         return made
 
@@ -168,18 +169,6 @@ class FuzzyDecoder:
         for module in drafter.modules():
             is_model = isinstance(module, PreTrainedModel)
             speed_up(module, release, quantize=release and self.quantize and not is_model)
-
-    def tune(self, drafter: Drafter | None = None, *, refresh: bool = False) -> TreeShape:
-        """Give the drafter (default: the decoder's own) the fastest tree here; see :func:`fsd_infer.tuning.tune`.
-
-        Raises FsdError for a target that is shared out over processes: each would measure a tree of its own.
-        """
-        if self.target.is_shared_out:
-            raise FsdError("a tree is not measured for a target that is shared out over processes: name one, 6,10,60.")
-        encode = None if self.tokenizer is None else self.encode
-        prompts = calibration_prompts(encode, self.target.vocab_size)
-        with self.target.lock:
-            return tune(drafter or self.drafter, self.target, prompts, refresh=refresh)
 
     @property
     def tokenizer(self) -> Any:

@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.device.clock import clock_of
+from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
+from fsd_infer.drafters.online import LearningSession
 from fsd_infer.errors import FsdError
 from fsd_infer.logits_processors import TreeProcessors
 from fsd_infer.prefill import check_prompts, read_prompts
@@ -132,9 +134,15 @@ class _Batch:
         self.budget = torch.tensor(budgets, dtype=torch.float64)  # nats left per row
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
-        self.session = drafter.start(
-            first, DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt)
+        self.choice = None
+        if drafter.choice is not None:
+            recorded = None if target.graphs is None else TOKENS
+            self.choice = drafter.choice.begin(count, tilt, drafter.max_nodes, recorded)
+        session = drafter.start(
+            first,
+            DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt, self.choice),
         )
+        self.session = session if self.choice is None else LearningSession(session, self.choice)
         self.roots = first
         self.clock = clock_of(self.device)
         self.prefill_seconds = 0.0
@@ -223,11 +231,12 @@ class _Batch:
                 for record, prompt in zip(self.records, self.request.prompts, strict=True)
             ],
             rule=_described(self.all_rules),
-            drafter=self.drafter.describe(),
+            drafter=self.drafter.describe() | ({} if self.choice is None else {"tree": self.choice.choice.name}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
             phases=self.clock.phases(),
             cache_bytes=self.cache_bytes,
+            trees=None if self.choice is None else self.choice.trees,
         )
         return Outcome([record.tokens for record in self.records], self.records, stats)
 

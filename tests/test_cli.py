@@ -158,7 +158,7 @@ def test_pieces_never_cut_a_character() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "small-lm", "small-lm+lookup"])
-def test_warmup_takes_drafters_without_a_tree(
+def test_warmup_takes_any_drafter(
     toy: Toy, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[bool] = []
@@ -167,9 +167,9 @@ def test_warmup_takes_drafters_without_a_tree(
     models = ["--target", str(toy.target), "--dtype", "fp32", "--device", "cpu"]
     status, out, err = call(capsys, "warmup", *models, "--drafter", names)
     assert status == 0 and asked, "the kernels are compiled where there are none"
-    assert "CPU kernels: none" in out and "has no tree to choose" in out
+    assert "CPU kernels: none" in out
     parts = [part.split()[0] for part in err.strip().split(", ")]
-    assert parts == ["load", "compile", "pack"], "nothing was measured"
+    assert parts == ["load", "compile", "pack"]
 
 
 def test_rules_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:

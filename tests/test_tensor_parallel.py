@@ -16,6 +16,7 @@ from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.tuning.autotune import choose_trees
 from tests.train_toys import SIZES, VOCAB, toy_model
 
 RANKS = 4  # of as many attention heads
@@ -53,7 +54,11 @@ def _one_rank(rank: int, port: int, directory: str, out: str) -> None:
     held = target.layers([0])[0].mlp.down_proj.weight
     facts = {"share": held.to_local().numel() / held.numel(), "shared_out": target.is_shared_out, "refused": []}
     decoder = FuzzyDecoder(target, LookupDrafter(VOCAB))
-    for refused in (lambda: decoder.generate(PROMPTS, do_sample=True, max_new_tokens=2, chat=False), decoder.tune):
+    head = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target)
+    for refused in (
+        lambda: decoder.generate(PROMPTS, do_sample=True, max_new_tokens=2, chat=False),
+        lambda: choose_trees(head),
+    ):
         try:
             refused()
         except FsdError as error:
@@ -87,7 +92,7 @@ def test_four_processes_decode_as_one(tmp_path: Path) -> None:
         assert made["found"] == expected
         assert made["share"] == 1 / RANKS and made["shared_out"]
         seeds, tree = made["refused"]
-        assert "give all of them one seed" in seeds and "name one" in tree
+        assert "give all of them one seed" in seeds and "auto:fixed" in tree
 
 
 def test_a_target_over_several_devices_is_refused_by_name() -> None:

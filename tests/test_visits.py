@@ -111,13 +111,3 @@ def test_the_rule_chooses_the_default_tree_and_exact_decoding_stays_exact(decode
         options = {"drafter": grafted, "max_new_tokens": 12}
         assert decoder.generate([[1, 2, 3]], "tilted:inf", **options).sequences == plain
         assert decoder.generate([[1, 2, 3]], "tilted:1", **options).stats.drafter["depth"] >= 7
-
-
-def test_the_nearest_tilts_trees_are_taken(decoder: FuzzyDecoder) -> None:
-    drafter = decoder.drafter
-    assert isinstance(drafter, EagleDrafter)
-    tuned = drafter.reshaped(TreeShape(2, 2, 4))
-    tuned.by_tilt = {0.5: {1: TreeShape(3, 2, 5), 8: None}, 2.0: {1: TreeShape(4, 1, 5)}}
-    chosen = [tuned.for_batch(1, tilt) for tilt in (0.0, 0.2, 0.3, 1.0, 9.0)]
-    assert [part.max_depth for part in chosen] == [2, 2, 3, 3, 4]
-    assert tuned.for_batch(8, 0.5).max_nodes == 1, "none at all in large batches"

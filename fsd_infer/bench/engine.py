@@ -10,6 +10,7 @@ from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
 from fsd_infer.rules import Rule
+from fsd_infer.stats import Trees
 
 
 class EngineMethod(Method):
@@ -26,6 +27,7 @@ class EngineMethod(Method):
     ) -> None:
         self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
         self.beams, self.beam_options = beams, beam_options or BeamOptions()
+        self.trees: Trees | None = None
         self.drafted: dict[str, Any] | None = None  # its tree may be one for this rule and so many rows
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
@@ -37,6 +39,9 @@ class EngineMethod(Method):
         seconds = time.perf_counter() - start
         stats = made.stats
         self.drafted = self.drafted or stats.drafter
+        if stats.trees is not None:
+            self.trees = self.trees or Trees()
+            self.trees.add(stats.trees)
         answers = [
             Answer(
                 tokens=tokens,
@@ -59,4 +64,5 @@ class EngineMethod(Method):
             "beams": self.beams,
             "beam_options": self.beam_options.given(),
             "drafter": self.drafted or self.drafter.describe(),
+            **({} if self.trees is None else {"trees": self.trees.to_dict()}),
         }

@@ -254,7 +254,7 @@ def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
 
     tree = parse_tree(args.tree)
     if isinstance(tree, str):
-        raise FsdError("--tree auto measures with exact decoding: name a tree, here or as RULE@8x2x16.")
+        raise FsdError(f"--tree {tree} differs from run to run: name a tree, here or as RULE@8x2x16.")
     return dict(
         target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=tree,
         quantize=not args.no_quantize, limit=args.limit, max_new_tokens=args.max_new_tokens, seed=args.seed,
@@ -282,10 +282,9 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.drafters import NoDrafter
     from fsd_infer.target import Target
     from fsd_infer.targets.loading import parse_dtype
-    from fsd_infer.tuning.autotune import AUTO, head_of, parse_tree
+    from fsd_infer.tuning.autotune import parse_tree
 
-    if parse_tree(args.tree) not in (None, AUTO):
-        raise FsdError(f"warmup chooses the tree: leave --tree {args.tree} out.")
+    parse_tree(args.tree)  # takes no time, but a typing error is told here
     dtype = parse_dtype(args.dtype)
     _set_threads(args.threads)
     clock = Clock()
@@ -304,21 +303,6 @@ def warmup(args: argparse.Namespace) -> int:
     clock.lap("pack")
     if target.device.type == "cpu":
         print("CPU kernels: " + ("none, decoding runs through torch" if kind is None else "compiled"))
-    head = head_of(decoder.drafter)
-    if head is None:
-        print(f"drafter {decoder.drafter.name} has no tree to choose")
-    else:
-        shape = decoder.tune(refresh=args.refresh)
-        clock.lap("calibrate")
-        print(f"--tree {AUTO} is {shape.depth},{shape.width},{shape.nodes}, stopping below {shape.stop_below:.2f}")
-        for batch, other in head.by_batch.items():
-            tree = "none, plain decoding is faster" if other is None else f"{other.depth},{other.width},{other.nodes}"
-            print(f"in batches of {batch} or more: {tree}")
-        for tilt, shapes in head.by_tilt.items():
-            alone = shapes[1]
-            assert alone is not None, "a single row always drafts"
-            sizes = f"{alone.depth},{alone.width},{alone.nodes}, stopping below {alone.stop_below:.2f}"
-            print(f"under rules that give about {tilt:g} nats for an accepted draft: {sizes}")
     print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
     return 0
 

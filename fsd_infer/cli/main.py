@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
         ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
         ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
-        ("warmup", _warmup_options, "compile CPU kernels and choose the fastest draft tree ahead of the first request"),
+        ("warmup", _warmup_options, "load the models and compile the CPU kernels ahead of the first request"),
         ("estimate", _estimate_options, "memory and the least time of a round on GPUs, from a target's config alone"),
         ("serve", _serve_options, "a small server with the OpenAI API, for one process"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
@@ -68,8 +68,8 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--tree",
         metavar="DEPTH,WIDTH,NODES[,STOP]",
-        help="shape of the draft tree, and below which chance drafting stops; or auto: the fastest here by a "
-        "measurement of some seconds, made once (default: by device)",
+        help="shape of the draft tree, and below which chance drafting stops; or auto: chosen round by round by what "
+        "earlier rounds took and accepted; auto:fixed: by the text alone (default: by device)",
     )
     models.add_argument(
         "--no-quantize", action="store_true", help="on a CPU: read a head's weights in bf16, not in fp8"
@@ -220,7 +220,6 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.warmup)
     _model_options(parser)
-    parser.add_argument("--refresh", action="store_true", help="measure again what was measured before")
 
 
 def _estimate_options(parser: argparse.ArgumentParser) -> None:

@@ -116,7 +116,9 @@ def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
     for name, drafter in drafters.items():
         head = drafter.get("main", drafter)
-        if head.get("name") == "eagle":
+        if drafter.get("tree"):
+            named.setdefault(drafter["tree"], []).append(name)
+        elif head.get("name") == "eagle":
             stop = [f"{head['stop_below']:.1f}"] if head.get("stop_below") else []
             tree = ",".join([str(head["depth"]), str(head["width"]), str(head["nodes"]), *stop])
             named.setdefault(tree, []).append(name)

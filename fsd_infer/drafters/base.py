@@ -23,6 +23,7 @@ from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:
     from fsd_infer.drafters.eagle import TreeShape
+    from fsd_infer.drafters.online import Choice, RoundChoice
     from fsd_infer.target import Target
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class DraftRequest:
         device: the target's, where trees are wanted.
         tilt: nats that the law under which drafts will be verified gives for an accepted draft, on average; 0: none.
             Trees may be chosen by it (see :mod:`fsd_infer.drafters.visits`).
+        choice: what chooses each round's tree; None: the drafter's shape.
     """
 
     batch: int
@@ -81,6 +83,7 @@ class DraftRequest:
     generator: torch.Generator | None = None
     device: torch.device = torch.device("cpu")
     tilt: float = 0.0
+    choice: RoundChoice | None = None
 
 
 class DraftSession(ABC):
@@ -125,11 +128,13 @@ class Drafter(ABC):
         name: of the kind; what records call it.
         target: the target it was made for, whose features or weights it reads; None: any of its vocabulary will do.
         directory: where its files lie, None if it has none.
+        choice: chooses each round's tree (see :mod:`fsd_infer.drafters.online`); None: its shape is fixed.
     """
 
     name: str = ""
     target: Target | None = None
     directory: Path | None = None
+    choice: Choice | None = None
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:

@@ -12,7 +12,7 @@ of the context, so no rule's law changes.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,19 +24,19 @@ from torch import Tensor, nn
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
-from fsd_infer.device.transfer import to_device
+from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import (
     DRAFTERS,
     Drafter,
     DraftRequest,
     DraftSession,
-    NoDrafter,
     check_stop_below,
     check_tree,
     not_believed,
     of_device,
 )
-from fsd_infer.drafters.visits import tilted, visit_scores, visit_scores_by_level
+from fsd_infer.drafters.online import RoundChoice
+from fsd_infer.drafters.visits import likeliest, tilted, visit_scores_by_level
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.checkpoint import is_head, is_public, load_head
@@ -94,7 +94,8 @@ class TreeShape:
         return self.width + (self.depth - 1) * self.width**2
 
 
-READ_AT_ONCE = 256  # tokens of a prompt: more are not faster and take memory
+READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory
+MOST_UNREAD = 1024  # tokens of a text
 
 # A CPU pays for every verified node, a GPU hardly.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
@@ -121,8 +122,6 @@ class EagleDrafter(Drafter):
             A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
 
     Attributes:
-        by_batch: trees for batches of at least so many rows where they differ from ``shape``; None: do not draft.
-        by_tilt: the same, from one row on, for laws that favour drafts. The nearest tilt's are taken, 0 among them.
         by_default: no shape was given.
         public: the head was stored as EAGLE's authors do it, so nothing but its sizes ties it to the target; records
             of runs tell.
@@ -147,8 +146,6 @@ class EagleDrafter(Drafter):
         shape = shape or of_device(DEFAULT_SHAPES, target.device)
         self.vocabulary = head.config.draft_vocab_size or target.vocab_size
         self.shape = replace(shape, width=min(shape.width, self.vocabulary))
-        self.by_batch: dict[int, TreeShape | None] = {}
-        self.by_tilt: dict[float, dict[int, TreeShape | None]] = {}
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
@@ -169,20 +166,14 @@ class EagleDrafter(Drafter):
         """The same head with another tree; nothing is copied."""
         made = copy(self)
         made.shape = replace(shape, width=min(shape.width, self.vocabulary))
-        made.by_batch, made.by_tilt, made.by_default = {}, {}, False
+        made.by_default, made.choice = False, None
         return made
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
         if self.by_default and tilt:
             shapes_by_device = TILTED_SHAPES if tilt > LITTLE_TILT else LITTLE_TILT_SHAPES
             return self.reshaped(of_device(shapes_by_device, self.target.device))
-        shapes = {0.0: self.by_batch, **self.by_tilt}
-        shapes_by_batch = shapes[min(shapes, key=lambda known: abs(known - tilt))]
-        fitting = [size for size in shapes_by_batch if size <= batch]
-        if not fitting:
-            return self
-        shape = shapes_by_batch[max(fitting)]
-        return NoDrafter(self.target.vocab_size) if shape is None else self.reshaped(shape)
+        return self
 
     @property
     def max_nodes(self) -> int:
@@ -268,8 +259,6 @@ class EagleDrafter(Drafter):
 
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
-        sizes = {str(batch): None if shape is None else asdict(shape) for batch, shape in self.by_batch.items()}
-        batches: dict[str, Any] = {"by_batch": sizes} if sizes else {}
         public = {"public": True} if self.public else {}
         narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
         weights = {"weights": "fp8"} if narrow else {}
@@ -280,7 +269,6 @@ class EagleDrafter(Drafter):
             "draft_vocab_size": self.vocabulary,
             "context_ids": self.context_ids,
             **weights,
-            **batches,
             **public,
         }
 
@@ -295,16 +283,29 @@ class EagleSession(DraftSession):
         self.drafter = drafter
         self.vocabulary = drafter.context_vocabulary(request.batch)
         self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
-        self.device, self.tilt = drafter.target.device, request.tilt
+        self.device, self.tilt, self.choice = drafter.target.device, request.tilt, request.choice
+        self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of extend()
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self.unread.append((tokens, features, counts))
+        # what no draft is likely to need soon is read later, all at once
+        if self.choice is None or not self.choice.idle or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
+            self._read_all()
+
+    def _read_all(self) -> None:
+        if self.unread:
+            self._read_text(*_joined(self.unread))
+            self.unread = []
+
+    def _read_text(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         if self.vocabulary is not None:
             self.vocabulary.extend(tokens, counts)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
-        parts = zip(*(whole.split(READ_AT_ONCE, 1) for whole in (tokens, features, positions)), strict=True)
+        count = max(READ_AT_ONCE // tokens.shape[0], 1)
+        parts = zip(*(whole.split(count, 1) for whole in (tokens, features, positions)), strict=True)
         out = torch.cat([self._read(*part) for part in parts], 1)
         ends = to_device((counts - 1).clamp_min(0), self.device)
         last = at_nodes(out, ends[:, None])[:, 0]
@@ -321,14 +322,17 @@ class EagleSession(DraftSession):
         return self._run(to_device(tokens, self.device), features, places, places, int(positions[0, 0]), visible)
 
     def draft(self, roots: Tensor) -> DraftTree:
+        if self.choice is not None and not self.choice.expands():
+            return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
+        self._read_all()
         assert self.last is not None, "extend() comes first"
-        width, depth, stop_below = self.drafter.shape.width, self.drafter.shape.depth, self.drafter.shape.stop_below
+        width, depth = self.drafter.shape.width, self.drafter.shape.depth
         batch, device = roots.shape[0], self.device
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
         features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
-        path_scores = visits = torch.zeros(batch, 1, device=device)  # their cumulative log q; tilted
+        path_scores = torch.zeros(batch, 1, device=device)  # their cumulative log q
+        frontier = _Frontier(self.drafter.shape, self.tilt, self.choice)
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # expanded nodes each of them descends from
         levels: list[_Level] = []
         first = 1  # number of the first node of this depth
@@ -340,30 +344,33 @@ class EagleSession(DraftSession):
             levels.append(_Level(tokens, scores, expanded, path_scores, logits))
             if level == depth:
                 break
-            path_scores, best = scores.topk(width, dim=-1)
-            if stop_below:
-                visits = (visits[..., None] + tilted(log_q, self.tilt)).flatten(1).gather(1, best)
-                if not_believed(visits, stop_below):
-                    break
+            best = frontier.next(log_q, scores)  # [B, E] of the candidates, to be expanded
+            if best is None:
+                break
+            path_scores = scores.gather(1, best)
+            own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
             parent = best // width  # which of the E expanded nodes each frontier node hangs under
             features = at_nodes(features, parent)
             sees = torch.cat([at_nodes(sees, parent), own], dim=-1)
             features = self._expand(tokens.gather(1, best), features, sees, level)
             expanded = first + best
             first += tokens.shape[1]
-        return _keep_best(to_device(roots, device), levels, self.drafter, ids, self.tilt)
+        return _keep_best(to_device(roots, device), levels, self.drafter, ids, self.tilt, self.choice)
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
             self.vocabulary.select(rows)
+        self.unread = [
+            (tokens[rows], features[to_device(rows, self.device)], counts[rows])
+            for tokens, features, counts in self.unread
+        ]
         self.cache.select(rows)
         self.lengths = self.lengths[rows]
         self.last = None if self.last is None else self.last[to_device(rows, self.device)]
 
     def _expand(self, tokens: Tensor, parent_features: Tensor, sees: Tensor, depth: int) -> Tensor:
-        """Run the head on one frontier [B, width]; its keys go after the text and after earlier frontiers."""
-        width = tokens.shape[1]
-        slots = self.lengths[:, None] + (depth - 1) * width + torch.arange(width)
+        """Run the head on one frontier [B, E]; its keys go after the text and after earlier frontiers."""
+        slots = self.lengths[:, None] + torch.arange(sees.shape[2] - tokens.shape[1], sees.shape[2])
         positions = (self.lengths + depth - 1)[:, None].expand_as(slots)
         first, visible = int(slots[0, 0]), visible_slots(self.lengths, sees)
         positions, slots = to_device(positions, self.device), to_device(slots, self.device)
@@ -375,6 +382,46 @@ class EagleSession(DraftSession):
         """first: the first row's first slot."""
         self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
         return self.drafter.run(self.cache, visible, tokens, features, positions)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of several calls of :meth:`EagleSession.extend` as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, features = (torch.cat([part[place] for part in parts], 1) for place in (0, 1))
+    real = torch.cat([torch.arange(part[0].shape[1]) < part[2][:, None] for part in parts], 1)
+    counts = real.sum(1)
+    order = real.sort(dim=1, descending=True, stable=True).indices[:, : int(counts.max())]  # the real ones to the left
+    return tokens.gather(1, order), at_nodes(features, to_device(order, features.device)), counts
+
+
+class _Frontier:
+    """Which candidates are expanded next: the ``width`` likeliest until ``stop_below``, or what a choice says."""
+
+    def __init__(self, shape: TreeShape, tilt: float, choice: RoundChoice | None) -> None:
+        self.shape, self.tilt, self.choice = shape, tilt, choice
+        self._visits: Tensor | None = None  # [B, E] tilted scores of the nodes that were expanded last
+
+    def next(self, log_q: Tensor, scores: Tensor) -> Tensor | None:
+        """Places [B, E'] among the candidates, None where drafting stops.
+
+        Args:
+            log_q: [B, E, w] ln q of the candidates, the likeliest of each node first.
+            scores: [B, E * w] cumulative.
+        """
+        if self.choice is not None and self.choice.watches:
+            chosen = self.choice.expand(log_q.tolist())
+            return torch.tensor(chosen) if chosen else None
+        best = scores.topk(self.shape.width, dim=-1).indices
+        if self.shape.stop_below:
+            steps = tilted(log_q, self.tilt)
+            visits = steps if self._visits is None else self._visits[..., None] + steps
+            self._visits = visits.flatten(1).gather(1, best)
+            if not_believed(self._visits, self.shape.stop_below):
+                return None
+        if self.choice is not None:
+            self.choice.count(best.shape[1])
+        return best
 
 
 @dataclass
@@ -389,9 +436,18 @@ class _Level:
 
 
 def _keep_best(
-    roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None, tilt: float
+    roots: Tensor,
+    levels: list[_Level],
+    drafter: EagleDrafter,
+    ids: Tensor | None,
+    tilt: float,
+    choice: RoundChoice | None = None,
 ) -> DraftTree:
-    """The tree of the ``nodes - 1`` candidates that are visited most likely; ids [Vd]: what q is about."""
+    """The tree of the ``nodes - 1`` candidates that are visited most likely, or of what ``choice`` keeps; ids [Vd]:
+    what q is about.
+    """
+    if choice is not None:
+        return _best_in_lists(roots, levels, drafter, ids, tilt, choice)
     # in lists NaN, which is refused later, has no order
     in_lists = roots.device.type == "cpu" and not any(level.scores.isnan().any() for level in levels)
     return (_best_in_lists if in_lists else _best_in_tensors)(roots, levels, drafter, ids, tilt)
@@ -443,31 +499,35 @@ def _best_in_tensors(
 
 
 def _best_in_lists(
-    roots: Tensor, levels: list[_Level], drafter: EagleDrafter, ids: Tensor | None, tilt: float
+    roots: Tensor,
+    levels: list[_Level],
+    drafter: EagleDrafter,
+    ids: Tensor | None,
+    tilt: float,
+    choice: RoundChoice | None = None,
 ) -> DraftTree:
-    """On a CPU some dozen candidates are sorted in Python sooner than as many operations are started."""
+    """On a CPU some dozen candidates are sorted in Python sooner than as many operations are started. Elsewhere this
+    waits for the device.
+    """
     width, rows, q_rows = drafter.shape.width, [], []  # q_rows: of the inner nodes
-    for row, root in enumerate(roots.tolist()):
-        tokens, scores, parents = [root], [0.0], [0]
-        q_row: dict[int, int] = {}
-        for level in levels:
-            for node in level.expanded[row].tolist():
-                q_row[node] = len(q_row)
-                parents += [node] * width
-            tokens += level.tokens[row].tolist()
-            scores += level.scores[row].tolist()
-        # stable, as with tensors
-        visits = visit_scores(scores, parents, tilt)
-        chosen = sorted(range(1, len(scores)), key=visits.__getitem__, reverse=True)[: drafter.max_nodes - 1]
-        nodes = [0, *sorted(chosen)]
+    whole = [torch.cat([getattr(level, name) for level in levels], 1) for name in ("tokens", "scores", "expanded")]
+    found = list(zip(*lists(roots[:, None], *whole)))
+    parents_of = [[0] + [node for node in expanded for _ in range(width)] for _, _, _, expanded in found]
+    scores_of = [[0.0, *scores] for _, _, scores, _ in found]
+    candidates = list(zip(scores_of, parents_of))
+    kept = likeliest(candidates, tilt, drafter.max_nodes) if choice is None else choice.keep(candidates)
+    for (root, drafts, _, expanded), (scores, parents), chosen in zip(found, candidates, kept):
+        tokens = [*root, *drafts]
+        q_row = {node: place for place, node in enumerate(expanded)}
+        nodes = [0, *chosen]
         number = {node: place for place, node in enumerate(nodes)}
         tree_parents = [number[parents[node]] for node in nodes]
-        inner = {parent: place for place, parent in enumerate(sorted(set(tree_parents)))}
+        inner = {parent: place for place, parent in enumerate(sorted(set(tree_parents[1:])))}
         q_rows.append([q_row[nodes[parent]] for parent in inner])
         q_index = [inner.get(place, -1) for place in range(len(nodes))]
         best = TreeRow([tokens[n] for n in nodes], tree_parents, [scores[n] for n in nodes], q_index)
         rows.append(best.best_first())
     most = max(map(len, q_rows))
-    index = torch.tensor([row + [0] * (most - len(row)) for row in q_rows])
+    index = torch.tensor([row + [0] * (most - len(row)) for row in q_rows], dtype=torch.long)
     q_logits = torch.cat([level.logits for level in levels], dim=1)
-    return DraftTree.from_rows(rows, at_nodes(q_logits, index), ids)
+    return DraftTree.from_rows(rows, at_nodes(q_logits, to_device(index, roots.device)), ids)

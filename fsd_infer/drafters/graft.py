@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
-from fsd_infer.drafters.visits import visit_scores
+from fsd_infer.drafters.online import RoundChoice
+from fsd_infer.drafters.visits import likeliest
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow
 
@@ -80,7 +81,7 @@ class GraftedDrafter(Drafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         main, side = (part.start(first_tokens, request) for part in (self.main, self.side))
-        return GraftedSession(self, main, side, request.tilt)
+        return GraftedSession(self, main, side, request.tilt, request.choice)
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
         main = self.main.for_batch(batch, tilt)
@@ -97,8 +98,15 @@ class GraftedDrafter(Drafter):
 class GraftedSession(DraftSession):
     """A session of each."""
 
-    def __init__(self, drafter: GraftedDrafter, main: DraftSession, side: DraftSession, tilt: float = 0.0) -> None:
-        self.drafter, self.main, self.side, self.tilt = drafter, main, side, tilt
+    def __init__(
+        self,
+        drafter: GraftedDrafter,
+        main: DraftSession,
+        side: DraftSession,
+        tilt: float = 0.0,
+        choice: RoundChoice | None = None,
+    ) -> None:
+        self.drafter, self.main, self.side, self.tilt, self.choice = drafter, main, side, tilt, choice
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.main.extend(tokens, features, counts)
@@ -117,19 +125,31 @@ class GraftedSession(DraftSession):
         if side.sampled:
             _warn_sampled(self.drafter.side.name)
             return main
-        return merge_trees(main, side, self.drafter.nodes, self.tilt, len(self.drafter.main.proposers))
+        return merge_trees(main, side, self.drafter.nodes, self.tilt, len(self.drafter.main.proposers), self.choice)
 
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
         self.side.select(rows)
 
 
-def merge_trees(main: DraftTree, side: DraftTree, nodes: int, tilt: float = 0.0, mains: int = 1) -> DraftTree:
+def merge_trees(
+    main: DraftTree,
+    side: DraftTree,
+    nodes: int,
+    tilt: float = 0.0,
+    mains: int = 1,
+    choice: RoundChoice | None = None,
+) -> DraftTree:
     """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled.
 
     mains: drafters that ``main`` comes from, see :meth:`TreeRow.proposer`.
+    choice: chooses how many nodes, in place of ``nodes``.
     """
-    rows = [_merge(*row, nodes, tilt, mains) for row in zip(main.to_rows(), side.to_rows(), strict=True)]
+    mains_rows = main.to_rows()
+    unions = [_union(*row, mains) for row in zip(mains_rows, side.to_rows(), strict=True)]
+    candidates = [(union.scores, union.parents) for union in unions]
+    kept = likeliest(candidates, tilt, nodes) if choice is None else choice.keep(candidates)
+    rows = [_trimmed(union, row, best) for union, row, best in zip(unions, mains_rows, kept)]
     return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
 
 
@@ -141,7 +161,8 @@ def _steps(row: TreeRow) -> list[float]:
     return chances
 
 
-def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float, mains: int) -> TreeRow:
+def _union(main: TreeRow, side: TreeRow, mains: int) -> TreeRow:
+    """All nodes of both, those of ``main`` first and with its ``q_index``."""
     tokens, parents = list(main.tokens), list(main.parents)
     chances = _steps(main)
     proposers = [main.proposer(node) for node in range(len(tokens))]
@@ -173,20 +194,22 @@ def _merge(main: TreeRow, side: TreeRow, nodes: int, tilt: float, mains: int) ->
     for parent, chance in zip(parents[1:], chances[1:]):
         scores.append(scores[parent] + math.log(chance / max(1.0, total[parent])) if chance > 0.0 else -math.inf)
 
-    # stable: at equal scores the earlier node, hence the parent, goes first
-    visits = visit_scores(scores, parents, tilt)
-    best = sorted(range(1, len(tokens)), key=lambda node: -visits[node])[: nodes - 1]
-    kept = [0, *sorted(best)]
+    q_index = main.q_index + [-1] * (len(tokens) - len(main.tokens))
+    return TreeRow(tokens, parents, scores, q_index, proposers)
+
+
+def _trimmed(union: TreeRow, main: TreeRow, best: list[int]) -> TreeRow:
+    """The root and these nodes of the union."""
+    assert union.proposers is not None
+    kept = [0, *best]
     renumbered = {node: place for place, node in enumerate(kept)}
     worst_first = sorted(range(len(main.tokens) - 1, 0, -1), key=main.scores.__getitem__)
     favourites = {main.parents[node]: node for node in worst_first}  # of equals the first
-    q_index = [
-        main.q_index[node] if node < len(main.tokens) and favourites.get(node) in renumbered else -1 for node in kept
-    ]
+    q_index = [union.q_index[node] if favourites.get(node) in renumbered else -1 for node in kept]
     return TreeRow(
-        [tokens[node] for node in kept],
-        [renumbered[parents[node]] for node in kept],
-        [scores[node] for node in kept],
+        [union.tokens[node] for node in kept],
+        [renumbered[union.parents[node]] for node in kept],
+        [union.scores[node] for node in kept],
         q_index,
-        [proposers[node] for node in kept],
+        [union.proposers[node] for node in kept],
     ).best_first()

@@ -54,6 +54,17 @@ def tilted(log_q: Tensor, tilt: float) -> Tensor:
     return log_q + tilt - (log_q.exp().sum(-1, keepdim=True) * math.expm1(tilt)).log1p()
 
 
+def likeliest(rows: Sequence[tuple[Sequence[float], Sequence[int]]], tilt: float, nodes: int) -> list[list[int]]:
+    """Of each row's tree (scores, parents) the ``nodes - 1`` drafts that are visited most likely, ascending."""
+    kept = []
+    for scores, parents in rows:
+        visits = visit_scores(scores, parents, tilt)
+        # stable: at equal scores the earlier node, hence the parent, goes first
+        best = sorted(range(1, len(visits)), key=visits.__getitem__, reverse=True)
+        kept.append(sorted(best[: nodes - 1]))
+    return kept
+
+
 def visit_scores_by_level(levels: Sequence[tuple[Tensor, Tensor, Tensor]], tilt: float) -> Tensor:
     """The same [B, C] of all C candidates of trees that were grown level by level, on any device.
 

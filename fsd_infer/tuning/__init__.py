@@ -1,5 +1,5 @@
 """Choosing options by measurement."""
 
-from fsd_infer.tuning.autotune import tune
+from fsd_infer.tuning.autotune import choose_trees
 
-__all__ = ["tune"]
+__all__ = ["choose_trees"]

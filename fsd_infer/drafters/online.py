@@ -1,0 +1,373 @@
+"""``tree="auto"``: the draft tree of each round, chosen from the drafter's scores by what earlier rounds have taught.
+
+A round that drafts L depths, expands E nodes on them and verifies N nodes takes, in forwards over a single token,
+
+    cost = C(N) + a·L + b·E + f,    C(1) = 1, C piecewise linear and non-decreasing; a, b, f > 0,
+
+and emits 1 + Σ chance(n) tokens over its drafts n, where a draft is accepted with the product of f(q) over the steps to
+it: q is the drafter's chance of a step (tilted, under a law that favours drafts) and f a calibration curve. Both are
+estimated while decoding, and a round takes what has the largest
+
+    tokens - rate · cost,    rate: tokens per unit of cost of the text so far,
+
+which at a fixed point is the most tokens per second (Dinkelbach 1967). Nodes are expanded, depths added and nodes kept
+as long as they are worth their cost, so sure texts get large trees and others small ones. Rows of a batch share one
+forward, hence one such sum. Related: Sequoia (arXiv 2402.12374) chooses a tree per device, DySpec (2410.11744) grows
+it best first, SpecDec++ (2405.19715) stops by a threshold, OPT-Tree (2406.17276) keeps what the scores favour.
+
+**Laws stay.** A tree depends on the text, and on how long earlier rounds took and what they accepted. The draws of a
+round are independent of all of it, so given everything before it a round emits by the rule's law on whatever tree it
+has, and by the chain rule so does the text. What the clock says can change *which* draws give which token: texts
+sampled with a seed are the same again only where no clock is read, under ``tree="auto:fixed"``.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fsd_infer.drafters.base import DraftSession
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate
+from fsd_infer.drafters.wrapped import WrappedSession
+from fsd_infer.stats import Trees
+from fsd_infer.tree import DraftTree
+
+RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
+UNLIKELY = 0.01  # drafts below are not weighed
+TRIALS = 12  # first rounds, every other one drafted whatever it is expected to bring
+RETRY = 64  # rounds without drafts until one is tried again, and twice as many after each attempt in vain
+AHEAD = 3  # depths that are drafted below a draft, when it is weighed whether to go on
+LONGEST_PAUSE = 1024
+MOST_TOGETHER = 160  # nodes of a batch
+
+
+class Knowledge:
+    """What was learned of a law and a size of batch."""
+
+    def __init__(self, costs: Costs, batch: int, tilt: float) -> None:
+        self.costs, self.curve = costs, Curve(tilt)
+        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
+        self.reach = Rate(1.0, 1.0, DEPTH_MEMORY)  # rows that came to nodes that were expanded, per row expected to
+        self.hit = Rate(0.6, 1.0, DEPTH_MEMORY)  # rows that went on below such nodes, per row that came to one
+        self.rounds = 0  # so far, up to TRIALS
+        self.idle = 0  # rounds since one was drafted
+        self.patience = RETRY
+
+
+class Choice:
+    """A drafter's: hands out what is known to requests, and keeps it between them.
+
+    Args:
+        device: the kind of device.
+        learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
+        clock: seconds.
+    """
+
+    def __init__(self, device: str, learns: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.prior = PRIORS.get(device, PRIORS["cuda"])
+        self.watches = device == "cpu"  # elsewhere a look at each depth would make the host wait
+        self.name = "auto" if learns else "auto:fixed"
+        self.learns, self.clock = learns, clock
+        self._costs: dict[int, Costs] = {}
+        self._known: dict[tuple[int, int], Knowledge] = {}
+
+    def knowledge(self, batch: int, tilt: float) -> Knowledge:
+        size = batch.bit_length()
+        if not self.learns:
+            return Knowledge(Costs(self.prior, learns=False), batch, tilt)
+        costs = self._costs.setdefault(size, Costs(self.prior))
+        key = size, round(4 * min(tilt, 4.0))
+        if key not in self._known:
+            self._known[key] = Knowledge(costs, batch, tilt)
+        return self._known[key]
+
+    def begin(self, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None = None) -> RoundChoice:
+        """For a request of ``batch`` rows under a law of this tilt.
+
+        Args:
+            nodes: most of a tree, the root included.
+            sizes: of trees that are as cheap as somewhat smaller ones, where forwards are recorded; None: any.
+        """
+        return RoundChoice(self, batch, tilt, nodes, sizes)
+
+
+@dataclass
+class Plan:
+    """What a round is expected to emit and to cost."""
+
+    tokens: float
+    cost: float
+
+
+class RoundChoice:
+    """One request's, round by round: :meth:`expands`, :meth:`expand` depth by depth, :meth:`keep`, :meth:`learn`."""
+
+    def __init__(self, choice: Choice, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None) -> None:
+        self.choice, self.tilt, self.most, self.sizes = choice, tilt, nodes, sizes
+        self.known = choice.knowledge(batch, tilt)
+        self.known.curve.begin_text()
+        self.rate = self.known.rate.recent(RATE_MEMORY)
+        self.batch = batch
+        self.trees = Trees()
+        self._new_round()
+
+    @property
+    def watches(self) -> bool:
+        return self.choice.watches
+
+    def _new_round(self) -> None:
+        self.depths = self.expanded = 0
+        self._resumed = self._tries = False
+        self._reaches = [float(self.batch)]  # rows that are expected to come to nodes that are expanded, by depth
+        self._plan: Plan | None = None
+        self._chances: list[float] = []  # of all drafts so far, of any row
+        self._frontier = [[1.0] for _ in range(self.batch)]
+        self._worth = self._net(self._chances)
+
+    def select(self, rows: int) -> None:
+        """So many rows go on."""
+        self.batch = rows
+        if self.choice.learns:
+            self.known = self.choice.knowledge(rows, self.tilt)
+        self.rate = self.known.rate.recent(RATE_MEMORY)
+        self._new_round()
+
+    # drafting --------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """The last round was not drafted, so the next one hardly will be."""
+        return self.known.idle > 0
+
+    def expands(self) -> bool:
+        """Is the root worth expanding?"""
+        known = self.known
+        pays = not self.watches or self._pays(1, known.costs.reading)
+        if known.rounds < TRIALS:
+            known.rounds += 1
+            self._tries = known.rounds % 2 == 1
+            pays = pays or self._tries
+        elif not pays and known.idle < known.patience:
+            known.idle += 1
+            return False
+        else:
+            self._resumed = known.idle > 0  # what was not read meanwhile is read first
+            known.patience = RETRY if pays else min(2 * known.patience, LONGEST_PAUSE)
+            known.idle = 0
+            pays = True
+        if pays:
+            self.count(1)
+        return pays
+
+    def expand(self, log_q: list[list[list[float]]]) -> list[list[int]]:
+        """Which candidates of this depth to expand, as places among the row's E · w, equally many of each row.
+
+        Nothing: drafting stops here.
+
+        Args:
+            log_q: [B][E][w] ln q of the candidates under the nodes that were expanded last.
+        """
+        curve, depth = self.known.curve, self.depths
+        best: list[list[int]] = []
+        frontier: list[list[float]] = []
+        most, known = len(log_q[0][0]), self.known
+        for row, before in zip(log_q, self._frontier):
+            chances: list[float] = []
+            for steps, above in zip(row, before):
+                chances += [above * curve.chance(step, depth, place == 0) for place, step in enumerate(steps)]
+            order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most]
+            best.append(order)
+            frontier.append([chances[place] for place in order])
+            self._chances += [chance for chance in chances if chance > UNLIKELY]
+        self._chances.sort(reverse=True)
+        del self._chances[MOST_TOGETHER:]
+        self._worth = self._net(self._chances)
+        self._frontier = frontier
+        # a node's best child has to be worth its drafting, and its verification or the node whose place it takes
+        price = self.rate.value * known.costs.draft_slopes.weights[1] + self._marginal
+        hit = known.hit.value * known.reach.value
+        width = sum(hit * sum(row[place] for row in frontier) > price * self.batch for place in range(len(best[0])))
+        if not width or not self._pays(width):
+            return []
+        self.count(width)
+        self._frontier = [row[:width] for row in frontier]
+        self._reaches.append(sum(min(sum(row), 1.0) for row in self._frontier))
+        return [row[:width] for row in best]
+
+    def _pays(self, width: int, more: float = 0.0) -> bool:
+        """Is it worth it to expand the ``width`` likeliest nodes of each row's frontier, and perhaps the likeliest of
+        their children, and so on?
+        """
+        known, rate = self.known, self.rate.value
+        hit = known.hit.value
+        children, cost = self._chances, more
+        reach = known.reach.value if self.depths else 1.0
+        best = [[chance * reach * hit for chance in row[:width]] for row in self._frontier]
+        for depth in range(AHEAD):
+            cost += known.costs.drafting(1, (width if depth == 0 else 1) * self.batch)
+            children = sorted([*children, *(chance for row in best for chance in row)], reverse=True)
+            if self._net(children) - self._worth > rate * cost:
+                return True
+            best = [[row[0] * hit] for row in best]
+        return False
+
+    def _net(self, chances: Sequence[float]) -> float:
+        """The most that the first ones of these drafts, the likeliest first, bring beyond what their nodes cost."""
+        slopes, rate = self.known.costs.forward_slopes.weights, self.rate.value
+        best = net = 0.0
+        self._marginal = 1.0  # what one more node has to bring
+        for nodes, chance in enumerate(chances, self.batch + 1):
+            price = rate * slopes[bisect_left(KNOTS, nodes) - 1]
+            if net == best:  # the first after the best ones
+                self._marginal = min(self._marginal, price)
+            net += chance - price
+            if net > best:
+                best, self._marginal = net, chance
+        if net == best:
+            self._marginal = min(self._marginal, rate * slopes[bisect_left(KNOTS, self.batch + len(chances) + 1) - 1])
+        return best
+
+    def count(self, width: int) -> None:
+        """So many nodes of each row are expanded, one depth below."""
+        self.depths += 1
+        self.expanded += width * self.batch
+
+    # what is verified ------------------------------------------------------------------------------------------------
+
+    def keep(self, rows: Sequence[tuple[Sequence[float], Sequence[int]]]) -> list[list[int]]:
+        """The nodes of each row to verify besides the root, parents with their children, in ascending order.
+
+        rows: (scores: cumulative log q, the root first; parents) of all candidates.
+        """
+        total = [0.0] * self.most
+        orders = []
+        for scores, parents in rows:
+            chances = self._chances_of(scores, parents)
+            order = sorted((n for n in range(1, len(chances)) if chances[n] > 0.0), key=lambda n: -chances[n])
+            orders.append(order)
+            sums = 0.0
+            for count in range(1, self.most):
+                sums += chances[order[count - 1]] if count <= len(order) else 0.0
+                total[count] += sums
+        longest = 1 + max(map(len, orders))
+        most = min(self.most, longest, max(MOST_TOGETHER // len(rows), 2))
+        costs, rate = self.known.costs, self.rate.value
+        sizes = range(1, most + 1) if self.sizes is None else [*(n for n in self.sizes if n < most), most]
+        if self._tries:
+            sizes = [n for n in sizes if n > 1] or sizes
+        nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * len(rows)))
+        cost = costs.forward(nodes * len(rows))
+        cost += costs.drafting(self.depths, self.expanded) + costs.rest(not self.idle)
+        self._plan = Plan(len(rows) + total[nodes - 1], cost)
+        return [sorted(order[: nodes - 1]) for order in orders]
+
+    def _chances_of(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
+        curve, firsts = self.known.curve, _firsts(scores, parents)
+        chances, depths = [1.0] * len(scores), [0] * len(scores)
+        for node in range(1, len(scores)):
+            parent = parents[node]
+            depths[node] = depths[parent] + 1
+            above = chances[parent]
+            if above > UNLIKELY:
+                above *= curve.chance(scores[node] - scores[parent], depths[node], firsts[parent] == node)
+            else:
+                above = 0.0
+            chances[node] = above
+        return chances
+
+    # what it teaches -------------------------------------------------------------------------------------------------
+
+    def learn(
+        self, tree: DraftTree, path: Sequence[Sequence[int]], accepted: Sequence[int],
+        draft: float, forward: float, rest: float | None,
+    ) -> None:  # fmt: skip
+        """A round is over.
+
+        Args:
+            tree: what was verified.
+            path, accepted: per row the nodes on the accepted path, the root first, and how many are drafts.
+            draft, forward, rest: seconds of its parts.
+        """
+        rows, nodes = tree.tokens.shape
+        costs = self.known.costs
+        reads = not self.idle
+        plan = self._plan or Plan(float(rows), costs.forward(rows * nodes) + costs.rest(reads))
+        tokens, seconds = float(sum(accepted) + rows), draft + forward + (rest or 0.0)
+        self.trees.add(Trees([nodes], tokens, plan.tokens, seconds, plan.cost * (costs.pace or 0.0)))
+        self.rate.learn(tokens, plan.cost)
+        self.known.rate.learn(tokens, plan.cost)
+        if not self._resumed:
+            costs.learn(rows * nodes, forward, self.depths, self.expanded, draft, rest, reads)
+        for depth, expected in enumerate(self._reaches if self.depths else ()):
+            came, went = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
+            self.known.hit.learn(went, came)
+            if depth:
+                self.known.reach.learn(came, expected)
+        for row, nodes_of, count in zip(tree.rows or (), path, accepted):
+            taken_nodes = dict(zip(nodes_of[: count + 1], range(count + 1)))
+            firsts = _firsts(row.scores, row.parents)
+            for node in range(1, len(row.parents)):
+                parent = row.parents[node]
+                if parent in taken_nodes:
+                    step, depth = row.scores[node] - row.scores[parent], taken_nodes[parent] + 1
+                    self.known.curve.learn(step, depth, firsts[parent] == node, node in taken_nodes)
+        self._new_round()
+
+
+def _firsts(scores: Sequence[float], parents: Sequence[int]) -> dict[int, int]:
+    """The likeliest child of each node that has any."""
+    firsts: dict[int, int] = {}
+    for node in range(1, len(scores)):
+        best = firsts.setdefault(parents[node], node)
+        if scores[node] > scores[best]:
+            firsts[parents[node]] = node
+    return firsts
+
+
+class LearningSession(WrappedSession):
+    """A session whose rounds are timed: what its :class:`RoundChoice` learns from.
+
+    A round is drafted in ``draft``, verified from there to ``observe``, and ends with ``extend``.
+    """
+
+    def __init__(self, session: DraftSession, choice: RoundChoice) -> None:
+        super().__init__(session)
+        self.choice, self._clock = choice, choice.choice.clock
+        self._last: tuple[DraftTree, list[list[int]], list[int]] | None = None
+        self._marks = [0.0] * 3
+        self._drafted = False  # what is observed first is the prompt's end
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        start = self._now()
+        tree = super().draft(roots)
+        self._marks, self._drafted = [start, self._now(), 0.0], True
+        return tree
+
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        if self._drafted:
+            self._marks[2] = self._now()
+            self._last = tree, path.tolist(), accepted.tolist()
+        super().observe(tree, logits, path, tokens, accepted)
+
+    def select(self, rows: Tensor) -> None:
+        self._end(None)
+        super().select(rows)
+        self.choice.select(len(rows))
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        super().extend(tokens, features, counts)
+        self._end(self._now())
+
+    def _now(self) -> float:
+        return self._clock() if self.choice.choice.learns else 0.0
+
+    def _end(self, now: float | None) -> None:
+        if self._last is not None:
+            start, drafted, verified = self._marks
+            rest = None if now is None else now - verified
+            self.choice.learn(*self._last, drafted - start, verified - drafted, rest)
+        self._last = None
