@@ -125,10 +125,10 @@ def killed_run(batches: int, share: float, argv: list[str]) -> None:
     """`fsd-train regenerate`; kills its process when so many batches are written, and this share of the next one."""
     append, calls = AnswerFile.append, count()
 
-    def last(self: AnswerFile, file: IO[bytes], answers: Sequence[Answer]) -> None:
+    def last(self: AnswerFile, file: IO[bytes], written: Sequence[bytes]) -> None:
         if next(calls) < batches:
-            return append(self, file, answers)
-        lines = b"".join(map(answer_line, answers))
+            return append(self, file, written)
+        lines = b"".join(written)
         os.write(file.fileno(), lines[: int(share * len(lines))])
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,7 +17,7 @@ from fsd_infer.integrations.vllm import Asked, FuzzyRules
 from fsd_infer.rules import Texts, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from fsd_infer.tree import DraftTree
-from tests.test_one_wait import NoBlockingCopies
+from tests.simulated_device import SIM, SimulatedDevice
 
 V, SLOTS, LONGEST = 11, 24, 64
 RULES = [
@@ -44,7 +44,7 @@ class Server:
     drafts: int = 5
     sampling: str = "greedy"
     method: str = "eagle"
-    device: str = "cpu"
+    device: str | torch.device = "cpu"
     texts: dict[int, list[int]] = field(default_factory=dict)
     chains: dict[int, list[int]] = field(default_factory=dict)
 
@@ -178,15 +178,15 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 @pytest.mark.parametrize("rule", [*RULES[:-1], "fly:2:0.1", "tilted:1:budget=2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
-    """On "meta" whatever needs a number from the device raises."""
     if rule.startswith("fly") and temperature:
         return
-    server = Server(device="meta", method="ngram")
-    for slot in range(3):
-        server.add(slot, Params(temperature, {"rule": rule}), [1, 2, 3], [3] * (slot + 1))
-    logits, context = torch.randn(9, V, device="meta"), server.context([0, 1, 2])
-    with NoBlockingCopies():
-        assert server.rules.apply(logits, context).shape == logits.shape
+    with SimulatedDevice() as device:
+        server = Server(device=SIM, method="ngram")
+        for slot in range(3):
+            server.add(slot, Params(temperature, {"rule": rule}), [1, 2, 3], [3] * (slot + 1))
+        logits, context = torch.randn(9, V).to(SIM), server.context([0, 1, 2])
+        device.waits.clear()
+        assert server.rules.apply(logits, context) is logits and not device.waits
 
 
 def test_what_is_no_draft_is_not_favoured() -> None:
