@@ -70,7 +70,7 @@ class SemiGreedy(Rule):
         texts = [[token for token in row if token >= 0] for row in at.texts.tokens.tolist()]
         choices = at.whole.likeliest.view(tree.tokens.shape).tolist()
         facts = (tree.tokens.tolist(), tree.parents.tolist(), at.is_draft.tolist(), choices, at.node_regret.tolist())
-        rows = [_Row(*row, self.ends) for row in zip(texts, *facts, strict=True)]
+        rows = [_Row(self.ends, *row) for row in zip(texts, *facts, strict=True)]
         while open := [(row, node) for row in rows for node in row.open()]:
             changes = [row.change(node) for row, node in open]
             near = [number for number, change in enumerate(changes) if change.regret <= self.most_regret]
@@ -94,13 +94,13 @@ class _Row:
         harmless: of nodes: do all changes on the way to it leave the outcome as it is; absent: not known yet.
     """
 
+    ends: frozenset[int]
     text: list[int]
     tokens: list[int]
     parents: list[int]
     drafted: list[bool]
     choices: list[int]
     regret: list[float]
-    ends: frozenset[int]
     harmless: dict[int, bool] = field(default_factory=lambda: {0: True})
 
     def __post_init__(self) -> None:
