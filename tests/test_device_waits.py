@@ -166,6 +166,9 @@ def test_a_round_waits_as_often_as_the_table_says(
 
 
 class Streamed:
+    def __repr__(self) -> str:  # the same in every process
+        return "Streamed()"
+
     def put(self, value: Any) -> None: ...
 
     def end(self) -> None: ...
