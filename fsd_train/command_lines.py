@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.score import SCORES
-from fsd_infer.cli.options import MOST_COUNT, MOST_SEED, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import MOST_COUNT, MOST_SEED, SCORES, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json

@@ -28,7 +28,8 @@ settings.load_profile("steady")
 # One thread per core unless the caller says otherwise, shared out among pytest-xdist's processes: more of them spin
 # against each other on small machines.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // _PROCESSES)))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _PROCESSES)))  # processes of tests too
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,10 @@ from fsd_infer.bench.base import Turn
 from fsd_infer.bench.intervals import mean_interval, ratio_interval
 from fsd_infer.bench.measures import final_answer
 from fsd_infer.bench.record import BenchPrompt
-from fsd_infer.bench.score import first_option, last_number, read_references, rouge_l
+from fsd_infer.bench.score import SCORES, first_option, last_number, read_references, rouge_l
 from fsd_infer.bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, read_prompts
+from fsd_infer.cli import options
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
 from tests.bench_toys import Toy, save_toy
@@ -59,6 +60,10 @@ def test_letters_keep_their_case() -> None:
 
 def row(answer: Any, prompt: str = "how many?") -> PromptRow:
     return PromptRow("id", [{"role": "user", "content": prompt}], "s", "f", 1, {"answer": answer})
+
+
+def test_the_command_line_offers_all_scores() -> None:
+    assert options.SCORES == SCORES
 
 
 def test_references_by_what_rows_hold() -> None:

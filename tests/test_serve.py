@@ -175,12 +175,14 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -
 
 def test_a_server_that_stops_ends_answers_at_once(decoder: FuzzyDecoder) -> None:
     told: list[Job] = []
+    begun, queued = threading.Event(), threading.Event()
 
     def tell(text: str, done: Job | None) -> None:
         if done is not None:
             told.append(done)
-        else:
+        elif queued.wait(60):
             batcher.stop()
+            begun.set()
 
     options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     ids = decoder.encode("the cat sat on the mat")
@@ -188,6 +190,8 @@ def test_a_server_that_stops_ends_answers_at_once(decoder: FuzzyDecoder) -> None
     batcher = Batcher(decoder, max_batch=1, max_queue=2)
     batcher.submit(running)
     batcher.submit(waiting)
+    queued.set()
+    assert begun.wait(60)
     batcher.close()
     assert told == [running, waiting] and running.reason == "length" and len(running.ids) < 40
     assert isinstance(waiting.reason, UnavailableError)

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from fsd_infer.cli import commands
-from fsd_infer.cli.options import MOST_SEED, gibibytes, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import MOST_SEED, SCORES, gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser, run
 
-_SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +158,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--score",
-        choices=_SCORES,
+        choices=SCORES,
         default="auto",
         help="hold answers against the rows' references: their last number, the first option they name, ROUGE-L "
         "(default: numbers and options where rows have them)",
@@ -213,7 +212,7 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="so many prompts of each file, evenly spread")
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
     parser.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
-    parser.add_argument("--score", choices=_SCORES, default="auto")
+    parser.add_argument("--score", choices=SCORES, default="auto")
     _model_options(parser)
 
 
