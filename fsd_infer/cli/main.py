@@ -15,7 +15,6 @@ from fsd_infer.cli.options import MOST_SEED, SCORES, gibibytes, positive, real_n
 from fsd_infer.cli.run import Parser, run
 
 
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command; how it ends: :func:`fsd_infer.cli.run.run`."""
     args = build_parser().parse_args(argv)
