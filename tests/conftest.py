@@ -28,8 +28,10 @@ settings.load_profile("steady")
 # One thread per core unless the caller says otherwise, shared out among pytest-xdist's processes: more of them spin
 # against each other on small machines.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _PROCESSES)))  # processes of tests too
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+_THREADS = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // _PROCESSES))
+torch.set_num_threads(_THREADS)
+if _PROCESSES > 1:  # for what tests start, too
+    os.environ["OMP_NUM_THREADS"] = str(_THREADS)
 
 
 @pytest.fixture(autouse=True)
