@@ -35,8 +35,9 @@ if _PROCESSES > 1:  # for what tests start, too
 
 
 @pytest.fixture(autouse=True)
-def seeds() -> Iterator[None]:
-    """Every test starts from the same random state, whatever ran before it."""
+def same_start() -> Iterator[None]:
+    """Every test starts from the same random state and number of threads, whatever ran before it."""
+    torch.set_num_threads(_THREADS)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
