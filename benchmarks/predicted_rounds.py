@@ -30,8 +30,8 @@ from fsd_infer.errors import DataError, FsdError
 from fsd_infer.estimate import Planned
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.planned import planned_target
 from fsd_infer.stats import GenerationStats
-from fsd_infer.targets.planned import planned_target
 
 PHASES = {"draft": ("head", "features"), "target": ("target",), "rule": ("rule",)}  # of a round, and their predictions
 

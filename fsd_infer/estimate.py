@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsd_infer.cli.report import table
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
-from fsd_infer.device.roofline import HARDWARE, Hardware, Part, Work, devices_for, size
+from fsd_infer.device.roofline import HARDWARE, Hardware, Part, Work, devices_for
 from fsd_infer.drafters.eagle import TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
@@ -186,15 +185,3 @@ def by_device(planned: Planned, exact: TreeShape, lossy: TreeShape) -> list[list
 
 
 COLUMNS = ["device", "count", "plain ms", "tok/s", "exact ms", "break-even", "lossy ms", "break-even"]
-
-
-def report(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
-    """Memory, the parts of an exact round, each with its formula, and the devices."""
-    parts, work = planned.memory(exact), planned.round(exact)
-    lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
-    lines.append(f"memory together: {size(sum(part.bytes for part in parts))}\n")
-    for each in work:
-        operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
-        lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")
-    sources = "; ".join(f"{each.name}: {each.source}" for each in HARDWARE)
-    return "\n".join([*lines, "", table(COLUMNS, by_device(planned, exact, lossy)), "", sources])

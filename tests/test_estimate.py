@@ -21,9 +21,9 @@ from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.estimate import Planned, by_device, planned_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.planned import planned_target
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import shipped_drafter
-from fsd_infer.targets.planned import planned_target
 from fsd_infer.tuning.probe import Probe
 from fsd_train import features
 from fsd_train.cli import main as cli

@@ -309,10 +309,11 @@ def warmup(args: argparse.Namespace) -> int:
 
 def estimate(args: argparse.Namespace) -> int:
     """`fsd-infer estimate`."""
+    from fsd_infer.cli.report import estimate_text
     from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
-    from fsd_infer.estimate import Planned, planned_head, report
+    from fsd_infer.estimate import Planned, planned_head
     from fsd_infer.heads.checkpoint import load_head
-    from fsd_infer.targets.planned import planned_target, read_changes
+    from fsd_infer.planned import planned_target, read_changes
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))
@@ -326,7 +327,7 @@ def estimate(args: argparse.Namespace) -> int:
     else:
         head = planned_head(target, layout=args.layout, draft_vocab_size=min(args.draft_vocab, target.vocab_size))
     planned = Planned(target, head, args.batch_size, args.context, args.max_new_tokens, args.cuda_graphs)
-    print(report(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
+    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
     return 0
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Source
 from fsd_infer.stats import GenerationStats
+
+if TYPE_CHECKING:
+    from fsd_infer.drafters.eagle import TreeShape
+    from fsd_infer.estimate import Planned
 
 # How a token of each source looks: ANSI colour, or a pair of marks around it.
 COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m"}
@@ -293,3 +297,18 @@ def calibration_lines(record: dict[str, Any]) -> str:
         parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**found["nats_per_answer"]))
         lines.append("; ".join(parts))
     return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])
+
+
+def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
+    """Memory, the parts of an exact round, each with its formula, and the devices."""
+    from fsd_infer.device.roofline import HARDWARE, size
+    from fsd_infer.estimate import COLUMNS, by_device
+
+    parts, work = planned.memory(exact), planned.round(exact)
+    lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
+    lines.append(f"memory together: {size(sum(part.bytes for part in parts))}\n")
+    for each in work:
+        operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
+        lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")
+    sources = "; ".join(f"{each.name}: {each.source}" for each in HARDWARE)
+    return "\n".join([*lines, "", table(COLUMNS, by_device(planned, exact, lossy)), "", sources])
