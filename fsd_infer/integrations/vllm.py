@@ -132,7 +132,7 @@ class FuzzyRules(_Processor):
         self.filled = getattr(speculative, "method", None) in FILLED
         self.thinking = _thinking_tokens(getattr(vllm_config, "model_config", None))
         slots = req_states.max_num_reqs
-        # what requests ask for changes only when one is admitted; kinds are numbered anew then
+        # what requests ask for changes only when one is admitted; only then are kinds numbered again
         self.asked: list[Asked | None] = [None] * slots
         self.fresh: dict[int, float] = {}  # slot -> temperature of requests that the device does not know yet
         self.kinds: list[Asked] = []
