@@ -13,7 +13,7 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsd_infer.bench.profile import tensor_bytes
+from fsd_bench.profile import tensor_bytes
 from fsd_infer.cli.main import main as infer
 from fsd_infer.device.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.drafters import EagleDrafter, TreeShape
