@@ -310,7 +310,7 @@ def warmup(args: argparse.Namespace) -> int:
 def estimate(args: argparse.Namespace) -> int:
     """`fsd-infer estimate`."""
     from fsd_infer.cli.report import estimate_text
-    from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
+    from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
     from fsd_infer.estimate import Planned, planned_head
     from fsd_infer.heads.checkpoint import load_head
     from fsd_infer.planned import planned_target, read_changes

@@ -11,7 +11,7 @@ from fsd_infer.rules import Source
 from fsd_infer.stats import GenerationStats
 
 if TYPE_CHECKING:
-    from fsd_infer.drafters.eagle import TreeShape
+    from fsd_infer.drafters.shape import TreeShape
     from fsd_infer.estimate import Planned
 
 # How a token of each source looks: ANSI colour, or a pair of marks around it.
