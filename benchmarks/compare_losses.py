@@ -28,13 +28,13 @@ import yaml
 
 from benchmarks.equal_divergence import COUNTS, gather, markdown, markdown_runs, summarise
 from benchmarks.loss_plan import PARTS, Evaluation, Plan, Run, read_plan
-from fsd_infer.bench.environment import commit, environment
-from fsd_infer.bench.record import jsonable, write_record
+from fsd_bench.environment import commit, environment
+from fsd_bench.record import write_record
 from fsd_infer.cpu.packing import pack_linears
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import CheckpointError, DataError, FsdError
-from fsd_infer.files import write_json, write_text
+from fsd_infer.files import jsonable, write_json, write_text
 from fsd_infer.heads.checkpoint import read_config
 from fsd_train.backends import stable_seed
 from fsd_train.cli import main as fsd_train

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.recorded import record_main
-from fsd_infer.bench.environment import environment
+from fsd_bench.environment import environment
 from fsd_infer.cli.report import number, table
 from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.cpu.packing import Packed

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.loss_plan import content_digest
 from benchmarks.peers import PEERS, install, vllm_variables
 from benchmarks.workplace import shown_command
+from fsd_bench.environment import environment
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.bench.environment import environment
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import FsdError

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import forward_limits
 from benchmarks.recorded import record_main, settings_of
-from fsd_infer.bench.environment import environment
+from fsd_bench.environment import environment
 from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder

@@ -23,7 +23,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.recorded import record_main, settings_of
-from fsd_infer.bench.environment import environment
+from fsd_bench.environment import environment
 from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
 from fsd_infer.target import Target

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.recorded import record_main, settings_of
-from fsd_infer.bench.environment import environment
+from fsd_bench.environment import environment
 from fsd_infer.chat.rows import read_jsonl
 from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder

@@ -27,7 +27,7 @@ from torch import nn
 
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
 from fsd_infer.device.roofline import HARDWARE, Hardware, Part, Work, devices_for
-from fsd_infer.drafters.eagle import TreeShape
+from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.prefill import PREFILL_CHUNK

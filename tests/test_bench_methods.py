@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsd_bench import ServerError, parse_methods, run
+from fsd_bench.server import Server
 from fsd_infer import FsdError
-from fsd_infer.bench import ServerError, parse_methods, run
-from fsd_infer.bench.server import Server
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
 from fsd_infer.drafters.lm import DEFAULT_CHAINS, TILTED_CHAINS

@@ -13,11 +13,11 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsd_infer.bench.profile import tensor_bytes
+from fsd_bench.profile import tensor_bytes
 from fsd_infer.cli.main import main as infer
 from fsd_infer.device.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES
+from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.estimate import Planned, by_device, planned_head
 from fsd_infer.heads.head import EagleConfig, EagleHead

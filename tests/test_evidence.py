@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from benchmarks import findings, markdown_table
+from fsd_bench.evidence.charts import Point, Series, chart, ticks
+from fsd_bench.evidence.page import render, write_page
+from fsd_bench.evidence.settings import SweepOptions, parse_settings
+from fsd_bench.evidence.summary import read_sweep, summarise, tau_by_position
+from fsd_bench.evidence.sweep import clip_rounds, sweep
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.evidence.charts import Point, Series, chart, ticks
-from fsd_infer.evidence.page import render, write_page
-from fsd_infer.evidence.settings import SweepOptions, parse_settings
-from fsd_infer.evidence.summary import read_sweep, summarise, tau_by_position
-from fsd_infer.evidence.sweep import clip_rounds, sweep
 from fsd_infer.rules import Fuzzy
 from fsd_infer.rules.tilted import Tilted
 from tests.bench_toys import Toy, save_toy

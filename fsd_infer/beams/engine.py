@@ -20,7 +20,8 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import lists, to_device
-from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
+from fsd_infer.drafters.base import Drafter, NoDrafter
+from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.logits_processors import TreeProcessors

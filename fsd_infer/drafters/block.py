@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
-from fsd_infer.drafters.eagle import EagleDrafter, EagleSession, TreeShape
+from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
+from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.block import Block
 from fsd_infer.heads.checkpoint import drafts_blocks
 from fsd_infer.heads.head import EagleHead

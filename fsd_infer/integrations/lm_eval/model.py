@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fsd_infer.bench.likelihood import log_likelihoods
+from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.cli.options import MOST_SEED
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError

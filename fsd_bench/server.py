@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fsd_infer.bench.base import Answer, Method, TimedRun
+from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 
 __all__ = ["Server", "ServerError", "ServerMethod"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from fsd_infer.bench.base import Answer, Method, TimedRun
+from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 

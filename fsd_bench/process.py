@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsd_infer.bench.base import Answer, Method, TimedRun
+from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
 from fsd_infer.files import parse_json
 

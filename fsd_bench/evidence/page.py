@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from fsd_bench.evidence.charts import Point, Series, bars, chart
+from fsd_bench.evidence.settings import EXACT
+from fsd_bench.evidence.summary import At, Sweep, read_sweep, summarise, tau_by_position
 from fsd_infer.errors import FsdError
-from fsd_infer.evidence.charts import Point, Series, bars, chart
-from fsd_infer.evidence.settings import EXACT
-from fsd_infer.evidence.summary import At, Sweep, read_sweep, summarise, tau_by_position
 from fsd_infer.files import write_text
 from fsd_infer.rules import Source
 

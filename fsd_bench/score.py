@@ -8,7 +8,7 @@ choice    is one of the options that its prompt ends in       the option that it
           (``Answer format: true/false``), or of yes/no or    is the reference; "answer 2" names answer2, and letter
           true/false                                          case counts for options of a single letter alone
 ifeval    is absent, but ``instruction_id_list`` and          all of its instructions are followed, see
-          ``kwargs`` say what is asked                        :func:`fsd_infer.bench.texts.follows`
+          ``kwargs`` say what is asked                        :func:`fsd_bench.texts.follows`
 ========  ==================================================  =====================================================
 
 ``chrf`` and ``rouge`` are used only where they are asked for (``--score chrf``): the reference is the row's ``answer``
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from fsd_infer.bench.texts import chrf, follows
+from fsd_bench.texts import chrf, follows
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.errors import DataError, FsdError
 

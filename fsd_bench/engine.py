@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.beams import BeamOptions
-from fsd_infer.bench.base import Answer, Method, TimedRun
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
 from fsd_infer.rules import Rule

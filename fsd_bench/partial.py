@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fsd_infer.bench.base import Answer, TimedRun, Turn
-from fsd_infer.bench.record import write_record
+from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.record import write_record
 from fsd_infer.errors import FsdError
 from fsd_infer.files import append_json, writable, write_text
 

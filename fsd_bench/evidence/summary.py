@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fsd_infer.bench.base import Answer, TimedRun, Turn
-from fsd_infer.bench.intervals import bootstrap_interval
-from fsd_infer.bench.paired import agreement, differences, intervals, ratios
-from fsd_infer.evidence.lines import DISTANCES, read_lines
-from fsd_infer.evidence.settings import EXACT
+from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.evidence.lines import DISTANCES, read_lines
+from fsd_bench.evidence.settings import EXACT
+from fsd_bench.intervals import bootstrap_interval
+from fsd_bench.paired import agreement, differences, intervals, ratios
 
 POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # where bins of positions in the answer end
 
@@ -83,7 +83,7 @@ def _run(line: dict[str, Any]) -> TimedRun:
 def summarise(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
     """By setting: means, and how they compare with exact's on the same prompts.
 
-    ``means``, ``differences``, ``ratios`` and ``same_final_answer`` are those of :mod:`fsd_infer.bench.paired`. Among
+    ``means``, ``differences``, ``ratios`` and ``same_final_answer`` are those of :mod:`fsd_bench.paired`. Among
     the ratios are also ``speed`` (new tokens per second of wall time, prefill included) and ``tau`` (tokens that
     verifying forwards emitted per forward). ``tokens_per_second``, ``tau``, ``divergence_spent`` (nats per answer) and
     ``gate_open_fraction`` (per token) are plain numbers.

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.base import Answer, Turn
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.likelihood import mean_log_likelihoods
-from fsd_infer.bench.measures import final_answer, word_coverage
-from fsd_infer.bench.methods import make_methods, parse_methods
-from fsd_infer.bench.models import Models
-from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import BenchPrompt, build_record, jsonable
-from fsd_infer.bench.schedule import group_prompts, take_blocks, take_turns
-from fsd_infer.bench.score import Reference, asked_options, read_references
-from fsd_infer.bench.settings import Settings, models_of, set_threads
-from fsd_infer.bench.texts import other_language
+from fsd_bench.base import Answer, Turn
+from fsd_bench.environment import environment
+from fsd_bench.likelihood import mean_log_likelihoods
+from fsd_bench.measures import final_answer, word_coverage
+from fsd_bench.methods import make_methods, parse_methods
+from fsd_bench.models import Models
+from fsd_bench.partial import PartialFile
+from fsd_bench.record import BenchPrompt, build_record
+from fsd_bench.schedule import group_prompts, take_blocks, take_turns
+from fsd_bench.score import Reference, asked_options, read_references
+from fsd_bench.settings import Settings, models_of, set_threads
+from fsd_bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_infer.files import jsonable
 from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.target import Target
 
@@ -40,7 +41,7 @@ def run(
     Args:
         prompts: file of prompts.
         methods: e.g. ["plain", "exact", "exact@heads/mine", "hf-generate", "vllm=server:http://localhost:8000"]; see
-            :mod:`fsd_infer.bench.methods`.
+            :mod:`fsd_bench.methods`.
         json_path: write the record there, atomically; until then finished turns are kept beside it.
         resume: continue such an unfinished run.
         progress: show a progress bar.

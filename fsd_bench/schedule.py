@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from fsd_infer.bench.base import Method, TimedRun, Turn
-from fsd_infer.bench.methods import METHODS, Spec
-from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.process import ProcessMethod
-from fsd_infer.bench.record import BenchPrompt, merge_turns
-from fsd_infer.bench.settings import Settings, models_of
+from fsd_bench.base import Method, TimedRun, Turn
+from fsd_bench.methods import METHODS, Spec
+from fsd_bench.partial import PartialFile
+from fsd_bench.process import ProcessMethod
+from fsd_bench.record import BenchPrompt, merge_turns
+from fsd_bench.settings import Settings, models_of
 
 WARMUP_TOKENS = 16
 _T = TypeVar("_T")
@@ -157,7 +157,7 @@ def _start(settings: Settings, spec: Spec) -> Method:
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
         return METHODS.get(spec.kind).make(spec, models_of(settings))
     values = json.dumps({**settings.to_dict(), "isolate": None})
-    return ProcessMethod(spec.name, [sys.executable, "-m", "fsd_infer.bench.worker", values, spec.text])
+    return ProcessMethod(spec.name, [sys.executable, "-m", "fsd_bench.worker", values, spec.text])
 
 
 def _rotated(things: Sequence[_T], by: int) -> list[_T]:

@@ -1,4 +1,4 @@
-"""One method of this package or of transformers, served over the protocol of :mod:`fsd_infer.bench.process`."""
+"""One method of this package or of transformers, served over the protocol of :mod:`fsd_bench.process`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from fsd_infer.bench.base import Method
-from fsd_infer.bench.methods import make_methods
-from fsd_infer.bench.settings import Settings, models_of, set_threads
+from fsd_bench.base import Method
+from fsd_bench.methods import make_methods
+from fsd_bench.settings import Settings, models_of, set_threads
 from fsd_infer.errors import FsdError
 
 
@@ -41,7 +41,7 @@ def _reply(out: TextIO, content: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m fsd_infer.bench.worker SETTINGS METHOD``. 2 after bad input."""
+    """``python -m fsd_bench.worker SETTINGS METHOD``. 2 after bad input."""
     settings_text, text = sys.argv[1:] if argv is None else argv
     out = private_stdout()
     try:

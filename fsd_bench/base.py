@@ -28,7 +28,7 @@ class Answer:
         coverage: share of its words that lie in fragments of its prompt, see :func:`fsd_infer.ngrams.coverage`; of
             answers scored by ROUGE, which copies raise.
         other_language: 1 where it is in another language than its reference, else 0; of answers scored by chrF.
-        final: what it says in the end, see :func:`fsd_infer.bench.measures.final_answer`.
+        final: what it says in the end, see :func:`fsd_bench.measures.final_answer`.
     """
 
     tokens: list[int] | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.base import Answer, TimedRun, Turn
-from fsd_infer.bench.intervals import interval
-from fsd_infer.bench.paired import against, intervals
+from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.intervals import interval
+from fsd_bench.paired import against, intervals
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_text
+from fsd_infer.files import jsonable, write_text
 
 _DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)  # a list's entries, two levels in
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
@@ -66,9 +65,9 @@ def build_record(
     faster): its median over units, with a 95 % percentile bootstrap interval over units. What a method does not report
     (a server its forwards) is None.
 
-    ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_infer.bench.score`), None
+    ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_bench.score`), None
     where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
-    the quantities of :mod:`fsd_infer.bench.paired`; ``differences[BASELINE][METHOD]`` that of the method's less the
+    the quantities of :mod:`fsd_bench.paired`; ``differences[BASELINE][METHOD]`` that of the method's less the
     baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; ``ratios[BASELINE][METHOD]`` also
     those of answer lengths and of target forwards, ``{"ratio", "low", "high", "prompts"}``; and
     ``agreement[BASELINE][METHOD]`` the share of prompts with the baseline's final answer. What was not measured is not
@@ -328,19 +327,6 @@ def median(values: Sequence[float | None]) -> float | None:
     """Of the values that are there; None without any."""
     there = [value for value in values if value is not None]
     return statistics.median(there) if there else None
-
-
-def jsonable(value: Any) -> Any:
-    """``value`` with numbers that JSON lacks replaced: NaN by null, infinities by "inf" and "-inf"."""
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        return value if math.isfinite(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    return value
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

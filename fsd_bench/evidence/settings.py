@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.bench.score import AUTO, check_score
+from fsd_bench.score import AUTO, check_score
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
@@ -77,7 +77,7 @@ class SweepOptions:
         max_new_tokens: of each answer.
         repeats: answers per prompt at temperatures above 0, with a seed each.
         seed: of draws and of the bootstrap.
-        score: kind of reference, see :mod:`fsd_infer.bench.score`.
+        score: kind of reference, see :mod:`fsd_bench.score`.
         examples: prompts whose answers the report shows.
         distances: prompts at which the divergence of target and drafter is recorded, untimed.
         controls: add random gates where none is named.

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.record import jsonable
-from fsd_infer.bench.score import read_references
+from fsd_bench.environment import environment
+from fsd_bench.evidence.page import write_page
+from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
+from fsd_bench.evidence.summary import At, per_prompt, read_sweep, summarise
+from fsd_bench.evidence.sweep import sweep
+from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.evidence.page import write_page
-from fsd_infer.evidence.settings import EXACT, Setting, SweepOptions
-from fsd_infer.evidence.summary import At, per_prompt, read_sweep, summarise
-from fsd_infer.evidence.sweep import sweep
-from fsd_infer.files import usable_name, writable, write_json
+from fsd_infer.files import jsonable, usable_name, writable, write_json
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.tuning.calibrated import Calibrated, check_calibrated, write_calibrated
@@ -66,7 +65,7 @@ class Promise:
                 raise FsdError(f"a bound on {name} must be between 0 and 1 (100 points), got {most}.")
 
     def bounds(self) -> dict[str, float]:
-        """By name in :class:`fsd_infer.bench.base.Answer`, most that the share may be above exact's."""
+        """By name in :class:`fsd_bench.base.Answer`, most that the share may be above exact's."""
         given = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
         return {name: most for name, most in given.items() if most is not None}
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fsd_infer.bench.base import Answer
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.likelihood import mean_log_likelihoods
-from fsd_infer.bench.record import jsonable
-from fsd_infer.bench.runner import measure
-from fsd_infer.bench.score import Reference, read_references
+from fsd_bench.base import Answer
+from fsd_bench.environment import environment
+from fsd_bench.evidence.lines import DISTANCES, SweepFile
+from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
+from fsd_bench.evidence.watch import Watched
+from fsd_bench.likelihood import mean_log_likelihoods
+from fsd_bench.runner import measure
+from fsd_bench.score import Reference, read_references
 from fsd_infer.chat.encoding import PromptRow, encode_chat
 from fsd_infer.chat.pieces import token_pieces
 from fsd_infer.decoder import FuzzyDecoder, Generation
 from fsd_infer.errors import ContextLengthError, FsdError
-from fsd_infer.evidence.lines import DISTANCES, SweepFile
-from fsd_infer.evidence.settings import EXACT, Setting, SweepOptions
-from fsd_infer.evidence.watch import Watched
+from fsd_infer.files import jsonable
 from fsd_infer.targets.loading import parse_dtype
 
 WARMUP_TOKENS = 16

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsd_infer.bench.base import Answer, Turn
-from fsd_infer.bench.intervals import mean_interval, ratio_interval
+from fsd_bench.base import Answer, Turn
+from fsd_bench.intervals import mean_interval, ratio_interval
 
 Pair = tuple[float, float]  # value and weight
 

@@ -1,6 +1,6 @@
 """What one method takes beside time: memory by part, and seconds of a target forward by number of tree nodes.
 
-``python -m fsd_infer.bench.profile RECORD.json`` adds ``profile`` to a finished record. It is a process of its own,
+``python -m fsd_bench.profile RECORD.json`` adds ``profile`` to a finished record. It is a process of its own,
 because a process that other methods ran in has their memory too::
 
     {"method": "exact", "device": "cpu",
@@ -30,10 +30,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from fsd_infer.bench.engine import EngineMethod
-from fsd_infer.bench.methods import make_methods, parse_methods
-from fsd_infer.bench.models import Models
-from fsd_infer.bench.record import write_record
+from fsd_bench.engine import EngineMethod
+from fsd_bench.methods import make_methods, parse_methods
+from fsd_bench.models import Models
+from fsd_bench.record import write_record
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.decoder import FuzzyDecoder
@@ -268,7 +268,7 @@ def default_method(record: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Add ``profile`` to a record. Run it where the record was made, so that its paths mean the same."""
-    parser = argparse.ArgumentParser(prog="python -m fsd_infer.bench.profile", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m fsd_bench.profile", description=__doc__.split("\n\n")[0])
     parser.add_argument("record", type=Path, help="written by `fsd-infer bench --json`")
     parser.add_argument("--method", help="as in --methods (default: the record's fastest exact one)")
     args = parser.parse_args(argv)

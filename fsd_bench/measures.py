@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from fsd_infer.bench.score import first_option, last_number
+from fsd_bench.score import first_option, last_number
 from fsd_infer.ngrams import coverage
 
 

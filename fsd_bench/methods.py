@@ -15,7 +15,7 @@ A method is written as text, ``[label=]kind[:parameters]``; the label is what ta
 ``beams:4``                as many beams of this package, with the run's drafter; ``beams:4@none`` without
 ``beams:4:depth=6``        with ``BeamOptions``, more of them after further colons
 ``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
-``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_infer.bench.process`
+``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_bench.process`
 =========================  ============================================================================================
 
 A new kind of method is one class and one entry here.
@@ -30,13 +30,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.engine import EngineMethod
+from fsd_bench.hf import GenerateMethod
+from fsd_bench.models import Models
+from fsd_bench.process import ProcessMethod
+from fsd_bench.server import Server, ServerMethod
 from fsd_infer.beams import BeamOptions
-from fsd_infer.bench.base import Answer, Method, TimedRun
-from fsd_infer.bench.engine import EngineMethod
-from fsd_infer.bench.hf import GenerateMethod
-from fsd_infer.bench.models import Models
-from fsd_infer.bench.process import ProcessMethod
-from fsd_infer.bench.server import Server, ServerMethod
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError, UnknownNameError
 from fsd_infer.numerals import read_int

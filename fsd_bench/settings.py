@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fsd_infer.bench.methods import parse_methods
-from fsd_infer.bench.models import Models
-from fsd_infer.bench.record import choose_baselines
-from fsd_infer.bench.score import AUTO, check_score
+from fsd_bench.methods import parse_methods
+from fsd_bench.models import Models
+from fsd_bench.record import choose_baselines
+from fsd_bench.score import AUTO, check_score
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import parse_device, parse_dtype
@@ -26,7 +26,7 @@ class Settings:
     Attributes:
         prompts: .jsonl, .jsonl.gz or .json file; rows with `turns` (the first is asked), `prompt`, `question`,
             `instruction` or `messages`.
-        methods: see :mod:`fsd_infer.bench.methods`.
+        methods: see :mod:`fsd_bench.methods`.
         target, drafter, dtype, device, tree, cuda_graphs, quantize: as in ``FuzzyDecoder.from_pretrained``, dtype by
             name.
         limit: only the first so many prompts; None for all.
@@ -41,7 +41,7 @@ class Settings:
         log_likelihood: also report the target's mean log-likelihood per token, from untimed forwards over the answers.
         baselines: names of the methods that the others are compared with; by default hf-generate and plain where they
             are measured.
-        score: which references of the rows the answers are held against, see :mod:`fsd_infer.bench.score`.
+        score: which references of the rows the answers are held against, see :mod:`fsd_bench.score`.
         isolate: None: methods share this process and take turns prompt by prompt. A number: the prompts are divided
             into so many blocks; each method answers a block in a process of its own, with no other one alive, and
             methods take turns block by block.
