@@ -18,6 +18,21 @@ MOST_DEPTH, MOST_NODES = 256, 1024  # of a tree: no text is guessed so far ahead
 MOST_CANDIDATES = 2**16  # of a round
 
 
+def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
+    """Raises FsdError unless these are sizes of a draft tree, the root counted among its nodes."""
+    for option, value, least, most in (
+        ("depth", depth, 1, MOST_DEPTH), ("nodes", nodes, 2, MOST_NODES), ("width", width, 1, MOST_DEPTH)
+    ):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise FsdError(f"{name} needs {option} from {least} to {most}, got {value!r}.")
+
+
+def check_stop_below(chance: float) -> None:
+    """Raises FsdError if it is no chance below which drafting may stop."""
+    if not 0 <= chance < 1:
+        raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {chance}.")
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """Options of the dynamic tree.
@@ -79,21 +94,6 @@ LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=
 def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
     """What ``defaults`` has for this kind of device; accelerators that it does not name are as "cuda"."""
     return defaults.get(device.type, defaults["cuda"])
-
-
-def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
-    """Raises FsdError unless these are sizes of a draft tree, the root counted among its nodes."""
-    for option, value, least, most in (
-        ("depth", depth, 1, MOST_DEPTH), ("nodes", nodes, 2, MOST_NODES), ("width", width, 1, MOST_DEPTH)
-    ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise FsdError(f"{name} needs {option} from {least} to {most}, got {value!r}.")
-
-
-def check_stop_below(chance: float) -> None:
-    """Raises FsdError if it is no chance below which drafting may stop."""
-    if not 0 <= chance < 1:
-        raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {chance}.")
 
 
 def not_believed(path_scores: Tensor, stop_below: float) -> bool:
