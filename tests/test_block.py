@@ -1,4 +1,4 @@
-"""Heads that draft a block in one pass: what is trained is what is drafted, and a draft depends on its own text only."""
+"""Heads that draft a block in one pass: what is trained is what is drafted, from a row's own text alone."""
 
 from __future__ import annotations
 
