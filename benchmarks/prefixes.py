@@ -24,6 +24,7 @@ from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("writing", "humanities", "qa")
 SYSTEM = "You answer for a public library. It opens at nine and closes at six, on Sundays at noon. " * 12
 
 
