@@ -21,9 +21,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import FsdError
-from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from fsd_train.backends import Answer, EndpointBackend, Job
 from fsd_train.cli import main as cli
 from fsd_train.plan import answer_line, pick_temperature, plan_jobs
