@@ -57,7 +57,7 @@ def cpu_model() -> str:
 
 def commit() -> str | None:
     """Commit of the repository this package lies in, "-dirty" added if files differ; None outside of one."""
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     try:

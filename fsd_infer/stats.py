@@ -74,6 +74,7 @@ class GenerationStats:
         phases: seconds of prefill, draft, target, rule and cache where the work was done: on CUDA by the device's own
             clock, so they may add up to a little more or less than ``seconds``.
         cache_bytes: memory of the key-value caches, the target's and the drafter's.
+        known_tokens: of the prompts, that the target had read in an earlier request (:mod:`fsd_infer.prefixes`).
         trees: what was chosen under ``tree="auto"``, and what was expected of it; else None.
     """
 
@@ -84,6 +85,7 @@ class GenerationStats:
     prefill_seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
+    known_tokens: int = 0
     trees: Trees | None = None
 
     @property

@@ -73,6 +73,7 @@ def test_record_holds_what_is_reported_together(record: dict[str, Any], record_f
     assert min(record["methods"]["exact"]["phases"].values()) >= 0
     environment = record["environment"]
     assert {"torch", "transformers", "cpu", "threads", "commit", "date", "load_average"} <= set(environment)
+    assert bool(environment["commit"]) == (Path(__file__).parent.parent / ".git").exists()
     assert environment["dtype"] == "fp32" and environment["seed"] == 5 and environment["command"] == "fsd-infer bench"
     assert "second copy" in environment["hf_model"]
     assert record["methods"]["fuzzy:js:0.3"]["rule"]["threshold"] == 0.3

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fsd_infer.cache import SlotCache
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.prefixes import Prefix
 from fsd_infer.target import Target
 from fsd_infer.tree import at_nodes
 
@@ -45,7 +46,9 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_toke
     return [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
 
 
-def read_prompts(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def read_prompts(
+    target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor, known: Sequence[Prefix | None] | None = None
+) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
 
     Args:
@@ -53,12 +56,14 @@ def read_prompts(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tens
         cache: with a row for each.
         tokens: [B, M] their ids, right-padded, on the CPU.
         lengths: [B] how many of them are real, on the CPU.
+        known: of each prompt a start that the target has read before; None: of none.
 
     Returns:
         (features [B, M, F], of which the padding's mean nothing, logits [B, 1, V] at each prompt's last token)
     """
-    if len(tokens) > 1 and target.device.type in READ_IN_TURN:
-        return _read_in_turn(target, cache, tokens, lengths)
+    known = known or [None] * len(tokens)
+    if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+        return _read_in_turn(target, cache, tokens, lengths, known)
     features, logits = _read(target, cache, to_device(tokens, target.device))
     if int(lengths.min()) < tokens.shape[1]:  # the model computed logits at the end of the longest only
         target.check_lm_head()
@@ -67,10 +72,16 @@ def read_prompts(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tens
     return features, logits
 
 
-def _read(target: Target, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last)."""
-    features = []
-    for start in range(0, tokens.shape[1], PREFILL_CHUNK):
+def _read(target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None) -> tuple[Tensor, Tensor]:
+    """Causal forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last).
+
+    ``known``: their start, for B = 1.
+    """
+    features, first = [], 0
+    if known is not None:
+        cache.restore(known.states)
+        features, first = [known.features[None]], len(known.tokens)
+    for start in range(first, tokens.shape[1], PREFILL_CHUNK):
         chunk = tokens[:, start : start + PREFILL_CHUNK]
         slots = (start + torch.arange(chunk.shape[1], device=target.device)).expand_as(chunk)
         read_by_then = start + chunk.shape[1]
@@ -81,11 +92,13 @@ def _read(target: Target, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Ten
     return torch.cat(features, 1), logits
 
 
-def _read_in_turn(target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _read_in_turn(
+    target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor, known: Sequence[Prefix | None]
+) -> tuple[Tensor, Tensor]:
     """One prompt after the other."""
     features, logits = [], []
-    for row, length in enumerate(lengths.tolist()):
-        read, last = _read(target, cache.row(row), to_device(tokens[row : row + 1, :length], target.device))
+    for row, (length, start) in enumerate(zip(lengths.tolist(), known, strict=True)):
+        read, last = _read(target, cache.row(row), to_device(tokens[row : row + 1, :length], target.device), start)
         features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
         logits.append(last)
     return torch.cat(features), torch.cat(logits)
