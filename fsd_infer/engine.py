@@ -321,7 +321,9 @@ class _Batch:
     def _keep_texts(self, ended: set[int]) -> None:
         """Keep what was read of these rows of the batch for later requests, if any are kept."""
         prefixes = self.target.prefixes
-        for index in sorted(ended if prefixes is not None else ()):
+        if prefixes is None:
+            return
+        for index in sorted(ended):
             row = self.rows[index]
             text = torch.tensor([*self.request.prompts[row], *self.records[row].tokens])
             count = min(int(self.lengths[index]), len(text))  # the last round may have read on after the answer's end
