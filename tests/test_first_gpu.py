@@ -1,4 +1,4 @@
-"""The first hour on a GPU: steps that fail, run out of time or are killed, and commands that do exist."""
+"""The first hour on a GPU: its commands are commands."""
 
 from __future__ import annotations
 
