@@ -43,7 +43,7 @@ class EagleModule(DistillationModule):
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
             those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
-        unroll_steps: how often the head runs in a training step, 1 to 16; from the second time on its own outputs.
+        unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
         chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
             expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
             less.
@@ -102,12 +102,6 @@ class EagleModule(DistillationModule):
 
     def _check(self, config: EagleConfig) -> None:
         """Raise DataError if an option of training means nothing to a head of this kind."""
-        block, steps = config.block_size, self.options.unroll_steps
-        if block and (steps != block or self.options.eval_steps > block):
-            raise DataError(
-                f"unroll_steps {steps} and eval_steps {self.options.eval_steps} do not fit the head's block_size "
-                f"{block}: a block is trained whole (unroll_steps equal to it) and has no more steps to look at."
-            )
         if config.layout != "eagle3":
             return
         if self.hparams["noise"]:
@@ -200,11 +194,8 @@ class EagleModule(DistillationModule):
             counts = [torch.ones(*found.wanted.shape[1:], 1)] + [chosen[..., None]] * (steps - 1)
             weights = weights * at_positions(counts, roots).flatten(1)[:, found.positions]
         reference = self._reference_estimates(embeds, raw[:, :-1], steps, places)
-        estimates = self.head.readout(outputs.flatten(1, 2).index_select(1, found.at))
-        if self.head.block is not None:
-            estimates = self.head.block(estimates, embeds.flatten(0, 1).index_select(0, found.at).expand(steps, -1, -1))
         return DraftBatch(
-            estimates=estimates,
+            estimates=self.head.readout(outputs.flatten(1, 2).index_select(1, found.at)),
             features=features[:, 1:].flatten(0, 1).index_select(0, found.at),
             **found.on_device(weights),
             head=self._lm_head_of(batch),

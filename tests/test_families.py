@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.drafters import BlockDrafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
 
@@ -20,14 +19,10 @@ def test_greedy_equals_generate(family: str) -> None:
     prompts = tiny_prompts()
     expected = reference(model, prompts)
     assert len({token for row in expected for token in row}) > 3, "degenerate model: the comparison would be hollow"
-    head, block = (
-        EagleHead(EagleConfig.for_target(target, draft_vocab_size=64, **options))
-        for options in ({}, {"block_size": 3, "markov_rank": 8})
-    )
+    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64))
     drafters = {
         "plain": NoDrafter(VOCAB),
         "eagle": EagleDrafter(head, target, TreeShape(depth=3, width=3, nodes=8)),
-        "block": BlockDrafter(block, target, TreeShape(depth=3, width=3, nodes=8)),
         "oracle": OracleDrafter(target),
         "self": LMDrafter(target, target, depth=3),
     }

@@ -38,7 +38,7 @@ from fsd_infer.drafters.shape import (
 )
 from fsd_infer.drafters.visits import likeliest, tilted, visit_scores_by_level
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.heads.checkpoint import drafts_blocks, is_head, is_public, load_head
+from fsd_infer.heads.checkpoint import is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
@@ -91,7 +91,7 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        return cls.from_pretrained(name, target, tree) if is_head(name) and not drafts_blocks(name) else None
+        return cls.from_pretrained(name, target, tree) if is_head(name) else None
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
@@ -246,14 +246,11 @@ class EagleSession(DraftSession):
         parts = zip(*(whole.split(count, 1) for whole in (tokens, features, positions)), strict=True)
         out = torch.cat([self._read(*part) for part in parts], 1)
         ends = to_device((counts - 1).clamp_min(0), self.device)
-        self.last = self._kept(at_nodes(out, ends[:, None])[:, 0], self.last, counts)
+        last = at_nodes(out, ends[:, None])[:, 0]
+        if self.last is not None and int(counts.min()) == 0:
+            last = torch.where(to_device(counts > 0, self.device)[:, None], last, self.last)
+        self.last = last
         self.lengths = self.lengths + counts
-
-    def _kept(self, new: Tensor, old: Tensor | None, counts: Tensor) -> Tensor:
-        """[B, X], the new where a row's text grew by ``counts`` [B] tokens, and the old where it did not."""
-        if old is None or int(counts.min()) > 0:
-            return new
-        return torch.where(to_device(counts > 0, self.device)[:, None], new, old)
 
     def _read(self, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
         """The head's outputs over tokens [B, K] of the text, from features [B, K, F], at positions [B, K]."""
@@ -266,10 +263,11 @@ class EagleSession(DraftSession):
         if self.choice is not None and not self.choice.expands():
             return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
         self._read_all()
+        assert self.last is not None, "extend() comes first"
         width, depth = self.drafter.shape.width, self.drafter.shape.depth
         batch, device = roots.shape[0], self.device
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        features = self._root(roots)  # [B, E, H] at the E nodes expanded at this depth: first the root alone
+        features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
         path_scores = torch.zeros(batch, 1, device=device)  # their cumulative log q
         frontier = _Frontier(self.drafter.shape, self.tilt, self.choice)
@@ -296,11 +294,6 @@ class EagleSession(DraftSession):
             expanded = first + best
             first += tokens.shape[1]
         return _keep_best(to_device(roots, device), levels, self.drafter, ids, self.tilt, self.choice)
-
-    def _root(self, roots: Tensor) -> Tensor:
-        """What the head says of the roots [B]: [B, 1, H]."""
-        assert self.last is not None, "extend() comes first"
-        return self.last[:, None]
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
