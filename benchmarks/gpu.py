@@ -36,6 +36,7 @@ from fsd_bench.base import Method
 from fsd_bench.engine import EngineMethod
 from fsd_bench.environment import environment
 from fsd_bench.hf import GenerateMethod
+from fsd_bench.planned import SHAPES, read_changes
 from fsd_bench.profile import tensor_bytes
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.report import bench_table
@@ -47,7 +48,6 @@ from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, NoDraft
 from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.planned import SHAPES, read_changes
 from fsd_infer.rules import Exact
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype

@@ -9,8 +9,8 @@ from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.beams import BeamOptions
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
+from fsd_infer.drafters.estimates import Trees
 from fsd_infer.rules import Rule
-from fsd_infer.stats import Trees
 
 
 class EngineMethod(Method):

@@ -33,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 from fsd_bench.engine import EngineMethod
 from fsd_bench.methods import make_methods, parse_methods
 from fsd_bench.models import Models
+from fsd_bench.probe import Probe
 from fsd_bench.record import write_record
 from fsd_infer.cache import SlotCache
 from fsd_infer.cpu.ops import packed_products, speed_up
@@ -41,7 +42,6 @@ from fsd_infer.drafters import LookupDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import RULES
 from fsd_infer.target import Target
-from fsd_infer.tuning.probe import Probe
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT = 128  # tokens that the measured forwards attend to

@@ -1,4 +1,4 @@
-"""The tables of a benchmark's record and the lines of a calibration's, for the terminal."""
+"""Records for the terminal: the tables of a benchmark, the lines of a calibration and of an estimate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from fsd_bench.estimate import COLUMNS, Planned, by_device
+from fsd_bench.roofline import HARDWARE, size
 from fsd_infer.cli.report import number, percent, table
+from fsd_infer.drafters.shape import TreeShape
 
 WIDTH = 100  # columns of a terminal that tables are to fit
 NAME_WIDTH = 24
@@ -221,3 +224,15 @@ def calibration_lines(record: dict[str, Any]) -> str:
         parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**found["nats_per_answer"]))
         lines.append("; ".join(parts))
     return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])
+
+
+def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
+    """Memory, the parts of an exact round, each with its formula, and the devices."""
+    parts, work = planned.memory(exact), planned.round(exact)
+    lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
+    lines.append(f"memory together: {size(sum(part.bytes for part in parts))}\n")
+    for each in work:
+        operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
+        lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")
+    sources = "; ".join(f"{each.name}: {each.source}" for each in HARDWARE)
+    return "\n".join([*lines, "", table(COLUMNS, by_device(planned, exact, lossy)), "", sources])

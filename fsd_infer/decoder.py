@@ -24,8 +24,8 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.generation_options import check_overrides
 from fsd_infer.prefixes import PrefixCache
+from fsd_infer.request.options import check_overrides
 from fsd_infer.rules import RuleLike
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target

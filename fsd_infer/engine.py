@@ -21,9 +21,9 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.online import LearningSession
 from fsd_infer.errors import FsdError
-from fsd_infer.logits_processors import TreeProcessors
-from fsd_infer.prefill import check_prompts, read_prompts
 from fsd_infer.prefixes import Prefix
+from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
@@ -321,7 +321,9 @@ class _Batch:
     def _keep_texts(self, ended: set[int]) -> None:
         """Keep what was read of these rows of the batch for later requests, if any are kept."""
         prefixes = self.target.prefixes
-        for index in sorted(ended if prefixes is not None else ()):
+        if prefixes is None:
+            return
+        for index in sorted(ended):
             row = self.rows[index]
             text = torch.tensor([*self.request.prompts[row], *self.records[row].tokens])
             count = min(int(self.lengths[index]), len(text))  # the last round may have read on after the answer's end

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
+from fsd_infer.drafters.estimates import Trees
 from fsd_infer.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Source
 
@@ -63,32 +63,6 @@ class RowStats:
     def tokens_per_second(self) -> float:
         """New tokens per second, prefill included."""
         return self.new_tokens / self.seconds if self.seconds else float("nan")
-
-
-@dataclass
-class Trees:
-    """Trees that were chosen round by round, added up.
-
-    Attributes:
-        nodes: of a row's tree, the root included, round by round.
-        tokens, expected_tokens: emitted in these rounds, and what was expected.
-        seconds, expected_seconds: that they took, and what was expected; the latter 0 where no clock is read.
-    """
-
-    nodes: list[int] = field(default_factory=list)
-    tokens: float = 0.0
-    expected_tokens: float = 0.0
-    seconds: float = 0.0
-    expected_seconds: float = 0.0
-
-    def add(self, other: Trees) -> None:
-        self.nodes += other.nodes
-        for name in ("tokens", "expected_tokens", "seconds", "expected_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For records: rounds by number of nodes."""
-        return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
 
 
 @dataclass

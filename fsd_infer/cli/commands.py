@@ -309,11 +309,11 @@ def warmup(args: argparse.Namespace) -> int:
 
 def estimate(args: argparse.Namespace) -> int:
     """`fsd-infer estimate`."""
-    from fsd_infer.cli.report import estimate_text
+    from fsd_bench.estimate import Planned, planned_head
+    from fsd_bench.planned import planned_target, read_changes
+    from fsd_bench.report import estimate_text
     from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
-    from fsd_infer.estimate import Planned, planned_head
     from fsd_infer.heads.checkpoint import load_head
-    from fsd_infer.planned import planned_target, read_changes
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))

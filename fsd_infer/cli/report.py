@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Source
 from fsd_infer.stats import GenerationStats
-
-if TYPE_CHECKING:
-    from fsd_infer.drafters.shape import TreeShape
-    from fsd_infer.estimate import Planned
 
 # How a token of each source looks: ANSI colour, or a pair of marks around it.
 COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m"}
@@ -84,18 +80,3 @@ def legend(colour: bool) -> str:
     return "tokens by source: " + ", ".join(
         show_accepted([MEANINGS[source]], [source], colour) for source in (Source.TARGET, Source.EXACT, Source.GATE)
     )
-
-
-def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
-    """Memory, the parts of an exact round, each with its formula, and the devices."""
-    from fsd_infer.device.roofline import HARDWARE, size
-    from fsd_infer.estimate import COLUMNS, by_device
-
-    parts, work = planned.memory(exact), planned.round(exact)
-    lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
-    lines.append(f"memory together: {size(sum(part.bytes for part in parts))}\n")
-    for each in work:
-        operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
-        lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")
-    sources = "; ".join(f"{each.name}: {each.source}" for each in HARDWARE)
-    return "\n".join([*lines, "", table(COLUMNS, by_device(planned, exact, lossy)), "", sources])

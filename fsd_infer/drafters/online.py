@@ -31,9 +31,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fsd_infer.drafters.base import DraftSession
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate, Trees
 from fsd_infer.drafters.wrapped import WrappedSession
-from fsd_infer.stats import Trees
 from fsd_infer.tree import DraftTree
 
 RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds

@@ -1,7 +1,7 @@
 """`fsd-infer estimate`: memory and the least time of a round, from a target's config alone.
 
 Model and head are made without values (on torch's "meta" device), so their weights are counted, not assumed. A round's
-parts run one after the other; each takes at least what :mod:`fsd_infer.device.roofline` says. N nodes, B rows, context
+parts run one after the other; each takes at least what :mod:`fsd_bench.roofline` says. N nodes, B rows, context
 C, vocabulary V, draft vocabulary Vd, depth D, width w:
 
 * target: weights without the input embeddings (all experts of a mixture), and B·C tokens of keys and values, are read
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsd_bench.roofline import HARDWARE, Hardware, Part, Work, devices_for
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
-from fsd_infer.device.roofline import HARDWARE, Hardware, Part, Work, devices_for
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.prefill import PREFILL_CHUNK
+from fsd_infer.request.prompts import PREFILL_CHUNK
 from fsd_infer.target import Target
 
 LOGITS = 2 + 4 + 4  # bytes that a log-probability costs: bf16 read, fp32 written and read
