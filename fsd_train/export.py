@@ -16,8 +16,8 @@ from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import is_head, load_head, read_config, save_head
 from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import load_config, resolve_target
+from fsd_infer.targets.target import Target
 from fsd_train import command_lines
 from fsd_train.data import read_answers
 from fsd_train.distillation_module import DistillationModule

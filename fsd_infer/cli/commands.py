@@ -261,8 +261,8 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
-    from fsd_infer.target import Target
     from fsd_infer.targets.loading import parse_dtype
+    from fsd_infer.targets.target import Target
     from fsd_infer.tuning.autotune import parse_tree
 
     parse_tree(args.tree)  # takes no time, but a typing error is told here

@@ -40,7 +40,7 @@ from fsd_infer.drafters.visits import likeliest, tilted, visit_scores_by_level
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.checkpoint import is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
 
 READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory

@@ -20,7 +20,7 @@ from fsd_infer.heads.public import PublicHead, check_draft_ids, kind_of, layer_c
 from fsd_infer.heads.weights import INDEX, SINGLE, Weights
 
 if TYPE_CHECKING:
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-eagle-head"
 VERSION = 2  # 2: layouts
