@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 setup(
     packages=[
-        *find_packages(include=["fsd_infer*", "fsd_train*"]),
+        *find_packages(include=["fsd_infer*", "fsd_bench*", "fsd_train*"]),
         "fsd_train.shipped.recipes",
         "fsd_train.shipped.data",
     ],

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recorded import record_main
-from fsd_infer.bench import Settings, build_record, make_methods
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.runner import encode_rows, read_rows
-from fsd_infer.bench.schedule import take_turns
-from fsd_infer.bench.settings import models_of, set_threads
+from fsd_bench import Settings, build_record, make_methods
+from fsd_bench.environment import environment
+from fsd_bench.runner import encode_rows, read_rows
+from fsd_bench.schedule import take_turns
+from fsd_bench.settings import models_of, set_threads
 from fsd_infer.cli.report import number, table
 from fsd_infer.errors import FsdError
 from fsd_infer.tuning.autotune import AUTO, parse_tree

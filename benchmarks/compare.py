@@ -20,8 +20,8 @@ from pathlib import Path
 from benchmarks.peers import FILES, PEERS, prepare
 from benchmarks.peers.gguf_files import TYPES, converted
 from benchmarks.workplace import Workplace, shown_command
-from fsd_infer.bench import parse_methods, run
-from fsd_infer.cli.report import bench_table
+from fsd_bench import parse_methods, run
+from fsd_bench.report import bench_table
 from fsd_infer.drafters.base import free_drafters
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin
@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     )  # fmt: skip
     print(bench_table(found))
     if not args.no_profile:
-        command = [os.path.abspath(sys.executable), "-m", "fsd_infer.bench.profile", str(record)]
+        command = [os.path.abspath(sys.executable), "-m", "fsd_bench.profile", str(record)]
         subprocess.run(command, check=False)
     batched = [] if args.no_batches else batch_methods(methods)
     if not batched:

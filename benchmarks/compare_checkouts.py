@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(given)
     from benchmarks.workplace import shown_command
-    from fsd_infer.bench import run
-    from fsd_infer.bench.record import write_record
-    from fsd_infer.cli.report import bench_table
+    from fsd_bench import run
+    from fsd_bench.record import write_record
+    from fsd_bench.report import bench_table
 
     places = {"old": args.old.resolve(), "new": args.new.resolve()}
     rules = args.rules.split(",")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.workplace import Workplace, shown_command
-from fsd_infer.bench import run
-from fsd_infer.cli.report import bench_table
+from fsd_bench import run
+from fsd_bench.report import bench_table
 from fsd_infer.errors import FsdError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts of each kind (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
     args = parser.parse_args(argv)
-    from fsd_infer.bench.environment import environment
-    from fsd_infer.bench.record import write_record
+    from fsd_bench.environment import environment
+    from fsd_bench.record import write_record
 
     table = measure(args.before, args.limit, args.max_new_tokens, args.target)
     facts = {"environment": environment(shown_command("benchmarks.echo", argv)), "before": commit(args.before)}

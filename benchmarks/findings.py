@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsd_infer.bench.base import Answer
-from fsd_infer.bench.intervals import RESAMPLES
-from fsd_infer.bench.record import jsonable, write_record
+from fsd_bench.base import Answer
+from fsd_bench.evidence.settings import EXACT
+from fsd_bench.evidence.summary import At, Sweep, per_prompt, read_sweep, summarise
+from fsd_bench.intervals import RESAMPLES
+from fsd_bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.evidence.settings import EXACT
-from fsd_infer.evidence.summary import At, Sweep, per_prompt, read_sweep, summarise
+from fsd_infer.files import jsonable
 
 Floats = NDArray[np.float64]
 
@@ -41,7 +42,7 @@ def record_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def facts_of(at: At, names: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
-    """By setting: :func:`fsd_infer.evidence.summary.summarise`, ``nats_per_answer`` and ``less_random``."""
+    """By setting: :func:`fsd_bench.evidence.summary.summarise`, ``nats_per_answer`` and ``less_random``."""
     found = summarise(at, names, seed)
     against = less_random(at, names, seed)
     for name, facts in found.items():

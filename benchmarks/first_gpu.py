@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from benchmarks.workplace import shown_command
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.record import write_record
-from fsd_infer.cli.report import bench_table
+from fsd_bench.environment import environment
+from fsd_bench.record import write_record
+from fsd_bench.report import bench_table
 from fsd_infer.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -32,22 +32,22 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.recorded import record_main, settings_of
-from fsd_infer.bench.base import Method
-from fsd_infer.bench.engine import EngineMethod
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.hf import GenerateMethod
-from fsd_infer.bench.profile import tensor_bytes
-from fsd_infer.bench.record import BenchPrompt, build_record
-from fsd_infer.bench.schedule import take_turns
-from fsd_infer.bench.settings import Settings
-from fsd_infer.cli.report import bench_table
+from fsd_bench.base import Method
+from fsd_bench.engine import EngineMethod
+from fsd_bench.environment import environment
+from fsd_bench.hf import GenerateMethod
+from fsd_bench.planned import SHAPES, read_changes
+from fsd_bench.profile import tensor_bytes
+from fsd_bench.record import BenchPrompt, build_record
+from fsd_bench.report import bench_table
+from fsd_bench.schedule import take_turns
+from fsd_bench.settings import Settings
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, NoDrafter
 from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.planned import SHAPES, read_changes
 from fsd_infer.rules import Exact
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype

@@ -10,6 +10,7 @@ decode them with a chain of as many drafts. `make test-vllm` does this with head
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -24,11 +25,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.loss_plan import content_digest
 from benchmarks.peers import PEERS, install, vllm_variables
 from benchmarks.workplace import shown_command
+from fsd_bench.environment import environment
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.bench.environment import environment
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import FsdError
@@ -139,7 +139,7 @@ def compare(
     export_head(own, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
     job = {"target": facts.name, "prompts": [list(ids) for ids in prompts], "new": new, "dtype": dtype}
     plain = plain or run_vllm(python, {**job, "output": str(scratch / "plain")})
-    weights = content_digest(scratch / "exported" / SINGLE)
+    weights = hashlib.sha256((scratch / "exported" / SINGLE).read_bytes()).hexdigest()
     speculation = {"head": str(scratch / "exported"), "weights": weights, "method": method, "drafted": drafted}
     theirs = run_vllm(python, {**job, **speculation, "output": str(scratch / method)})
     if not own.eagle3:

@@ -26,15 +26,14 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks.recorded import record_main
-from fsd_infer.bench.environment import environment
-from fsd_infer.bench.intervals import bootstrap_interval, mean_interval, ratio_interval
-from fsd_infer.bench.record import jsonable
+from fsd_bench.environment import environment
+from fsd_bench.evidence.settings import EXACT, parse_settings
+from fsd_bench.intervals import bootstrap_interval, mean_interval, ratio_interval
 from fsd_infer.chat.encoding import read_jsonl
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError
-from fsd_infer.evidence.settings import EXACT, parse_settings
-from fsd_infer.files import read_json
+from fsd_infer.files import jsonable, read_json
 from fsd_infer.targets.loading import parse_dtype
 from fsd_train.label import Labeller, Task, read_tasks
 from fsd_train.regenerate import AnswerFile

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.cli.report import head_trees
+from fsd_bench.report import head_trees
 
 
 def number(value: float | None, digits: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workplace import shown_command
-from fsd_infer.bench.record import write_record
+from fsd_bench.record import write_record
 from fsd_infer.errors import FsdError
 
 

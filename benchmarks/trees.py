@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.recorded import record_main, settings_of
-from fsd_infer.bench.environment import environment
+from fsd_bench.environment import environment
 from fsd_infer.chat.rows import read_jsonl
 from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.stats import Trees
+from fsd_infer.drafters.estimates import Trees
 from fsd_infer.tuning.autotune import AUTO, parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -120,6 +120,16 @@ class SlotCache(Cache):
         made.parent = self, index
         return made
 
+    def saved(self, row: int, count: int) -> dict[Any, Tensor]:
+        """Copies of a row's first ``count`` keys and values, for :meth:`restore`."""
+        return {key: pool[:, row, :, :count].clone() for key, pool in self._pools.items()}
+
+    def restore(self, states: dict[Any, Tensor]) -> None:
+        """Put what :meth:`saved` gave into the first slots of this cache's only row."""
+        for (kind, heads, width, dtype), state in states.items():
+            like = torch.empty(1, heads, 0, width, dtype=dtype, device=state.device)
+            self._pool(kind, like)[:, 0, :, : state.shape[2]] = state
+
     def set_write_slots(self, slots: Tensor, start: int | None, used: int, positions: Tensor | None = None) -> None:
         """Say where the next forward writes.
 

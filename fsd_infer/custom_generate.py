@@ -21,7 +21,7 @@ from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.generation_options import check_config, check_inputs, refusal
+from fsd_infer.request.options import check_config, check_inputs, refusal
 from fsd_infer.rules import Rule, RuleLike, parse_rules
 from fsd_infer.target import Target
 from fsd_infer.targets.token_ids import pad_id

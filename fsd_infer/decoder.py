@@ -24,7 +24,8 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.generation_options import check_overrides
+from fsd_infer.prefixes import PrefixCache
+from fsd_infer.request.options import check_overrides
 from fsd_infer.rules import RuleLike
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
@@ -82,6 +83,7 @@ class FuzzyDecoder:
         pack: bool = True,
         quantize: bool = True,
         cuda_graphs: bool = False,
+        prefix_cache_bytes: int | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         revision: str | None = None,
@@ -103,6 +105,8 @@ class FuzzyDecoder:
                 :meth:`fsd_infer.cpu.packing.Packed.quantize`): a draft costs the time in which they are read. The
                 target's stay as they are, so `exact` is as exact as without.
             cuda_graphs: see :meth:`use_graphs`.
+            prefix_cache_bytes: keep what the target has read, within so many bytes, for prompts that begin like an
+                earlier prompt and its answer (see :mod:`fsd_infer.prefixes`). None: nothing is kept.
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
             revision: of a hub model.
@@ -110,6 +114,7 @@ class FuzzyDecoder:
         Raises:
             ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and the fix.
         """
+        prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         wrapped = Target.from_pretrained(
             target,
             dtype=dtype,
@@ -118,6 +123,7 @@ class FuzzyDecoder:
             attn_implementation=attn_implementation,
             revision=revision,
         )
+        wrapped.prefixes = prefixes
         if pack:
             speed_up(wrapped.model, release=True)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)

@@ -21,8 +21,9 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.online import LearningSession
 from fsd_infer.errors import FsdError
-from fsd_infer.logits_processors import TreeProcessors
-from fsd_infer.prefill import check_prompts, read_prompts
+from fsd_infer.prefixes import Prefix
+from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
@@ -146,6 +147,8 @@ class _Batch:
         self.roots = first
         self.clock = clock_of(self.device)
         self.prefill_seconds = 0.0
+        self.known_tokens = 0  # of the prompts, that an earlier request had read
+        self.features_read: list[list[Tensor]] = [[] for _ in range(count)]  # of the request's rows, if they are kept
 
     @property
     def active(self) -> bool:
@@ -157,7 +160,9 @@ class _Batch:
         longest = max(len(prompt) for prompt in prompts)
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
         ends = (self.lengths - 1)[:, None]
-        features, logits = read_prompts(self.target, self.cache, tokens, self.lengths)
+        known = [self._known(prompt) for prompt in prompts]
+        features, logits = read_prompts(self.target, self.cache, tokens, self.lengths, known)
+        self._keep_features(features, self.lengths)
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._verdict(tree, logits)
         self._emit(tree, verdict, logits)
@@ -219,6 +224,7 @@ class _Batch:
         self.budget = torch.where(self.budget.isinf(), self.budget, left)  # infinite costs come out of infinite budgets
         path = to_device(verdict.path, self.device)
         path_features = at_nodes(features, path)
+        self._keep_features(path_features, counts)
         roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         self._advance(verdict.tokens, path_features, counts, roots)
         self.clock.lap("draft")
@@ -234,6 +240,7 @@ class _Batch:
             drafter=self.drafter.describe() | ({} if self.choice is None else {"tree": self.choice.choice.name}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
+            known_tokens=self.known_tokens,
             phases=self.clock.phases(),
             cache_bytes=self.cache_bytes,
             trees=None if self.choice is None else self.choice.trees,
@@ -298,6 +305,33 @@ class _Batch:
                 return "stop"
         return "length" if len(self.records[row].tokens) >= self.limits[row] else None
 
+    def _known(self, prompt: list[int]) -> Prefix | None:
+        """The start of a prompt that an earlier request read, where such are kept."""
+        prefixes = self.target.prefixes
+        known = None if prefixes is None else prefixes.find(prompt, self.target.watched)
+        self.known_tokens += 0 if known is None else len(known.tokens)
+        return known
+
+    def _keep_features(self, features: Tensor, counts: Tensor) -> None:
+        """The target's features [B, K, F] of the texts' next tokens, the first ``counts`` [B] of each row."""
+        if self.target.prefixes is not None:
+            for index, row in enumerate(self.rows):
+                self.features_read[row].append(features[index, : int(counts[index])])
+
+    def _keep_texts(self, ended: set[int]) -> None:
+        """Keep what was read of these rows of the batch for later requests, if any are kept."""
+        prefixes = self.target.prefixes
+        if prefixes is None:
+            return
+        for index in sorted(ended):
+            row = self.rows[index]
+            text = torch.tensor([*self.request.prompts[row], *self.records[row].tokens])
+            count = min(int(self.lengths[index]), len(text))  # the last round may have read on after the answer's end
+            features = torch.cat(self.features_read[row])[:count]
+            states = self.cache.saved(index, count)
+            prefixes.store(Prefix(text[:count], states, features, self.target.watched))
+            self.features_read[row] = []
+
     def _text(self, row: int) -> Tensor:
         """The row's text as ``generate`` would show it to processors and criteria, [T] on the CPU."""
         padded = self.request.padded_prompts
@@ -309,6 +343,7 @@ class _Batch:
         self.roots = roots
         going = [i for i, row in enumerate(self.rows) if self.records[row].finish_reason is None]
         if len(going) < len(self.rows):
+            self._keep_texts(set(range(len(self.rows))) - set(going))
             self.rows = [self.rows[i] for i in going]
             self.rules = [self.rules[i] for i in going]
             if not going:

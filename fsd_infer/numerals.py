@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 
+MOST_SEED = 2**62  # torch, numpy and servers take it, and so they do a few thousand more
+
 _WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
 _REAL = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 _INFINITE = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
+from fsd_infer.drafters.estimates import Trees
 from fsd_infer.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Source
 
@@ -66,32 +66,6 @@ class RowStats:
 
 
 @dataclass
-class Trees:
-    """Trees that were chosen round by round, added up.
-
-    Attributes:
-        nodes: of a row's tree, the root included, round by round.
-        tokens, expected_tokens: emitted in these rounds, and what was expected.
-        seconds, expected_seconds: that they took, and what was expected; the latter 0 where no clock is read.
-    """
-
-    nodes: list[int] = field(default_factory=list)
-    tokens: float = 0.0
-    expected_tokens: float = 0.0
-    seconds: float = 0.0
-    expected_seconds: float = 0.0
-
-    def add(self, other: Trees) -> None:
-        self.nodes += other.nodes
-        for name in ("tokens", "expected_tokens", "seconds", "expected_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For records: rounds by number of nodes."""
-        return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
-
-
-@dataclass
 class GenerationStats:
     """A batch of answers: the rows, and what they add up to.
 
@@ -100,6 +74,7 @@ class GenerationStats:
         phases: seconds of prefill, draft, target, rule and cache where the work was done: on CUDA by the device's own
             clock, so they may add up to a little more or less than ``seconds``.
         cache_bytes: memory of the key-value caches, the target's and the drafter's.
+        known_tokens: of the prompts, that the target had read in an earlier request (:mod:`fsd_infer.prefixes`).
         trees: what was chosen under ``tree="auto"``, and what was expected of it; else None.
     """
 
@@ -110,6 +85,7 @@ class GenerationStats:
     prefill_seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
+    known_tokens: int = 0
     trees: Trees | None = None
 
     @property

@@ -17,6 +17,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.errors import ModelLoadError
+from fsd_infer.prefixes import PrefixCache
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.tree import additive
@@ -65,6 +66,7 @@ class Target:
             )
         self._eager = self.config._attn_implementation == "eager"
         self.graphs: Graphs | None = None
+        self.prefixes: PrefixCache | None = None  # what earlier requests read, see FuzzyDecoder.from_pretrained
 
     @classmethod
     def from_pretrained(

@@ -20,11 +20,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 from fsd_infer.chat.encoding import Message, end_of_turn
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
-from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
 
@@ -161,7 +161,7 @@ class EndpointBackend:
         seed: with the row's id, the seed of each request; None sends none (some servers cannot seed requests).
         concurrency: requests in flight at once.
         group: answers handed out together at most.
-        api_key, attempts, timeout, pause: see :class:`fsd_infer.openai_client.Server`.
+        api_key, attempts, timeout, pause: see :class:`fsd_bench.openai_client.Server`.
 
     Raises:
         FsdError: no address, or one that is none.

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.cli.options import MOST_COUNT, MOST_SEED, SCORES, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import MOST_COUNT, SCORES, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json
 from fsd_infer.heads import FORMATS
-from fsd_infer.numerals import read_float
+from fsd_infer.numerals import MOST_SEED, read_float
 from fsd_train import LONGEST, MAX_LENGTH
 
 
@@ -41,8 +41,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def regenerate() -> argparse.ArgumentParser:
     """Options of `fsd-train regenerate`."""
-    from fsd_infer.openai_client import API_KEY
-
     p = Parser(
         prog="fsd-train regenerate",
         description="The target's own answers to prompts, the text a drafter is trained on, as JSONL. A killed run is "
@@ -95,12 +93,6 @@ def regenerate() -> argparse.ArgumentParser:
     p.add_argument("--endpoint-model", metavar="NAME", help="name under which the server knows the target")
     p.add_argument("--concurrency", type=positive, default=64, help="requests in flight at the endpoint")
     p.add_argument("--no-request-seeds", action="store_true", help="for servers that cannot seed single requests")
-    p.add_argument(
-        "--api-key-env",
-        default=API_KEY,
-        metavar="VAR",
-        help="environment variable with the endpoint's key (%(default)s)",
-    )
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     return p
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_bench.openai_client import Server
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.report import table
@@ -26,7 +27,6 @@ from fsd_infer.errors import DataError
 from fsd_infer.files import writable, write_json
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.openai_client import Server
 from fsd_infer.rules.verification import Source
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype

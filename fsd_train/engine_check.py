@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import requests
 
+from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server
 from fsd_infer.errors import FsdError
-from fsd_infer.openai_client import EXTENSIONS, UNSHAPED, Server
 
 Line = tuple[str, bool | None, str, str]  # check, ok, what was found, the fix
 Counts = tuple[float, list[float]]  # drafts, accepted ones by position

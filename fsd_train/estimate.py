@@ -18,15 +18,15 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, Trainer
 
+from fsd_bench.estimate import Planned, planned_head, seconds
+from fsd_bench.planned import planned_target
+from fsd_bench.roofline import HARDWARE, Part, Work, devices_for, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.device.roofline import HARDWARE, Part, Work, devices_for, size
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
-from fsd_infer.estimate import Planned, planned_head, seconds
 from fsd_infer.heads.config import usual_layers
-from fsd_infer.planned import planned_target
 from fsd_infer.target import Target
 from fsd_train import command_lines
 from fsd_train.data import AnswersDataModule

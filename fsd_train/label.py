@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsd_infer.bench.likelihood import log_likelihoods
-from fsd_infer.bench.measures import final_answer
-from fsd_infer.bench.score import Reference, read_references
+from fsd_bench.likelihood import log_likelihoods
+from fsd_bench.measures import final_answer
+from fsd_bench.score import Reference, read_references
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.chat.rows import rows_digest
 from fsd_infer.decoder import FuzzyDecoder

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from fsd_bench.planned import planned_target
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 from fsd_infer.heads.config import usual_layers
-from fsd_infer.planned import planned_target
 from fsd_infer.targets.loading import EAGER_FAMILIES
 from fsd_train import command_lines
 from fsd_train.losses.rows import default_chunk_size

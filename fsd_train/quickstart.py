@@ -61,16 +61,16 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     else:
         _say("2/3  training left out")
     _say(f"3/3  decoding {prompts} prompts with the shipped head, methods taking turns on every prompt")
-    from fsd_infer import bench
-    from fsd_infer.cli import report
+    import fsd_bench
+    from fsd_bench.report import bench_table
 
     path = OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
-    record = bench.run(
+    record = fsd_bench.run(
         find(PROMPTS), METHODS, target=TARGET, tree="auto", limit=prompts, max_new_tokens=max_new_tokens,
         json_path=path, progress=True,
     )  # fmt: skip
-    print(report.bench_table(record))
+    print(bench_table(record))
     print(f"\nNext: {NEXT}")
     _say(f"record: {OUTPUT / 'bench.json'}; {time.perf_counter() - start:.0f} s in all")
 

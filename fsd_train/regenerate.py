@@ -241,7 +241,7 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
     return EndpointBackend(
         args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
         args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,
-        args.batch_size, os.environ.get(args.api_key_env, ""),
+        args.batch_size,
     )  # fmt: skip
 
 

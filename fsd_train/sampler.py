@@ -12,13 +12,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fsd_infer.errors import DataError
 from fsd_train.backends import stable_seed
 
+MOST_PADDING = 0.1  # share of a batch's positions
+
 
 class TokenBudgetSampler(Sampler[list[int]]):
     """Batches of conversations of like length whose padded size stays within a budget of tokens.
 
     Each epoch deals the rows to new windows, each of which gets its share of every length, fills batches up to
     B·M <= ``max_tokens`` with a window's rows in the order of length, and shuffles the batches. Where that would leave
-    more padding than ``max_padding``, as with few rows and a large budget, the budget is lowered until it fits. The
+    more padding than a tenth, as with few rows and a large budget, the budget is lowered until it fits. The
     order follows from seed and epoch alone, and all epochs have the same number of batches: Trainer counts those of the
     first only. With several replicas each gets every n-th batch; the first batches are repeated at the end where
     needed, so that all replicas have the same number.
@@ -33,7 +35,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
             first ones (``limit_val_batches``) speak for all.
         window: rows that are sorted together, at most.
         rank, replicas: which share of the batches to give, of how many.
-        max_padding: share of padding at most, in (0, 1].
     """
 
     def __init__(
@@ -45,13 +46,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         window: int = 2048,
         rank: int = 0,
         replicas: int = 1,
-        max_padding: float = 0.1,
     ) -> None:
         if max_tokens < 1:
             raise DataError(f"max_tokens is {max_tokens}; a batch needs at least one token.")
-        if not 0 < max_padding <= 1:
-            raise DataError(f"max_padding is {max_padding}; it is a share, above 0 and up to 1.")
-        self.max_padding = max_padding
         self.lengths, self.max_tokens, self.seed = list(lengths), max_tokens, seed
         self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
         self.epoch = 0
@@ -122,7 +119,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
                     parts.append([])
                 parts[-1].append(number)
             padded = windows * sum(len(part) * widths[part[-1]] for part in parts)
-            if len(parts) == len(widths) or 1 - tokens / padded <= self.max_padding:
+            if len(parts) == len(widths) or 1 - tokens / padded <= MOST_PADDING:
                 return parts
             budget *= 0.8
 

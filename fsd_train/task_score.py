@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import GenerationConfig
 
-from fsd_infer.bench.score import Reference, read_references
+from fsd_bench.score import Reference, read_references
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.errors import DataError
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id

@@ -21,8 +21,8 @@ from typing import Any
 
 from transformers import TextIteratorStreamer
 
+from fsd_bench.environment import environment
 from fsd_infer import Drafter, FuzzyDecoder, parse_rule
-from fsd_infer.bench.environment import environment
 from fsd_infer.cli.options import positive
 from fsd_infer.cli.run import Parser, run
 from fsd_infer.errors import FsdError

@@ -24,7 +24,7 @@ import networkx as nx
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PACKAGES = ("fsd_infer", "fsd_train")
+PACKAGES = ("fsd_infer", "fsd_bench", "fsd_train")
 
 
 def modules(root: Path, package: str) -> nx.DiGraph:
@@ -136,7 +136,7 @@ def draw(axes: plt.Axes, graph: nx.DiGraph, title: str) -> None:
 def checkout(commit: str, into: Path) -> None:
     """The files of a commit of the repository this script lies in."""
     root = Path(__file__).resolve().parent.parent
-    archive = subprocess.run(["git", "archive", commit, *PACKAGES], cwd=root, capture_output=True, check=True).stdout
+    archive = subprocess.run(["git", "archive", commit, "*.py"], cwd=root, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=BytesIO(archive)) as tar:
         tar.extractall(into, filter="data")
 
@@ -151,7 +151,7 @@ def main() -> None:
         if args.commit:
             root = Path(directory)
             checkout(args.commit, root)
-        graphs = {package: modules(root, package) for package in PACKAGES}
+        graphs = {package: modules(root, package) for package in PACKAGES if (root / package).is_dir()}
     tall = [max(floors(rooms(graph)).values()) + 1 for graph in graphs.values()]
     figure, panels = plt.subplots(
         len(graphs), 1, figsize=(12, 0.75 * sum(tall) + 1.5), height_ratios=tall, layout="constrained"

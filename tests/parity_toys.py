@@ -1,18 +1,12 @@
-"""Synthetic heads in other programs' spellings, and those programs' own modelling code run on them.
+"""Synthetic heads in other programs' spellings, and the logits that those programs' own modelling code gave for them.
 
-    python -m tests.parity_toys PEERS        # writes tests/golden/head-parity.json
-
-PEERS holds what is run: ``EAGLE`` and ``SpecForge``, checkouts of SafeAILab/EAGLE and sgl-project/SpecForge, and
-``speculators``, the package installed there (`pip install --target PEERS/speculators speculators==0.9.0 --no-deps` and
-what it imports). Nothing of them is needed to compare with the numbers that they gave.
+The numbers in ``golden/head-parity.json`` were made by this file at commit 603da78, with checkouts of SafeAILab/EAGLE
+and sgl-project/SpecForge and with speculators 0.9.0.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,116 +150,3 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     """(tokens x_1 … x_L [1, L] at positions 0 … L-1, final features [1, L, H], fused ones [1, L, 3H])."""
     tokens = (torch.arange(1, LENGTH + 1) * 7 % V)[None]
     return tokens, values("features", 1, LENGTH, H), 2 * values("fused", 1, LENGTH, 3 * H)
-
-
-# what their code makes of them: logits [STEPS, L, Vd or V], of step s at the position where its chain began ----------
-
-
-def shifted(tokens: Tensor, step: int) -> Tensor:
-    return torch.nn.functional.pad(tokens[:, step:], (0, step))
-
-
-def run_safeailab(peers: Path, directory: Path) -> Tensor:
-    """Drafting token by token with a cache, from the end of each beginning of the text."""
-    sys.path.insert(0, str(peers / "EAGLE"))
-    eagle3 = "d2t" in _stored(directory)
-    from eagle.model import cnets, cnets1
-    from eagle.model.configs import EConfig
-
-    config = EConfig.from_pretrained(directory / "config.json")
-    config.rope_theta, config.rope_scaling = LLAMA["rope_theta"], None  # as in the transformers it was written for
-    model: Any = (cnets if eagle3 else cnets1).Model(config, load_emb=False, bias=True).eval()
-    missing, surplus = model.load_state_dict(_stored(directory), strict=False)
-    target = target_model()
-    assert set(missing) <= {"embed_tokens.weight"} and not surplus
-    model.embed_tokens.weight.data = target.get_input_embeddings().weight.data
-    tokens, features, fused = inputs()
-    logits = []
-    for end in range(1, LENGTH + 1):
-        hidden, cache = model((fused if eagle3 else features)[:, :end], input_ids=tokens[:, :end], use_cache=True)
-        hidden = hidden[:, -1:]
-        row = []
-        for step in range(STEPS):
-            row.append(model.lm_head(model.norm(hidden)) if eagle3 else target.lm_head(hidden))
-            if end + step >= LENGTH or step + 1 == STEPS:
-                continue
-            at = tokens[:, end + step : end + step + 1]
-            place = torch.tensor([[end + step]])
-            hidden, cache = model(hidden, input_ids=at, past_key_values=cache, position_ids=place, use_cache=True)
-        logits.append(torch.cat([*row, *[torch.zeros_like(row[0])] * (STEPS - len(row))]))
-    return torch.cat(logits, 1).detach()
-
-
-def run_specforge(peers: Path, directory: Path) -> Tensor:
-    """The steps of training-time test, at all positions at once."""
-    sys.path.insert(0, str(peers / "SpecForge"))
-    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
-
-    config = LlamaConfig(**json.loads((directory / "config.json").read_text()))
-    model: Any = LlamaForCausalLMEagle3(config).eval()
-    model.load_state_dict(_stored(directory), strict=False)
-    model.embed_tokens.weight.data = target_model().get_input_embeddings().weight.data
-    tokens, _, fused = inputs()
-    hidden = model.project_hidden_states(fused)
-    mask = model.prepare_decoder_attention_mask(torch.ones(1, LENGTH, dtype=torch.bool), hidden, 1, LENGTH, 0)
-    cache: list[list[Tensor]] = [[], []]
-    logits = []
-    for step in range(STEPS):
-        hidden = model.backbone(
-            model.embed_input_ids(shifted(tokens, step)), hidden, cache, mask, torch.arange(LENGTH)[None]
-        )
-        logits.append(model.compute_logits(hidden))
-    return torch.cat(logits).detach()
-
-
-def run_speculators(peers: Path, directory: Path) -> Tensor:
-    """The same, by their from_pretrained."""
-    sys.path.append(str(peers / "speculators"))
-    from speculators.models.eagle3.core import Eagle3DraftModel
-
-    model: Any = Eagle3DraftModel.from_pretrained(str(directory)).eval().requires_grad_(False)
-    tokens, _, fused = inputs()
-    logits: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out))
-    forward = getattr(model.forward, "_torchdynamo_orig_callable", model.forward)
-    room = 128 - LENGTH  # its masks come in blocks; what follows the text changes nothing in it
-    padded = torch.nn.functional.pad(fused, (0, 0, 0, room)), torch.nn.functional.pad(tokens, (0, room))
-    forward(*padded, torch.zeros(1, 128, dtype=torch.long), ttt_steps=STEPS)
-    return torch.cat(logits)[:, :LENGTH].detach()
-
-
-def _stored(directory: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(directory / "model.safetensors")
-
-
-PEERS: dict[str, Callable[[Path, Path], Tensor]] = {
-    "EAGLE-1/2": run_safeailab,
-    "EAGLE-3, SafeAILab": run_safeailab,
-    "EAGLE-3, SpecForge": run_specforge,
-    "EAGLE-3, speculators": run_speculators,
-    "EAGLE-3.1, speculators": run_speculators,
-    "EAGLE-3, speculators, norm before residual": run_speculators,
-}
-
-
-def golden_of(logits: Tensor) -> list[Any]:
-    """A few logits of each step and position, as they are stored."""
-    return [[[round(value, 7) for value in place] for place in step] for step in logits[..., SHOWN].tolist()]
-
-
-def main() -> None:
-    import tempfile
-
-    peers = Path(sys.argv[1])
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    with tempfile.TemporaryDirectory() as root:
-        heads = write_heads(Path(root))
-        found = {name: golden_of(run(peers, heads[name])) for name, run in PEERS.items()}
-    GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -576,11 +576,6 @@ def built_in(real: FuzzyDecoder, repo_root: Path, beams: int, count: int, tokens
 
 
 @pytest.mark.slow
-def test_built_in_model(real: FuzzyDecoder, repo_root: Path) -> None:
-    assert built_in(real, repo_root, beams=4, count=3, tokens=12) > 1.4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("beams", [2, 4, 8])
 def test_built_in_model_on_sixty_prompts(real: FuzzyDecoder, repo_root: Path, beams: int) -> None:
     assert built_in(real, repo_root, beams=beams, count=60, tokens=32) > 1.6

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
+from fsd_bench import Answer, Method, Settings, TimedRun, build_record, run
+from fsd_bench.base import Turn
+from fsd_bench.intervals import interval
+from fsd_bench.partial import PartialFile
+from fsd_bench.record import BenchPrompt, write_record
+from fsd_bench.report import bench_table, fitted_tables, short_names
+from fsd_bench.schedule import group_prompts, take_turns
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.bench import Answer, Method, Settings, TimedRun, build_record, run
-from fsd_infer.bench.base import Turn
-from fsd_infer.bench.intervals import interval
-from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import BenchPrompt, jsonable, write_record
-from fsd_infer.bench.schedule import group_prompts, take_turns
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.main import main
-from fsd_infer.cli.report import bench_table, fitted_tables, short_names, table
+from fsd_infer.cli.report import table
+from fsd_infer.files import jsonable
 from fsd_infer.targets.loading import parse_dtype
 from tests.bench_toys import Toy
 
@@ -71,6 +73,7 @@ def test_record_holds_what_is_reported_together(record: dict[str, Any], record_f
     assert min(record["methods"]["exact"]["phases"].values()) >= 0
     environment = record["environment"]
     assert {"torch", "transformers", "cpu", "threads", "commit", "date", "load_average"} <= set(environment)
+    assert bool(environment["commit"]) == (Path(__file__).parent.parent / ".git").exists()
     assert environment["dtype"] == "fp32" and environment["seed"] == 5 and environment["command"] == "fsd-infer bench"
     assert "second copy" in environment["hf_model"]
     assert record["methods"]["fuzzy:js:0.3"]["rule"]["threshold"] == 0.3
@@ -233,7 +236,7 @@ def test_limit_needs_no_rows_behind_it(toy: Toy, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from fsd_infer.bench.partial import PartialFile
+from fsd_bench.partial import PartialFile
 from fsd_infer.cli.main import main
 
 add = PartialFile.add

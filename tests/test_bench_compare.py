@@ -16,11 +16,11 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from benchmarks import compare, peers
 from benchmarks.peers.gguf_files import converted
 from benchmarks.workplace import Workplace
+from fsd_bench import parse_methods
+from fsd_bench.methods import METHODS
+from fsd_bench.process import ProcessMethod
+from fsd_bench.report import bench_table
 from fsd_infer import FsdError
-from fsd_infer.bench import parse_methods
-from fsd_infer.bench.methods import METHODS
-from fsd_infer.bench.process import ProcessMethod
-from fsd_infer.cli.report import bench_table
 from tests.bench_toys import Toy
 
 # a peer's script: counts up from the prompt's last token

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import gpu
-from fsd_infer.bench.profile import tensor_bytes
+from fsd_bench.profile import tensor_bytes
 from fsd_infer.drafters import DraftRequest, EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from fsd_bench import Answer, TimedRun, build_record, run
+from fsd_bench.base import Turn
+from fsd_bench.process import ProcessMethod
+from fsd_bench.record import BenchPrompt
 from fsd_infer import FsdError
-from fsd_infer.bench import Answer, TimedRun, build_record, run
-from fsd_infer.bench.base import Turn
-from fsd_infer.bench.process import ProcessMethod
-from fsd_infer.bench.record import BenchPrompt
 from fsd_infer.cli.main import main
 from tests.bench_toys import Toy
 

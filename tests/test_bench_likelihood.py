@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsd_infer.bench import likelihood
-from fsd_infer.bench.likelihood import mean_log_likelihoods
+from fsd_bench import likelihood
+from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_infer.target import Target
 from tests.text_toys import save_tiny_chat_target
 

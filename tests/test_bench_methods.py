@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsd_bench import ServerError, parse_methods, run
+from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
+from fsd_bench.server import Server
 from fsd_infer import FsdError
-from fsd_infer.bench import ServerError, parse_methods, run
-from fsd_infer.bench.server import Server
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
 from fsd_infer.drafters.lm import DEFAULT_CHAINS, TILTED_CHAINS
 from fsd_infer.errors import UnknownNameError
-from fsd_infer.openai_client import EXTENSIONS, UNSHAPED
 from tests.bench_toys import Toy, save_toy
 from tests.openai_server import Behaviour, made_up, serving
 

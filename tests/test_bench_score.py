@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.markdown_table import markdown
-from fsd_infer.bench import Answer, TimedRun, build_record
-from fsd_infer.bench.base import Turn
-from fsd_infer.bench.intervals import mean_interval, ratio_interval
-from fsd_infer.bench.measures import final_answer
-from fsd_infer.bench.record import BenchPrompt
-from fsd_infer.bench.score import SCORES, first_option, last_number, read_references, rouge_l
-from fsd_infer.bench.texts import other_language
+from fsd_bench import Answer, TimedRun, build_record
+from fsd_bench.base import Turn
+from fsd_bench.intervals import mean_interval, ratio_interval
+from fsd_bench.measures import final_answer
+from fsd_bench.record import BenchPrompt
+from fsd_bench.score import SCORES, first_option, last_number, read_references, rouge_l
+from fsd_bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.cli import options
 from fsd_infer.cli.main import main

@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.bench.base import Answer, TimedRun, Turn
-from fsd_infer.cli.main import main
-from fsd_infer.drafters import TreeShape
-from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.evidence.calibrate import (
+from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.evidence.calibrate import (
     NATS,
     SCORE,
     SPEED,
@@ -28,8 +24,12 @@ from fsd_infer.evidence.calibrate import (
     score_scale,
     split,
 )
-from fsd_infer.evidence.settings import SweepOptions, parse_settings
-from fsd_infer.evidence.summary import At
+from fsd_bench.evidence.settings import SweepOptions, parse_settings
+from fsd_bench.evidence.summary import At
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.cli.main import main
+from fsd_infer.drafters import TreeShape
+from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.tuning.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from tests.bench_toys import Toy, save_toy
 from tests.text_toys import write_rows

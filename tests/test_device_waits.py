@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsd_bench.probe import Probe
 from fsd_infer import FuzzyDecoder, Target, engine
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import (
@@ -25,7 +26,6 @@ from fsd_infer.drafters import (
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
-from fsd_infer.tuning.probe import Probe
 from tests.families import VOCAB, tiny_model
 from tests.simulated_device import SIM, SimTensor, SimulatedDevice
 from tests.simulated_graphs import SimRecorder
@@ -120,7 +120,7 @@ def drafter(kind: str, device: torch.device) -> Drafter:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    monkeypatch.setattr("fsd_infer.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("fsd_infer.request.prompts.PREFILL_CHUNK", 4)
     monkeypatch.setattr("fsd_infer.drafters.eagle.READ_AT_ONCE", 3)
     with SimulatedDevice() as opened:
         yield opened

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsd_bench.openai_client import Server
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.checkpoint import load_head
-from fsd_infer.openai_client import Server
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
 from fsd_train.doctor import depth_shares, runs_of, whole_rounds

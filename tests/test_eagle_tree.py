@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu.ops import likeliest
-from fsd_infer.drafters.eagle import TreeShape, _best_in_lists, _best_in_tensors, _keep_best, _Level
+from fsd_infer.drafters.eagle import _best_in_lists, _best_in_tensors, _keep_best, _Level
+from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.tree import DraftTree, ancestors_of
 
 VOCABULARY = 40

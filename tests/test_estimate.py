@@ -13,18 +13,18 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsd_infer.bench.profile import tensor_bytes
+from fsd_bench.estimate import Planned, by_device, planned_head
+from fsd_bench.planned import planned_target
+from fsd_bench.probe import Probe
+from fsd_bench.profile import tensor_bytes
+from fsd_bench.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.cli.main import main as infer
-from fsd_infer.device.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES
+from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.estimate import Planned, by_device, planned_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.planned import planned_target
 from fsd_infer.target import Target
 from fsd_infer.targets.loading import shipped_drafter
-from fsd_infer.tuning.probe import Probe
 from fsd_train import features
 from fsd_train.cli import main as cli
 from fsd_train.estimate import on_paper, read_recipe

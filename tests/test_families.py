@@ -68,11 +68,11 @@ def test_unsupported_layer_types_are_refused() -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
-    monkeypatch.setattr("fsd_infer.prefill.READ_IN_TURN", {"cpu"} if in_turn else set())
+    monkeypatch.setattr("fsd_infer.request.prompts.READ_IN_TURN", {"cpu"} if in_turn else set())
     target = Target(model)
     prompts = tiny_prompts((40, 23, 7))
     expected = reference(model, prompts)
-    monkeypatch.setattr("fsd_infer.prefill.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("fsd_infer.request.prompts.PREFILL_CHUNK", 16)
     decoder = FuzzyDecoder(target, OracleDrafter(target))
     assert decoder.generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
     assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]

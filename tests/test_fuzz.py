@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsd_bench.score import asked_options, read_references
 from fsd_infer import FuzzyDecoder
-from fsd_infer.bench.score import asked_options, read_references
 from fsd_infer.chat.conversations import row_conversation, row_questions
 from fsd_infer.chat.encoding import encode_chat, encode_conversation, read_prompts
 from fsd_infer.chat.rows import read_rows

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
-from fsd_infer.bench.partial import PartialFile
-from fsd_infer.bench.record import write_record
+from fsd_bench.partial import PartialFile
+from fsd_bench.record import write_record
 from fsd_infer.cli.main import main as infer
 from fsd_infer.cli.run import BAD_INPUT
 from fsd_train.cli import main as train

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+PACKAGES = ["fsd_infer", "fsd_bench", "fsd_train"]
 SEAM = "fsd_infer.cpu.ops"
 PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
 HEAVY = ["transformers", "safetensors", "fsd_infer.cpu.build", "fsd_infer.targets"]
@@ -26,7 +27,7 @@ def imports_of(file: Path) -> Iterator[str]:
 
 
 def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
-    files = [*(repo_root / "fsd_infer").rglob("*.py"), *(repo_root / "fsd_train").rglob("*.py")]
+    files = [file for package in PACKAGES for file in (repo_root / package).rglob("*.py")]
     outside = [file for file in files if file.parent.name != "cpu"]
     assert len(outside) > 50
     wrong = {
@@ -38,9 +39,21 @@ def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
     assert not wrong
 
 
-def test_decoding_needs_nothing_of_training(repo_root: Path) -> None:
-    files = (repo_root / "fsd_infer").rglob("*.py")
-    assert not {file for file in files if any(name.startswith("fsd_train") for name in imports_of(file))}
+def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> None:
+    """But the commands of ``fsd-infer`` that are the bench's own, and lm-eval, which scores as the bench does."""
+    here = repo_root / "fsd_infer"
+    users = {
+        package: {str(file.relative_to(here)) for file in here.rglob("*.py") if _imports_any(file, package)}
+        for package in ("fsd_train", "fsd_bench")
+    }
+    lm_eval = {f"integrations/lm_eval/{name}.py" for name in ("model", "scoring")}
+    assert users == {"fsd_train": set(), "fsd_bench": {"cli/commands.py", *lm_eval}}
+    code = "import sys, fsd_infer.cli.main, fsd_infer.cli.commands; print('fsd_bench' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def _imports_any(file: Path, package: str) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for name in imports_of(file))
 
 
 @pytest.mark.parametrize("module", PURE)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks.judge_oracle import agreement, beside_exact, report
+from fsd_bench.score import Reference
 from fsd_infer import FuzzyDecoder
-from fsd_infer.bench.score import Reference
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Verification

@@ -174,9 +174,6 @@ def test_missing_and_damaged_shards_are_named(tmp_path: Path) -> None:
     shards[0].unlink()
     with pytest.raises(CheckpointError, match=f"{shards[0].name} is missing"):
         models.load_target(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="index.json is malformed"):
-        models.load_target(tmp_path)
 
 
 def test_weights_that_do_not_fill_the_model_are_refused(local_model: Path) -> None:
@@ -184,12 +181,6 @@ def test_weights_that_do_not_fill_the_model_are_refused(local_model: Path) -> No
     (local_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(ModelLoadError, match=r"lack 9 tensors .*layers\.2"):
         models.load_target(local_model, device="cpu")
-
-
-def test_malformed_config_is_reported(local_model: Path) -> None:
-    (local_model / "config.json").write_text('{"model_type": ')
-    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
-        models.load_target(local_model)
 
 
 def test_remote_code_is_refused_by_default(local_model: Path) -> None:

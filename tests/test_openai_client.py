@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fsd_bench.openai_client import Server, ServerError
 from fsd_infer.errors import FsdError
-from fsd_infer.openai_client import Server, ServerError
 from tests.openai_server import Behaviour, made_up, replying, serving
 
 BODY = {"model": "toy", "prompt": [1, 2], "max_tokens": 3}

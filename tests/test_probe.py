@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsd_bench.probe import Probe
 from fsd_infer import Target
-from fsd_infer.tuning.probe import Probe
 from tests.families import VOCAB, tiny_model
 
 

@@ -94,13 +94,6 @@ def test_training_and_decoding_see_identical_ids() -> None:
     assert not any(mask[: len(first)]) and all(mask[len(second) :])
 
 
-def test_an_answer_cut_by_length_has_no_end_token() -> None:
-    tokenizer = tiny_tokenizer()
-    [(whole, _)] = encode_conversation(tokenizer, [USER, BOT])
-    [(cut, mask)] = encode_conversation(tokenizer, [USER, BOT], complete=False)
-    assert cut == whole[:-1] and mask[-1] == 1
-
-
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("template", [THINKING, FORGETFUL])
 def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(template: str, complete: bool) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsd_bench.engine import EngineMethod
 from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.bench.engine import EngineMethod
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.recycle import BUCKET_NATS, BUCKETS, PRIORS, Recycled

@@ -10,7 +10,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, kernels
 from fsd_infer.divergence import divergence
-from fsd_infer.logits_processors import TreeProcessors
+from fsd_infer.request.processors import TreeProcessors
 from tests.kernel_toys import needs_kernels
 
 pytestmark = pytest.mark.usefixtures("several_threads")

@@ -144,17 +144,6 @@ def test_a_digest_changes_with_any_file_of_a_directory(tmp_path: Path) -> None:
     assert rowfiles.rows_digest(tmp_path / "set") != before
 
 
-def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "x", "completion": "y"}, {"prompt": "x"}]), path)
-    with pytest.raises(DataError, match="no answer") as caught:
-        read_answers([path], tiny_tokenizer())
-    assert str(caught.value).startswith(f"{path}:2: ")
-
-
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         list(read_rows(tmp_path / "none.parquet"))
@@ -278,11 +267,3 @@ def test_padding_stays_under_a_tenth(rows: int, tokens: int, shuffle: bool) -> N
     assert all(len(batch) * width <= tokens for batch, width in zip(batches, widths))
     if rows == 6000:  # a full budget where there are enough rows for it
         assert padded / len(batches) > 0.8 * tokens
-
-
-def test_padding_may_be_allowed() -> None:
-    lengths = chat_lengths(60)
-    loose = TokenBudgetSampler(lengths, 8192, max_padding=1.0)
-    assert loose.padding > 0.1 and len(loose) < len(TokenBudgetSampler(lengths, 8192))
-    with pytest.raises(DataError, match="max_padding"):
-        TokenBudgetSampler(lengths, 8192, max_padding=0.0)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters.eagle import LITTLE_TILT_SHAPES, TILTED_SHAPES, EagleDrafter
+from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.drafters.shape import LITTLE_TILT_SHAPES, TILTED_SHAPES
 from fsd_infer.drafters.visits import visit_scores, visit_scores_by_level
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead

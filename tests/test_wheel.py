@@ -23,7 +23,8 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     call([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(repo_root)], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"fsd_train/shipped/recipes/template.yaml", "fsd_infer/cpu/kernels.cpp", "fsd_infer/py.typed"} <= names
+    shipped = {"fsd_train/shipped/recipes/template.yaml", "fsd_bench/evidence/page.py", "fsd_infer/cpu/kernels.cpp"}
+    assert {*shipped, "fsd_infer/py.typed"} <= names
     assert not any(name.startswith(("tests", "benchmarks", "scripts")) for name in names)
 
     call([sys.executable, "-m", "venv", "env"], tmp_path)

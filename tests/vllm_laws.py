@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.peers import vllm_variables
 from benchmarks.workplace import shown_command
+from fsd_bench.environment import environment
 from fsd_infer import Target
-from fsd_infer.bench.environment import environment
 from fsd_infer.files import write_json
 from fsd_infer.rules import Texts, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence

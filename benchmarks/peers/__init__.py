@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsd_infer.bench import Method
-from fsd_infer.bench.methods import METHODS, Kind, Spec
-from fsd_infer.bench.models import Models
-from fsd_infer.bench.process import ProcessMethod
+from fsd_bench import Method
+from fsd_bench.methods import METHODS, Kind, Spec
+from fsd_bench.models import Models
+from fsd_bench.process import ProcessMethod
 from fsd_infer.errors import FsdError
 
 HERE = Path(__file__).resolve().parent

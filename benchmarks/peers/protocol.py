@@ -1,4 +1,4 @@
-"""The other side of :mod:`fsd_infer.bench.process`, for programs in environments that do not have this package."""
+"""The other side of :mod:`fsd_bench.process`, for programs in environments that do not have this package."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import lists, to_device
-from fsd_infer.drafters.base import Drafter, NoDrafter, of_device
+from fsd_infer.drafters.base import Drafter, NoDrafter
+from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.logits_processors import TreeProcessors
-from fsd_infer.prefill import check_prompts, read_prompts
+from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.target import Target
 
@@ -75,7 +76,7 @@ def search_beams(target: Target, drafter: Drafter, asked: BeamRequest) -> BeamOu
 
     Raises:
         FsdError: options that do not go together, a drafter that cannot draft for beams, and what
-            :func:`fsd_infer.prefill.check_prompts` refuses.
+            :func:`fsd_infer.request.prompts.check_prompts` refuses.
         ContextLengthError: a prompt that leaves no room in the target's context.
         CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
         NonFiniteLogitsError: NaN or +inf among the target's processed log-probabilities.

@@ -33,7 +33,7 @@ from fsd_infer.drafters.lm import warn_context
 from fsd_infer.drafters.lookup import LONGEST_MATCH, TextIndex
 from fsd_infer.drafters.recycle import Recycled
 from fsd_infer.errors import FsdError
-from fsd_infer.prefill import read_prompts
+from fsd_infer.request.prompts import read_prompts
 from fsd_infer.tree import at_nodes
 
 Guess = tuple[list[float], list[int]]  # log-probabilities, falling, and their tokens

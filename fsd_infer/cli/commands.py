@@ -158,13 +158,13 @@ def read_prompt(args: argparse.Namespace) -> str:
 def bench(args: argparse.Namespace) -> int:
     """`fsd-infer bench`."""
     needed("scipy")  # of the intervals in the record
-    import fsd_infer.bench
-    from fsd_infer.cli.report import bench_table
+    import fsd_bench
+    from fsd_bench.report import bench_table
     from fsd_infer.tuning.autotune import parse_tree
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
-    record = fsd_infer.bench.run(
+    record = fsd_bench.run(
         args.prompts,
         _words(args.methods),
         json_path=args.json,
@@ -200,9 +200,9 @@ def bench(args: argparse.Namespace) -> int:
 def sweep(args: argparse.Namespace) -> int:
     """`fsd-infer sweep`."""
     needed("scipy")
-    from fsd_infer.evidence.page import write_page
-    from fsd_infer.evidence.settings import SweepOptions
-    from fsd_infer.evidence.sweep import sweep as run_sweep
+    from fsd_bench.evidence.page import write_page
+    from fsd_bench.evidence.settings import SweepOptions
+    from fsd_bench.evidence.sweep import sweep as run_sweep
 
     _set_threads(args.threads)
     options = SweepOptions(
@@ -223,10 +223,10 @@ def sweep(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace) -> int:
     """`fsd-infer calibrate`."""
     needed("scipy")
-    from fsd_infer.cli.report import calibration_lines
-    from fsd_infer.evidence.calibrate import NATS, SCORE, SPEED, Promise
-    from fsd_infer.evidence.calibrate import calibrate as run_calibrate
-    from fsd_infer.evidence.settings import SweepOptions
+    from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
+    from fsd_bench.evidence.calibrate import calibrate as run_calibrate
+    from fsd_bench.evidence.settings import SweepOptions
+    from fsd_bench.report import calibration_lines
 
     loss, nats, speed = args.at_most_score_loss, args.at_most_nats, args.at_least_speed
     bounds = {name: None if most is None else most / 100 for name, most in (
@@ -309,11 +309,11 @@ def warmup(args: argparse.Namespace) -> int:
 
 def estimate(args: argparse.Namespace) -> int:
     """`fsd-infer estimate`."""
-    from fsd_infer.cli.report import estimate_text
-    from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
-    from fsd_infer.estimate import Planned, planned_head
+    from fsd_bench.estimate import Planned, planned_head
+    from fsd_bench.planned import planned_target, read_changes
+    from fsd_bench.report import estimate_text
+    from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
     from fsd_infer.heads.checkpoint import load_head
-    from fsd_infer.planned import planned_target, read_changes
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))
@@ -411,7 +411,7 @@ def fetch(args: argparse.Namespace) -> int:
 
 def print_json(record: Any) -> None:
     """One JSON record on standard output."""
-    from fsd_infer.bench.record import jsonable
+    from fsd_infer.files import jsonable
 
     print(json.dumps(jsonable(record), ensure_ascii=False))
 

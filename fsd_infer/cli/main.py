@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from fsd_infer.cli import commands
-from fsd_infer.cli.options import MOST_SEED, SCORES, gibibytes, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import SCORES, gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser, run
+from fsd_infer.numerals import MOST_SEED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from fsd_infer.numerals import read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # of tokens, prompts, repeats ...
-MOST_SEED = 2**62  # torch, numpy and servers take it, and so they do a few thousand more
 MOST_GIB = 2**20
 SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "none")  # of bench.score, too heavy for --help
 

@@ -1,27 +1,20 @@
-"""Plain-text reports for the terminal: tables, one line of statistics, and tokens marked by where they came from."""
+"""Plain text for the terminal: a table, one line of statistics, and tokens marked by where they came from."""
 
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Source
 from fsd_infer.stats import GenerationStats
-
-if TYPE_CHECKING:
-    from fsd_infer.drafters.eagle import TreeShape
-    from fsd_infer.estimate import Planned
 
 # How a token of each source looks: ANSI colour, or a pair of marks around it.
 COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m"}
 MARKS = {Source.TARGET: ("", ""), Source.EXACT: ("[", "]"), Source.GATE: ("{", "}")}
 MEANINGS = {Source.TARGET: "target", Source.EXACT: "exact acceptance", Source.GATE: "open gate"}
 RESET = "\x1b[0m"
-WIDTH = 100  # columns of a terminal that tables are to fit
-NAME_WIDTH = 24
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -41,201 +34,9 @@ def number(value: Any, digits: int = 2) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
-def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
-    """One table, or several below each other that repeat the first column, so that no line exceeds ``width``."""
-    columns = list(zip(headers, *rows, strict=True))
-    sizes = [max(map(len, column)) for column in columns]
-    parts: list[list[int]] = [[]]
-    for index in range(1, len(columns)):
-        if parts[-1] and sizes[0] + sum(2 + sizes[i] for i in [*parts[-1], index]) > width:
-            parts.append([])
-        parts[-1].append(index)
-    return "\n\n".join(
-        table([headers[0], *(headers[i] for i in part)], [[row[0], *(row[i] for i in part)] for row in rows])
-        for part in parts
-    )
-
-
-def short_names(names: Sequence[str], width: int = NAME_WIDTH) -> dict[str, str]:
-    """Names cut in the middle to ``width``, still different from each other."""
-    shown: dict[str, str] = {}
-    for name in names:
-        short, number = _cut(name, width), 1
-        while short in shown.values():
-            number += 1
-            short = f"{_cut(name, width - len(str(number)) - 1)}~{number}"
-        shown[name] = short
-    return shown
-
-
-def _cut(name: str, width: int) -> str:
-    if len(name) <= width:
-        return name
-    tail = (width - 3) // 2
-    return f"{name[: width - 3 - tail]}...{name[-tail:]}"
-
-
-def bench_table(record: dict[str, Any]) -> str:
-    """The tables of a benchmark's record, at most 100 columns wide.
-
-    Speed, ratios, answers; task score and log-likelihood where they were measured; tau by category where there are
-    several; and where the time goes, as far as methods tell.
-    """
-    methods = record["methods"]
-    shown = short_names(list(methods))
-    parts = [_speed_table(record, shown), _answers_table(record, shown)]
-    parts += [part for part in (_quality_table(record, shown), _paired_table(record, shown)) if part]
-    categories = list(next(iter(methods.values()))["categories"])
-    drafted = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
-    if len(categories) > 1 and drafted:
-        taus = [{name: part["tau"] for name, part in facts["categories"].items()} for facts in drafted.values()]
-        rows = [[name, *(number(tau[name]) for tau in taus)] for name in categories]
-        rows.append(["mean", *(number(facts["tau_category_mean"]) for facts in drafted.values())])
-        parts.append("tau by category\n" + fitted_tables(["category", *(shown[name] for name in drafted)], rows))
-    phased = {name: facts for name, facts in methods.items() if facts["phases"]}
-    if phased:
-        parts.append("where the time goes, % of each method's time\n" + _phases_table(phased, shown))
-    return "\n\n".join(parts)
-
-
-def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    headers = ["method", "tok/s", "decode tok/s", "s/answer", "prefill s"]
-    headers += [f"x {shown[baseline]} [95 %]" for baseline in record["ratios"]]
-    rows = []
-    for name, facts in record["methods"].items():
-        row = [shown[name], number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
-        row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
-        rows.append(row + [_ratio(against.get(name)) for against in record["ratios"].values()])
-    answers = next(iter(record["methods"].values()))["answers"]
-    blocks = (record.get("settings") or {}).get("isolate")
-    unit = "prompt" if blocks is None else "block"
-    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in a process of its own")
-    note += f"; medians over {unit}s; tok/s counts prefill, ratios compare tok/s {unit} by {unit}"
-    return "speed\n" + fitted_tables(headers, rows) + "\n" + note
-
-
-def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
-    """Trees that heads drafted in a record, as --tree takes them, and the methods of each."""
-    drafters = {name: facts.get("drafter") or {} for name, facts in methods.items()}
-    named: dict[str, list[str]] = {}
-    for name, drafter in drafters.items():
-        head = drafter.get("main", drafter)
-        if drafter.get("tree"):
-            named.setdefault(drafter["tree"], []).append(name)
-        elif head.get("name") == "eagle":
-            stop = [f"{head['stop_below']:.1f}"] if head.get("stop_below") else []
-            tree = ",".join([str(head["depth"]), str(head["width"]), str(head["nodes"]), *stop])
-            named.setdefault(tree, []).append(name)
-    return named
-
-
-def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
-    """A line for each tree that some methods share."""
-    named = head_trees(methods)
-    alone = len(named) == 1
-    lines = [
-        f"tree {tree}" + ("" if alone else f": {', '.join(shown[name] for name in of)}") for tree, of in named.items()
-    ]
-    return "".join("\n" + textwrap.fill(line, WIDTH) for line in lines)
-
-
-def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    methods = record["methods"]
-    headers = ["method", "tau", "forwards", "tokens", "ended %", "same %", "gate open %", "nats spent"]
-    rows = []
-    for name, facts in methods.items():
-        row = [shown[name], number(facts["tau"]), number(facts["target_forwards"], 1)]
-        row += [number(facts["answer_tokens"], 1)]
-        row += [_percent(facts[key], 0) for key in ("finished_fraction", "identical_to_baseline")]
-        rows.append([*row, _percent(facts["gate_open_fraction"], 1), number(facts["divergence_spent"])])
-    note = f"means per answer; ended: by a stop token; same: tokens are those of {shown[record['baseline']]}"
-    note += _trees_note(methods, shown)
-    return "answers\n" + fitted_tables(headers, rows) + "\n" + note
-
-
-def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    """Task score and log-likelihood, what was measured of them, each with its difference to the first baseline."""
-    methods = record["methods"]
-    columns = [("score", "score %", 100.0, 1), ("log_likelihood_per_token", "log-lik", 1.0, 3)]
-    measured = [column for column in columns if any(column[0] in facts["intervals"] for facts in methods.values())]
-    if not measured:
-        return ""
-    counts = [facts["intervals"].get("score", {}).get("prompts", 0) for facts in methods.values()]
-    note = f"score: of {max(counts)} prompts with a reference" if max(counts) else ""
-    if any(quantity == "log_likelihood_per_token" for quantity, *_ in measured):
-        note += ("\n" if note else "") + "log-lik: of the tokens under the target, nats per token"
-    return "quality\n" + _means_table(record, shown, measured) + "\n" + note
-
-
-def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequence[tuple[str, str, float, int]]) -> str:
-    """Columns (quantity, title, scale, digits), each with its difference to the first baseline."""
-    methods, baseline = record["methods"], record["baseline"]
-    headers, rows = ["method"], [[shown[name]] for name in methods]
-    for quantity, title, scale, digits in columns:
-        headers += [f"{title} [95 %]", f"less {shown[baseline]} [95 %]"]
-        for row, (name, facts) in zip(rows, methods.items(), strict=True):
-            less = record["differences"][baseline].get(name, {}).get(quantity)
-            row += [_mean(facts["intervals"].get(quantity), scale, digits), _mean(less, scale, digits)]
-    return fitted_tables(headers, rows)
-
-
-def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    """What needs no reference, beside the first baseline; nothing if only that was measured."""
-    methods, baseline = record["methods"], record["baseline"]
-    against, agreement = record["ratios"].get(baseline, {}), record.get("agreement", {}).get(baseline, {})
-    if not any("answer_tokens" in found for found in against.values()):
-        return ""
-    headers, rows = ["method", "tokens x [95 %]", "forwards x [95 %]", "same end % [95 %]"], []
-    for name in methods:
-        sums = [_sum_ratio(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
-        rows.append([shown[name], *sums, _mean(agreement.get(name), 100.0, 1)])
-    ends = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
-    for quantity, title in (("coverage", "coverage %"), ("other_language", "other language %")):
-        ends += [(quantity, title, 100.0, 1)] * any(facts.get(quantity) is not None for facts in methods.values())
-    ends.append(("finished_fraction", "ended %", 100.0, 1))
-    note = "copied: of 4-grams those that stand in the prompt; repeated: that occurred before in the answer\n"
-    note += f"x: sums over answers, of {shown[baseline]}'s; same end: the last number, or the option named, is its own"
-    return (
-        f"beside {shown[baseline]}\n"
-        + fitted_tables(headers, rows)
-        + "\n\n"
-        + (_means_table(record, shown, ends) + "\n" + note)
-    )
-
-
-def _sum_ratio(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
-
-
-def _mean(found: dict[str, Any] | None, scale: float, digits: int) -> str:
-    if found is None:
-        return "-"
-    mean, low, high = (f"{scale * found[key]:.{digits}f}" for key in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
-
-
-def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> str:
-    phases = list(dict.fromkeys(phase for facts in methods.values() for phase in facts["phases"]))
-    rows = []
-    for name, facts in methods.items():
-        shares = [_percent(facts["phase_fractions"].get(phase, 0.0), 1) for phase in phases]
-        per_round = sum(facts["milliseconds_per_round"].values()) if facts["milliseconds_per_round"] else None
-        rows.append([shown[name], *shares, number(per_round, 1), _percent(facts["round_overhead_fraction"], 1)])
-    note = "overhead %: of the time after the prefill, the share of neither target nor drafter"
-    return fitted_tables(["method", *phases, "ms/round", "overhead %"], rows) + "\n" + note
-
-
-def _percent(share: float | None, digits: int) -> str:
+def percent(share: float | None, digits: int) -> str:
+    """A share as a percentage for a table; "-" where there is none."""
     return number(None if share is None else 100 * share, digits)
-
-
-def _ratio(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return "1"
-    ratio = found["tokens_per_second"]
-    if ratio["median"] is None:
-        return "-"
-    return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def stats_line(stats: GenerationStats) -> str:
@@ -249,8 +50,8 @@ def stats_line(stats: GenerationStats) -> str:
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s (prefill {stats.prefill_seconds:.2f} s), "
         f"{stats.tokens_per_second:.1f} tok/s; tau {tau} over {stats.target_forwards} target forwards; "
         f"gate open at {100 * stats.gate_open_fraction:.1f} % of tokens, {stats.divergence_spent:.3f} nats spent; "
-        f"4-grams copied from the prompt {_percent(stats.copied_4grams, 0)} %, repeated "
-        f"{_percent(stats.repeated_4grams, 0)} %; "
+        f"4-grams copied from the prompt {percent(stats.copied_4grams, 0)} %, repeated "
+        f"{percent(stats.repeated_4grams, 0)} %; "
         f"ended by {reasons}; rule {rule}, drafter {stats.drafter['name']}"
     )
 
@@ -279,36 +80,3 @@ def legend(colour: bool) -> str:
     return "tokens by source: " + ", ".join(
         show_accepted([MEANINGS[source]], [source], colour) for source in (Source.TARGET, Source.EXACT, Source.GATE)
     )
-
-
-def calibration_lines(record: dict[str, Any]) -> str:
-    """What calibrate found: the setting, and the promise on both sets of prompts."""
-    lines = [f"{record['promise']['text']}, confidence {record['confidence']:g}: {record['setting']}"]
-    for name in ("calibration", "verification"):
-        found = record[name]
-        if not found["prompts"]:
-            continue
-        parts = [f"{name} on {found['prompts']} prompts: {'kept' if found['kept'] else 'NOT kept'}"]
-        if found["score_difference"] is not None:
-            parts.append("score " + _mean(found["score_difference"], 100.0, 1) + " points")
-        parts += [f"speed {_sum_ratio(found['speed'])} x", f"tau {_sum_ratio(found['tau'])} x"]
-        copied, repeated = (100 * found["rises"][name] for name in ("copied_4grams", "repeated_4grams"))
-        parts.append(f"copied 4-grams {copied:+.1f}, repeated {repeated:+.1f} points")
-        parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**found["nats_per_answer"]))
-        lines.append("; ".join(parts))
-    return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])
-
-
-def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
-    """Memory, the parts of an exact round, each with its formula, and the devices."""
-    from fsd_infer.device.roofline import HARDWARE, size
-    from fsd_infer.estimate import COLUMNS, by_device
-
-    parts, work = planned.memory(exact), planned.round(exact)
-    lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
-    lines.append(f"memory together: {size(sum(part.bytes for part in parts))}\n")
-    for each in work:
-        operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
-        lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")
-    sources = "; ".join(f"{each.name}: {each.source}" for each in HARDWARE)
-    return "\n".join([*lines, "", table(COLUMNS, by_device(planned, exact, lossy)), "", sources])

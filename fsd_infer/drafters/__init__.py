@@ -1,11 +1,12 @@
 """Drafters: what proposes tokens for the target to verify."""
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
-from fsd_infer.drafters.eagle import EagleDrafter, TreeShape
+from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter
 from fsd_infer.drafters.lookup import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
+from fsd_infer.drafters.shape import TreeShape
 
 __all__ = [
     "DRAFTERS",

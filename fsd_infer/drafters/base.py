@@ -7,57 +7,23 @@ state of one batch. The engine informs the session of each new token and asks it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError
+from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.registry import Registry
 from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:
-    from fsd_infer.drafters.eagle import TreeShape
     from fsd_infer.drafters.online import Choice, RoundChoice
     from fsd_infer.target import Target
-
-T = TypeVar("T")
-
-
-def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
-    """What ``defaults`` has for this kind of device; accelerators that it does not name are as "cuda"."""
-    return defaults.get(device.type, defaults["cuda"])
-
-
-MOST_DEPTH, MOST_NODES = 256, 1024  # of a tree: no text is guessed so far ahead, and no forward is worth more drafts
-
-
-def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
-    """Raises FsdError unless these are sizes of a draft tree, the root counted among its nodes."""
-    for option, value, least, most in (
-        ("depth", depth, 1, MOST_DEPTH), ("nodes", nodes, 2, MOST_NODES), ("width", width, 1, MOST_DEPTH)
-    ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise FsdError(f"{name} needs {option} from {least} to {most}, got {value!r}.")
-
-
-def check_stop_below(chance: float) -> None:
-    """Raises FsdError if it is no chance below which drafting may stop."""
-    if not 0 <= chance < 1:
-        raise FsdError(f"stop_below is a probability, at least 0 and below 1; got {chance}.")
-
-
-def not_believed(path_scores: Tensor, stop_below: float) -> bool:
-    """Does the drafter give every row less than the chance ``stop_below`` (0: never) to go through any of these nodes?
-
-    path_scores: [B, E] cumulative log q of the E nodes to be expanded. Waits for the device unless ``stop_below`` is 0.
-    """
-    return bool(stop_below) and float(path_scores.exp().sum(-1).max()) < stop_below
 
 
 @dataclass

@@ -25,88 +25,26 @@ from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.transfer import lists, to_device
-from fsd_infer.drafters.base import (
-    DRAFTERS,
-    Drafter,
-    DraftRequest,
-    DraftSession,
-    check_stop_below,
-    check_tree,
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.online import RoundChoice
+from fsd_infer.drafters.shape import (
+    DEFAULT_SHAPES,
+    LITTLE_TILT,
+    LITTLE_TILT_SHAPES,
+    TILTED_SHAPES,
+    TreeShape,
     not_believed,
     of_device,
 )
-from fsd_infer.drafters.online import RoundChoice
 from fsd_infer.drafters.visits import likeliest, tilted, visit_scores_by_level
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.errors import FsdError
 from fsd_infer.heads.checkpoint import is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.numerals import read_float, read_int
 from fsd_infer.target import Target
 from fsd_infer.tree import DraftTree, TreeRow, ancestors_of, at_nodes, visible_slots
 
-MOST_CANDIDATES = 2**16  # of a round
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """Options of the dynamic tree.
-
-    Attributes:
-        depth: deepest draft (number of tokens ahead of the root).
-        width: nodes expanded per depth and children per expanded node.
-        nodes: nodes verified per round, the root included.
-        stop_below: draft no deeper where the drafter gives less than this chance that the answer runs through any of
-            the nodes to be expanded next (their cumulative q, added up, each step tilted as the law will be); 0: always
-            draft ``depth`` deep. The check waits for the device once per depth.
-    """
-
-    depth: int
-    width: int
-    nodes: int
-    stop_below: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_tree("a draft tree", self.depth, self.nodes, self.width)
-        if self.candidates > MOST_CANDIDATES:
-            raise FsdError(
-                f"a draft tree of depth {self.depth} and width {self.width} has {self.candidates} candidates, over "
-                f"{MOST_CANDIDATES}: give a smaller width."
-            )
-        check_stop_below(self.stop_below)
-
-    @classmethod
-    def parse(cls, text: str) -> TreeShape:
-        """ "5,6,16", or "5x6x16" within a list, and "5,6,16,0.3" with ``stop_below``. Raises FsdError."""
-        parts = text.split("x" if "x" in text else ",")
-        sizes = [size for part in parts[:3] if (size := read_int(part)) is not None]
-        stop_below = read_float(parts[3]) if len(parts) > 3 else 0.0
-        if len(sizes) != 3 or len(parts) > 4 or stop_below is None:
-            raise FsdError(
-                "a tree is written depth,width,nodes and perhaps stop_below, e.g. 5,6,16 or 5,6,16,0.3 "
-                f"(or auto, for --tree); got {text!r}."
-            )
-        depth, width, nodes = sizes
-        return cls(depth, width, nodes, stop_below)
-
-    @property
-    def candidates(self) -> int:
-        return self.width + (self.depth - 1) * self.width**2
-
-
 READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory
 MOST_UNREAD = 1024  # tokens of a text
-
-# A CPU pays for every verified node, a GPU hardly.
-DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
-# Under a law that favours drafts depth pays, and width does not ...
-TILTED_SHAPES = {
-    "cpu": TreeShape(depth=10, width=2, nodes=11, stop_below=0.2),
-    "cuda": TreeShape(depth=8, width=8, nodes=60),
-}
-# ... unless it favours them little, as tilted:2 does at temperature 1.
-LITTLE_TILT = 0.75
-LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
 
 
 @DRAFTERS.register("eagle")

@@ -7,10 +7,11 @@ is never free, and one odd round, a stall or a clock that jumps, counts for litt
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
 from fsd_infer.drafters.visits import MOST_TILT
 
@@ -184,3 +185,29 @@ class Rate:
     def recent(self, memory: float) -> Rate:
         """A ratio that begins with this one's value and forgets faster."""
         return Rate(self.over / self.memory, self.under / self.memory, memory)
+
+
+@dataclass
+class Trees:
+    """Trees that were chosen round by round, added up.
+
+    Attributes:
+        nodes: of a row's tree, the root included, round by round.
+        tokens, expected_tokens: emitted in these rounds, and what was expected.
+        seconds, expected_seconds: that they took, and what was expected; the latter 0 where no clock is read.
+    """
+
+    nodes: list[int] = field(default_factory=list)
+    tokens: float = 0.0
+    expected_tokens: float = 0.0
+    seconds: float = 0.0
+    expected_seconds: float = 0.0
+
+    def add(self, other: Trees) -> None:
+        self.nodes += other.nodes
+        for name in ("tokens", "expected_tokens", "seconds", "expected_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For records: rounds by number of nodes."""
+        return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}

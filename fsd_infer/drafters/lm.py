@@ -13,17 +13,8 @@ from torch import Tensor, nn
 
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.transfer import to_device
-from fsd_infer.drafters.base import (
-    DRAFTERS,
-    Drafter,
-    DraftRequest,
-    DraftSession,
-    check_stop_below,
-    check_tree,
-    not_believed,
-    of_device,
-)
-from fsd_infer.drafters.eagle import TreeShape
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.shape import TreeShape, check_stop_below, check_tree, not_believed, of_device
 from fsd_infer.drafters.visits import tilted
 from fsd_infer.errors import VocabularyMismatchError
 from fsd_infer.target import Target

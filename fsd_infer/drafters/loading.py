@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters, of_device
-from fsd_infer.drafters.eagle import DEFAULT_SHAPES, TreeShape
+from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
+from fsd_infer.drafters.shape import DEFAULT_SHAPES, TreeShape, of_device
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
 from fsd_infer.target import Target

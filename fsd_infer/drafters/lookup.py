@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter, check_tree
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter
+from fsd_infer.drafters.shape import check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow
 

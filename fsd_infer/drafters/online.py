@@ -31,14 +31,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fsd_infer.drafters.base import DraftSession
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate, Trees
 from fsd_infer.drafters.wrapped import WrappedSession
-from fsd_infer.stats import Trees
 from fsd_infer.tree import DraftTree
 
 RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
 UNLIKELY = 0.01  # drafts below are not weighed
-TRIALS = 12  # first rounds, every other one drafted whatever it is expected to bring
+TRIALS, LEAST_TRIALS = 12, 4  # first rounds, of a row and of any batch, every other one drafted whatever it promises
 RETRY = 64  # rounds without drafts until one is tried again, and twice as many after each attempt in vain
 AHEAD = 3  # depths that are drafted below a draft, when it is weighed whether to go on
 LONGEST_PAUSE = 1024
@@ -147,7 +146,7 @@ class RoundChoice:
         """Is the root worth expanding?"""
         known = self.known
         pays = not self.watches or self._pays(1, known.costs.reading)
-        if known.rounds < TRIALS:
+        if known.rounds < max(TRIALS // self.batch, LEAST_TRIALS):
             known.rounds += 1
             self._tries = known.rounds % 2 == 1
             pays = pays or self._tries

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter, check_tree
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter
+from fsd_infer.drafters.shape import check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree, TreeRow, at_nodes
 

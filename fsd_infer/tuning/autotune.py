@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fsd_infer.drafters.base import Drafter, of_device
-from fsd_infer.drafters.eagle import EagleDrafter, TreeShape
+from fsd_infer.drafters.base import Drafter
+from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.online import Choice
+from fsd_infer.drafters.shape import TreeShape, of_device
 from fsd_infer.errors import FsdError
 
 AUTO, FIXED = "auto", "auto:fixed"

@@ -13,11 +13,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fsd_infer.bench.likelihood import log_likelihoods
-from fsd_infer.cli.options import MOST_SEED
+from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.numerals import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
 from fsd_infer.tuning.autotune import parse_tree

@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-from fsd_infer.bench.score import read_references
+from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.errors import DataError
 from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
@@ -30,7 +30,7 @@ def rows(file: str, data: str | None = None, category: str = "", score: str = "a
         file: its name.
         data: its folder; default the environment's ``FSD_TASKS``, else "data".
         category: only rows of this ``category``.
-        score: kind of reference, see :mod:`fsd_infer.bench.score`.
+        score: kind of reference, see :mod:`fsd_bench.score`.
         _: whatever else the harness hands over.
 
     Raises:

@@ -1,0 +1,38 @@
+"""Measure decoding methods side by side: ``fsd-infer bench``, and the same as :func:`run`.
+
+Methods take turns prompt by prompt, so that whatever else the machine does hits all of them alike; speeds are compared
+pair by pair on the same prompt::
+
+    import fsd_bench
+    from fsd_bench.report import bench_table
+
+    record = fsd_bench.run(
+        "prompts.jsonl",
+        ["hf-generate", "plain", "exact", "vllm=server:http://localhost:8000"],
+        target="smollm2-135m", max_new_tokens=64, repeat=3, baselines=["vllm"], json_path="record.json",
+    )
+    print(bench_table(record))
+    record["methods"]["exact"]["tokens_per_second"], record["ratios"]["vllm"]["exact"]["tokens_per_second"]["low"]
+
+How methods are written: :mod:`fsd_bench.methods`; what the numbers are: :func:`build_record`.
+"""
+
+from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.methods import METHODS, make_methods, parse_methods
+from fsd_bench.record import build_record
+from fsd_bench.runner import run
+from fsd_bench.server import ServerError
+from fsd_bench.settings import Settings
+
+__all__ = [
+    "METHODS",
+    "Answer",
+    "Method",
+    "ServerError",
+    "Settings",
+    "TimedRun",
+    "build_record",
+    "make_methods",
+    "parse_methods",
+    "run",
+]

@@ -1,0 +1,68 @@
+"""This package's engine as a method, under any rule with any drafter."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fsd_bench.base import Answer, Method, TimedRun
+from fsd_infer.beams import BeamOptions
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import Drafter
+from fsd_infer.drafters.estimates import Trees
+from fsd_infer.rules import Rule
+
+
+class EngineMethod(Method):
+    """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``."""
+
+    def __init__(
+        self,
+        name: str,
+        decoder: FuzzyDecoder,
+        rule: Rule,
+        drafter: Drafter,
+        beams: int = 1,
+        beam_options: BeamOptions | None = None,
+    ) -> None:
+        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
+        self.beams, self.beam_options = beams, beam_options or BeamOptions()
+        self.trees: Trees | None = None
+        self.drafted: dict[str, Any] | None = None  # its tree may be one for this rule and so many rows
+
+    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        self.drafter.forget()  # a prompt that is repeated must not be answered from memory
+        if self.beams > 1:
+            options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
+        start = time.perf_counter()
+        made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
+        seconds = time.perf_counter() - start
+        stats = made.stats
+        self.drafted = self.drafted or stats.drafter
+        if stats.trees is not None:
+            self.trees = self.trees or Trees()
+            self.trees.add(stats.trees)
+        answers = [
+            Answer(
+                tokens=tokens,
+                target_forwards=row.target_forwards,
+                verified_tokens=(row.new_tokens if record.steps is None else record.steps) - 1,
+                gate_open_fraction=row.gate_open_fraction,
+                gate_accepted_fraction=row.gate_accepted_fraction,
+                divergence_spent=row.divergence_spent,
+                finish_reason=row.finish_reason,
+            )
+            for tokens, row, record in zip(made.sequences, stats.rows, made.records, strict=True)
+        ]
+        phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
+        return TimedRun(seconds, stats.prefill_seconds, answers, phases)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "by": "fsd_infer",
+            "rule": self.rule.describe(),
+            "beams": self.beams,
+            "beam_options": self.beam_options.given(),
+            "drafter": self.drafted or self.drafter.describe(),
+            **({} if self.trees is None else {"trees": self.trees.to_dict()}),
+        }

@@ -1,0 +1,73 @@
+"""Where a measurement was made: versions, processor, threads, commit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fsd_infer.cpu.ops import kernel_kind
+from fsd_infer.device.cpuinfo import processor
+
+
+def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """What a record stores about machine and software.
+
+    Args:
+        command: the command line; default this process's, with the program's name alone.
+    """
+    words = list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {
+        "fsd_infer": _version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_kernels": kernel_kind() is not None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "commit": commit(),
+        "command": shlex.join(words),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _version() -> str:
+    from fsd_infer import __version__
+
+    return __version__
+
+
+def cpu_model() -> str:
+    """The processor's name as the system reports it."""
+    return processor("model name") or platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Commit of the repository this package lies in, "-dirty" added if files differ; None outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip() or None

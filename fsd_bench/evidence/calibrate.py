@@ -1,0 +1,334 @@
+"""From a promise to a setting: measure candidates, keep those that certainly keep it, verify the best on other prompts.
+
+Candidates of one list (``fuzzy:js:0.1/0.2/0.4``) are tested in order, from careful to bold, and the first that fails
+ends the list; with F lists each test has the level (1 - confidence) / F. So the chance that any setting that breaks the
+promise is certified at all is at most 1 - confidence (fixed-sequence testing with a Bonferroni correction over lists;
+Angelopoulos et al., Learn then Test, 2021), and the fastest of the certified ones may be picked freely.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsd_bench.environment import environment
+from fsd_bench.evidence.page import write_page
+from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
+from fsd_bench.evidence.summary import At, per_prompt, read_sweep, summarise
+from fsd_bench.evidence.sweep import sweep
+from fsd_bench.score import read_references
+from fsd_infer.chat.encoding import PromptRow
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.errors import DataError, FsdError
+from fsd_infer.files import jsonable, usable_name, writable, write_json
+from fsd_infer.target import Target
+from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.tuning.calibrated import Calibrated, check_calibrated, write_calibrated
+
+SCORE, NATS, SPEED = "score", "nats", "speed"
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a setting must keep.
+
+    Attributes:
+        kind: ``score``: the mean score is at most ``value`` below exact's (0.02 is two of a hundred answers). ``nats``:
+            no answer spends more than ``value``; the engine enforces it as the rule's budget. ``speed``: new tokens per
+            second of wall time are at least ``value`` times exact's.
+        value: see there.
+        copies: beside that, the mean share of 4-grams that stand in the prompt is at most so much above exact's (0.02
+            is two points); None for no such bound.
+        repeats: the same of 4-grams that the answer repeats.
+    """
+
+    kind: str
+    value: float
+    copies: float | None = None
+    repeats: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in (SCORE, NATS, SPEED):
+            raise FsdError(f"unknown promise {self.kind!r}: known are {SCORE}, {NATS} and {SPEED}.")
+        if not 0 < self.value < math.inf or (self.kind == SCORE and self.value >= 1):
+            limit = "between 0 and 1 (100 points)" if self.kind == SCORE else "above 0 and finite"
+            raise FsdError(f"a promise of {self.kind} must be {limit}, got {self.value}.")
+        for name, most in self.bounds().items():
+            if not 0 < most < 1:
+                raise FsdError(f"a bound on {name} must be between 0 and 1 (100 points), got {most}.")
+
+    def bounds(self) -> dict[str, float]:
+        """By name in :class:`fsd_bench.base.Answer`, most that the share may be above exact's."""
+        given = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
+        return {name: most for name, most in given.items() if most is not None}
+
+    def text(self) -> str:
+        main = {
+            SCORE: f"at most {100 * self.value:g} points of score below exact",
+            NATS: f"at most {self.value:g} nats per answer",
+            SPEED: f"at least {self.value:g} times exact's speed",
+        }[self.kind]
+        more = [
+            f"at most {100 * most:g} points of {name.replace('_', ' ')} above" for name, most in self.bounds().items()
+        ]
+        return ", ".join([main, *more])
+
+
+def calibrate(
+    options: SweepOptions,
+    promise: Promise,
+    output: str | Path,
+    *,
+    confidence: float = 0.9,
+    verify: Sequence[str | Path] = (),
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.tuning.calibrated`.
+
+    Args:
+        options: prompts, candidates (lists from careful to bold) and one temperature. A promise of score uses only
+            prompts with a reference.
+        promise: what is to be kept.
+        output: folder for the sweeps of both sets (``calibration.jsonl``, ``verification.jsonl``; a killed run goes on
+            there), their reports, and ``record.json``.
+        confidence: chance, at least, that the promise holds for prompts like these.
+        verify: files of prompts to verify on; nothing: half of the prompts are kept for that, chosen by their text.
+        progress: show progress bars.
+
+    Returns:
+        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``candidates``,
+        ``options``, ``environment``, ``file``.
+
+    Raises:
+        FsdError: options that make no sense, no candidate that reaches a promised speed, a drafter without a directory,
+            and as of :func:`.sweep`.
+        DataError: no prompts on one side, prompts on both, or none with a reference for a promise of score.
+    """
+    if not 0.5 <= confidence < 1:
+        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
+    if len(options.temperatures) != 1:
+        raise FsdError("calibrate for one temperature at a time: a setting is used at the temperature it was tried at.")
+    if promise.kind == NATS:
+        options = replace(options, rules=[_with_budget(rule, promise.value) for rule in options.rules])
+    options = replace(options, controls=False)
+    options.check()
+    directory, target = _home(options)
+    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE)
+    folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
+    at = _sweep(options, calibration, folder / "calibration.jsonl", progress)
+    settings = options.settings()
+    facts = summarise(at, [setting.name for setting in settings], options.seed)
+    certified = certify(at, settings, promise, confidence, options.seed)
+    chosen = _choose(settings, certified, facts, promise)
+    if chosen.name != EXACT:
+        on_other = _sweep(replace(options, rules=[chosen.name]), verification, folder / "verification.jsonl", progress)
+        verified = check(on_other, chosen.name, promise, options.seed)
+    else:
+        verified = {"prompts": 0, "kept": True}
+    record = {
+        "promise": {**asdict(promise), "text": promise.text()},
+        "confidence": confidence,
+        "setting": chosen.name,
+        "certified": certified,
+        "calibration": check(at, chosen.name, promise, options.seed),
+        "verification": verified,
+        "candidates": facts,
+        "options": options.to_dict(),
+        "environment": environment(),
+    }
+    evidence = {key: record[key] for key in ("confidence", "calibration", "verification")}
+    setting = Calibrated(
+        float(options.temperatures[0]), chosen.name.partition("@")[0], chosen.tree or options.tree, asdict(promise),
+        jsonable({**evidence, "prompts": options.to_dict()["prompts"]}),
+    )  # fmt: skip
+    record["file"] = str(write_calibrated(directory, target, setting))
+    write_json(folder / "record.json", jsonable(record), indent=1)
+    return record
+
+
+def _with_budget(rule: str, nats: float) -> str:
+    """The rule's lists with that budget."""
+    if "budget" in rule:
+        raise FsdError(f"rule {rule}: a promise of nats sets the budget itself. Leave it out.")
+    text, at, tree = rule.partition("@")
+    return text if text == EXACT else f"{text}:budget={nats:g}{at}{tree}"
+
+
+def split(
+    options: SweepOptions, verify: Sequence[str | Path], needs_score: bool
+) -> tuple[list[PromptRow], list[PromptRow]]:
+    """(prompts to calibrate on, prompts to verify on); no text is in both. Errors as of :func:`calibrate`."""
+    rows = options.read()
+    if verify:
+        halves = [rows, replace(options, prompts=verify).read()]
+        texts = {_text(row) for row in rows}
+        both = next((row for row in halves[1] if _text(row) in texts), None)
+        if both is not None:
+            raise DataError(f"{both.file}:{both.line}: this prompt is among those to calibrate on. Verify on others.")
+    else:
+        halves = [[], []]
+        for row in rows:  # by the text, so that copies of a prompt stay on one side
+            halves[hashlib.sha256(_text(row).encode("utf-8", "surrogatepass")).digest()[0] % 2].append(row)
+    if needs_score:
+        halves = [
+            [row for row, reference in zip(half, read_references(half, options.score)) if reference is not None]
+            for half in halves
+        ]
+    for half, use in zip(halves, ("calibrate", "verify")):
+        if not half:
+            wanted = "prompts with an `answer`" if needs_score else "prompts"
+            raise DataError(f"no {wanted} to {use} on: give more of them.")
+    return halves[0], halves[1]
+
+
+def _text(row: PromptRow) -> str:
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.messages)
+
+
+def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> At:
+    found = read_sweep(sweep(options, file, progress=progress, rows=rows))
+    write_page(file, file.with_suffix(".html"))
+    return found.at[0]
+
+
+# statistics ----------------------------------------------------------------------------------------------------------
+
+
+def certify(
+    at: At, settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
+) -> list[dict[str, Any]]:
+    """The settings that keep the promise, in the order of their tests: {"setting", "p"}. Exact keeps all but speed."""
+    families: dict[str, list[Setting]] = {}
+    for setting in settings:
+        if setting.name != EXACT:
+            families.setdefault(setting.family, []).append(setting)
+    level = (1 - confidence) / max(len(families), 1)
+    passed = [] if promise.kind == SPEED else [{"setting": EXACT, "p": 0.0}]
+    for candidates in families.values():
+        for setting in reversed(candidates) if promise.kind == SPEED else candidates:
+            p = p_value(at, setting.name, promise, seed)
+            if p > level:
+                break
+            passed.append({"setting": setting.name, "p": p})
+    return passed
+
+
+def p_value(at: At, name: str, promise: Promise, seed: int = 0) -> float:
+    """Of the hypothesis that the setting breaks some part of the promise: the largest of the parts' own."""
+    parts = [loss_p_value(-score_losses(at, name, quality), most) for quality, most in promise.bounds().items()]
+    return max([_main_p_value(at, name, promise, seed), *parts])
+
+
+def _main_p_value(at: At, name: str, promise: Promise, seed: int) -> float:
+    if promise.kind == NATS:  # enforced, answer by answer
+        return 0.0
+    if promise.kind == SCORE:
+        return loss_p_value(score_losses(at, name), promise.value, score_scale(at))
+    own, exact = (per_prompt(at, one, lambda run: (run.answers[0].length, run.seconds)) for one in (name, EXACT))
+    draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
+    sums, others = own[draws].sum(1), exact[draws].sum(1)
+    ratios = (sums[:, 0] * others[:, 1]) / (sums[:, 1] * others[:, 0])
+    return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
+
+
+def score_losses(at: At, name: str, quality: str = SCORE) -> np.ndarray:
+    """[prompts] exact's score, or another share, less the setting's, means over repeats."""
+    return _scores(at, EXACT, quality) - _scores(at, name, quality)
+
+
+def score_scale(at: At) -> float:
+    """The score that is gone where exact's whole answer is: 1 if answers are right or wrong.
+
+    For graded scores (ROUGE-L) their mean over prompts, each weighted by its own score: Σ score² / Σ score.
+    """
+    scores = _scores(at, EXACT)
+    return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
+
+
+def _scores(at: At, name: str, quality: str = SCORE) -> np.ndarray:
+    """[prompts] of a setting, means over repeats; answers too short for a 4-gram have none."""
+    sums = per_prompt(at, name, lambda run: (getattr(run.answers[0], quality) or 0.0, 1.0))
+    return np.asarray(sums[:, 0] / sums[:, 1])
+
+
+def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
+    """Of the hypothesis that the mean of ``losses`` [N], each from -1 to 1, is ``most`` or above.
+
+    The larger of two: a normal test on paired differences with two pseudo-prompts, one half lost and one half won, so
+    that few differences are not taken for none (Agresti and Min, 2005); and the exact binomial test for the hardest
+    case, a setting that loses whole answers, worth ``scale`` each (:func:`score_scale`), and wins none.
+    """
+    from scipy.stats import binom, norm
+
+    losses, most = losses / scale, most / scale
+    count, total = len(losses), float(losses.sum())
+    mean, square = total / (count + 2), (float((losses**2).sum()) + 1) / (count + 2)
+    normal = norm.cdf((mean - most) / math.sqrt((square - mean**2) / (count + 2)))
+    return float(max(normal, binom.cdf(max(math.ceil(round(total, 9)), 0), count, min(most, 1.0))))
+
+
+def _choose(
+    settings: Sequence[Setting], certified: Sequence[dict[str, Any]], facts: dict[str, dict[str, Any]], promise: Promise
+) -> Setting:
+    """The fastest of the certified; for a promise of speed the one with the best score, or else the fewest nats."""
+    if not certified:
+        best = max(found["ratios"]["speed"]["ratio"] for found in facts.values())
+        raise FsdError(
+            f"no candidate is certainly {promise.value:g} times as fast as exact; the best measured {best:.2f}. "
+            "Add bolder ones or deeper trees, ask for less, or measure more prompts."
+        )
+    names = [found["setting"] for found in certified]
+
+    def worth(name: str) -> float:
+        if promise.kind != SPEED:
+            return float(facts[name]["ratios"]["speed"]["ratio"])
+        score = facts[name]["means"].get("score")
+        return float(-facts[name]["divergence_spent"] if score is None else score["mean"])
+
+    chosen = max(names, key=worth)
+    return next(setting for setting in settings if setting.name == chosen)
+
+
+def check(at: At, name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
+    """What was measured of a setting on some prompts, and whether the promise was kept there."""
+    found = summarise(at, [EXACT, name], seed)[name]
+    spent = [turn.runs[name].answers[0].divergence_spent for turn in at.turns]
+    score = found["differences"].get("score")
+    rises = {
+        quality: -float(score_losses(at, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
+    }
+    kept = {
+        SCORE: score is not None and score["mean"] >= -promise.value,
+        NATS: max(spent) <= promise.value * (1 + 1e-6),
+        SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
+    }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
+    return {
+        "prompts": len({turn.group for turn in at.turns}),
+        "score_difference": score,
+        "rises": rises,
+        "speed": found["ratios"]["speed"],
+        "tau": found["ratios"]["tau"],
+        "target_forwards": found["ratios"].get("target_forwards"),
+        "answer_tokens": found["ratios"].get("answer_tokens"),
+        "same_final_answer": found["same_final_answer"],
+        "nats_per_answer": {"mean": float(np.mean(spent)), "most": max(spent)},
+        "kept": kept,
+    }
+
+
+def _home(options: SweepOptions) -> tuple[Path, Target]:
+    """The drafter's directory and its target."""
+    decoder = FuzzyDecoder.from_pretrained(
+        options.target, options.drafter, dtype=parse_dtype(options.dtype), device=options.device, pack=False
+    )
+    if decoder.drafter.directory is None:
+        raise FsdError(f"drafter {decoder.drafter.name} has no directory to write a setting to: use a head or a model.")
+    check_calibrated(decoder.drafter.directory)
+    return decoder.drafter.directory, decoder.target

@@ -1,0 +1,228 @@
+"""The sweep itself: every setting answers every prompt at every temperature, and each answer is one line of a file."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fsd_bench.base import Answer
+from fsd_bench.environment import environment
+from fsd_bench.evidence.lines import DISTANCES, SweepFile
+from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
+from fsd_bench.evidence.watch import Watched
+from fsd_bench.likelihood import mean_log_likelihoods
+from fsd_bench.runner import measure
+from fsd_bench.score import Reference, read_references
+from fsd_infer.chat.encoding import PromptRow, encode_chat
+from fsd_infer.chat.pieces import token_pieces
+from fsd_infer.decoder import FuzzyDecoder, Generation
+from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.files import jsonable
+from fsd_infer.targets.loading import parse_dtype
+
+WARMUP_TOKENS = 16
+
+
+def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, rows: Sequence[PromptRow] = ()) -> Path:
+    """Answer, measure, and append to the file at ``path`` what it lacks. A finished file is left as it is.
+
+    Args:
+        options: what to run.
+        path: of the file, see :class:`.SweepFile`; its first line also has ``prompts`` and ``environment``.
+        progress: show a progress bar with the time that is left.
+        rows: prompts that were read before, in place of the options'.
+
+    Returns:
+        The path.
+
+    Raises:
+        FsdError: options that make no sense, another file in the way, and whatever loading or decoding raises; the
+            answers so far are kept.
+    """
+    options.check()
+    rows = list(rows) or options.read()
+    references = read_references(rows, options.score)
+    settings = options.settings()
+    asked = "".join(row.id for row in rows)
+    described = {**options.to_dict(), "rows_sha256": hashlib.sha256(asked.encode()).hexdigest()[:16]}
+    facts = {
+        "families": {setting.name: setting.family for setting in settings},
+        "rule_facts": {setting.name: setting.rule.describe() for setting in settings},
+        "prompts": [_prompt(row, reference) for row, reference in zip(rows, references, strict=True)],
+        "environment": environment(),
+    }
+    file = SweepFile(path, jsonable(described), jsonable(facts))
+    done = {_key(line) for line in file.lines}
+    todo = [place for place in _places(options, settings, len(rows)) if place.key not in done]
+    if todo:
+        try:
+            _run(options, rows, references, settings, todo, file, progress)
+        except FsdError as error:
+            error.args = (f"{error} {len(file.lines)} lines are kept in {file.path}: the same command goes on there.",)
+            raise
+    return file.path
+
+
+def _prompt(row: PromptRow, reference: Reference | None) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "where": f"{row.file}:{row.line}",
+        "source": str(row.row.get("category") or row.source),
+        "text": row.messages[-1]["content"],
+        "reference": None if reference is None else str(reference.value),
+    }
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One line to come."""
+
+    temperature: float
+    prompt: int
+    repeat: int
+    setting: Setting | None  # None: divergences
+
+    @property
+    def key(self) -> tuple[float, int, int, str]:
+        return self.temperature, self.prompt, self.repeat, DISTANCES if self.setting is None else self.setting.name
+
+
+def _key(line: dict[str, Any]) -> tuple[float, int, int, str]:
+    return line["temperature"], line["prompt"], line["repeat"], line["setting"]
+
+
+def _places(options: SweepOptions, settings: Sequence[Setting], prompts: int) -> Iterator[_Place]:
+    """All lines in their order. Which setting goes first rotates, so that a busy machine disturbs all alike."""
+    for prompt in range(prompts):
+        for temperature in options.temperatures:
+            for repeat in range(options.repeats if temperature else 1):
+                first = (prompt + repeat) % len(settings)
+                for setting in (*settings[first:], *settings[:first]):
+                    yield _Place(temperature, prompt, repeat, setting)
+            if prompt < options.distances:
+                yield _Place(temperature, prompt, 0, None)
+
+
+def _run(
+    options: SweepOptions,
+    rows: Sequence[PromptRow],
+    references: Sequence[Reference | None],
+    settings: Sequence[Setting],
+    todo: Sequence[_Place],
+    file: SweepFile,
+    progress: bool,
+) -> None:
+    decoder = FuzzyDecoder.from_pretrained(
+        options.target, options.drafter, dtype=parse_dtype(options.dtype), device=options.device, tree=options.tree,
+        quantize=options.quantize,
+    )  # fmt: skip
+    encoded = [_encode(decoder, row) for row in rows]
+    drafters = {options.tree: Watched(decoder.drafter)}
+    for setting in settings:
+        if setting.tree is not None and setting.tree not in drafters:
+            drafters[setting.tree] = Watched(decoder.load_drafter(options.drafter, setting.tree))
+
+    def answer(place: _Place, drafter: Watched, limit: int) -> tuple[Generation, float]:
+        drafter.forget()
+        setting = place.setting
+        start = time.perf_counter()
+        made = decoder.generate(
+            [encoded[place.prompt]],
+            EXACT if setting is None else setting.rule,
+            drafter=drafter,
+            seed=options.seed + 1000 * place.prompt + place.repeat,
+            **_decoding(place.temperature, limit),
+        )
+        return made, time.perf_counter() - start
+
+    for setting in settings:  # what is compiled or allocated once is not timed
+        warm = _Place(todo[0].temperature, todo[0].prompt, 0, setting)
+        answer(warm, drafters[setting.tree or options.tree], min(WARMUP_TOKENS, options.max_new_tokens))
+    places = tqdm(
+        todo, initial=len(file.lines), total=len(file.lines) + len(todo), desc="sweep", unit="answer",
+        disable=not progress, smoothing=0.05,
+    )  # fmt: skip
+    for place in places:
+        head = {"temperature": place.temperature, "prompt": place.prompt, "repeat": place.repeat}
+        if place.setting is None:
+            watched = Watched(decoder.drafter, measure=True)
+            answer(place, watched, options.max_new_tokens)
+            file.add({**head, "setting": DISTANCES, "js": [round(value, 4) for value in watched.distances]})
+            continue
+        drafter = drafters[place.setting.tree or options.tree]
+        made, seconds = answer(place, drafter, options.max_new_tokens)
+        row, reference = rows[place.prompt], references[place.prompt]
+        line = _line(decoder, made, drafter.rounds, encoded[place.prompt], row, reference)
+        if place.prompt < options.examples:
+            line["pieces"] = token_pieces(decoder.tokenizer, made.sequences[0])
+        file.add(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
+
+
+def _encode(decoder: FuzzyDecoder, row: PromptRow) -> list[int]:
+    if decoder.tokenizer is None:
+        raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files, prompts are text.")
+    ids, limit = encode_chat(decoder.tokenizer, row.messages), decoder.target.max_positions
+    if limit is not None and len(ids) >= limit:
+        raise ContextLengthError(
+            f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {decoder.target.name} has a context of "
+            f"{limit} tokens: shorten or remove it."
+        )
+    return ids
+
+
+def _decoding(temperature: float, limit: int) -> dict[str, Any]:
+    if temperature == 0:
+        return dict(max_new_tokens=limit, do_sample=False, temperature=None, top_p=None, top_k=None)
+    return dict(max_new_tokens=limit, do_sample=True, temperature=temperature, top_p=None, top_k=None)
+
+
+def _line(
+    decoder: FuzzyDecoder,
+    made: Generation,
+    rounds: Sequence[int],
+    prompt: list[int],
+    row: PromptRow,
+    reference: Reference | None,
+) -> dict[str, Any]:
+    """What a line says of one answer."""
+    tokens, record, stats = made.sequences[0], made.records[0], made.stats.rows[0]
+    answer = Answer(tokens, stats.target_forwards, stats.new_tokens - 1)
+    text = measure(answer, decoder.tokenizer, prompt, row, reference)
+    return {
+        "prefill_seconds": round(stats.prefill_seconds, 6),
+        "tokens": tokens,
+        "rounds": clip_rounds(rounds, len(tokens)),
+        "sources": "".join(str(int(source)) for source in record.sources),
+        "spent": [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats],
+        "target_forwards": stats.target_forwards,
+        "gate_open_fraction": stats.gate_open_fraction,
+        "gate_accepted_fraction": stats.gate_accepted_fraction,
+        "divergence_spent": round(stats.divergence_spent, 5),
+        "finish_reason": stats.finish_reason,
+        "log_likelihood": mean_log_likelihoods(decoder.target, [(prompt, tokens)])[0] if tokens else None,
+        "score": answer.score,
+        "copied_4grams": answer.copied_4grams,
+        "coverage": answer.coverage,
+        "other_language": answer.other_language,
+        "by_proposer": stats.by_proposer,
+        "by_kind": stats.by_kind,
+        "repeated_4grams": answer.repeated_4grams,
+        "final": answer.final,
+        "text": text,
+    }
+
+
+def clip_rounds(rounds: Sequence[int], tokens: int) -> list[int]:
+    """Tokens of each round that are in the answer: its end may lie within a round, and the last one may be unknown."""
+    clipped, left = [], tokens
+    for count in rounds:
+        if left:
+            clipped.append(min(count, left))
+            left -= clipped[-1]
+    return [*clipped, left] if left else clipped

@@ -1,0 +1,94 @@
+"""transformers' own ``generate`` as a method: greedy or sampled, with prompt lookup, an assistant model or beams."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from fsd_bench.base import Answer, Method, TimedRun
+from fsd_infer.errors import FsdError
+from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
+
+
+class _Rounds(BaseStreamer):
+    """Notes when the first new tokens arrived and how many each forward emitted (sizes[0] is the prompt's)."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.first: float | None = None
+
+    def put(self, value: Tensor) -> None:
+        if self.sizes and self.first is None:
+            self.first = time.perf_counter()
+        self.sizes.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class _Steps(StoppingCriteria):
+    """Notes when the first step of a beam search was taken, and how many there were. It never stops one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not self.count:
+            self.first = time.perf_counter()
+        self.count += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class GenerateMethod(Method):
+    """transformers' ``generate`` on an untouched model. Prefill is the time until its first new token.
+
+    Args:
+        name: of the method.
+        model: the target.
+        arguments: of ``generate`` besides the run's, e.g. ``{"prompt_lookup_num_tokens": 8}`` or ``{"num_beams": 4}``.
+        facts: what a record is to say about them.
+    """
+
+    def __init__(
+        self, name: str, model: Any, arguments: dict[str, Any] | None = None, facts: dict[str, Any] | None = None
+    ) -> None:
+        self.name, self.model, self.arguments, self.facts = name, model, arguments or {}, facts or {}
+        self.beams = self.arguments.get("num_beams", 1) > 1
+        self.eos, self.pad = eos_ids(model.generation_config), pad_id(model.generation_config)
+
+    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        if self.arguments and not self.beams and len(prompts) > 1:
+            raise FsdError(f"{self.name}: transformers speculates on one prompt at a time: --batch-size 1.")
+        ids, mask = left_pad(prompts, self.pad, self.model.device)
+        rounds, steps = _Rounds(), _Steps()
+        # beams cannot be streamed, and stopping criteria see only steps, not the sizes of rounds
+        observers = {"stopping_criteria": StoppingCriteriaList([steps])} if self.beams else {"streamer": rounds}
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        output = self.model.generate(
+            ids, attention_mask=mask, pad_token_id=self.pad, **observers, **options, **self.arguments
+        ).tolist()
+        seconds = time.perf_counter() - start
+        first = steps.first if self.beams else (rounds.first or start + seconds)
+        answers = []
+        for row in output:
+            tokens = row[ids.shape[1] :]
+            end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
+            tokens = tokens[:end]
+            if self.beams:
+                forwards = verified = steps.count - 1
+            elif len(prompts) > 1:
+                forwards = verified = len(tokens) - 1
+            else:
+                forwards, verified = len(rounds.sizes) - 2, len(tokens) - rounds.sizes[1]
+            answers.append(Answer(tokens, forwards, verified, finish_reason="length" if end is None else "stop"))
+        return TimedRun(seconds, first - start, answers)
+
+    def describe(self) -> dict[str, Any]:
+        return {"by": "transformers", "model": "separate copy, linear layers not packed", **self.facts}

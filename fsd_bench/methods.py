@@ -1,0 +1,280 @@
+"""What can be measured, and how it is written.
+
+A method is written as text, ``[label=]kind[:parameters]``; the label is what tables and records call it:
+
+=========================  ============================================================================================
+``plain``                  this package's engine without a drafter
+``exact``, ``fuzzy:js:0.3``  any rule, with the run's drafter
+``exact@DRAFTER``          any rule with a drafter of its own, whatever ``load_drafter`` takes: ``exact@none``,
+                           ``fuzzy:js:0.3@heads/mine``
+``exact@shipped@8x2x16``   with a tree of its own, too: depth, width, nodes and perhaps ``x0.5``, where drafting stops
+``hf-generate``            transformers' ``generate``
+``hf-lookup:8``            the same with prompt lookup of so many tokens (8)
+``hf-assisted:DIR``        the same with an assistant model
+``hf-beams:4``             the same with so many beams
+``beams:4``                as many beams of this package, with the run's drafter; ``beams:4@none`` without
+``beams:4:depth=6``        with ``BeamOptions``, more of them after further colons
+``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
+``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_bench.process`
+=========================  ============================================================================================
+
+A new kind of method is one class and one entry here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.engine import EngineMethod
+from fsd_bench.hf import GenerateMethod
+from fsd_bench.models import Models
+from fsd_bench.process import ProcessMethod
+from fsd_bench.server import Server, ServerMethod
+from fsd_infer.beams import BeamOptions
+from fsd_infer.drafters import TreeShape
+from fsd_infer.errors import FsdError, UnknownNameError
+from fsd_infer.numerals import read_int
+from fsd_infer.registry import Registry
+from fsd_infer.rules import RULES, parse_rule
+from fsd_infer.targets.loading import load_target
+
+__all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
+
+LOOKUP_TOKENS, MOST_LOOKUP, MOST_BEAMS = 8, 1024, 64
+_LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
+_SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One method as it was asked for.
+
+    Attributes:
+        name: its label, or else its text.
+        text: without the label.
+        kind: a name in METHODS or RULES.
+        argument: what follows the first colon.
+        drafter: of a rule, or a kind that takes one, what follows "@"; None: the run's drafter.
+        tree: of that drafter, what follows a second "@"; None: the run's tree.
+    """
+
+    name: str
+    text: str
+    kind: str
+    argument: str
+    drafter: str | None = None
+    tree: TreeShape | None = None
+
+
+class Kind(ABC):
+    """One kind of method.
+
+    Attributes:
+        own_process: its methods run in processes of their own whatever the mode.
+        takes_drafter: "@" names a drafter, and perhaps a tree, as with rules.
+    """
+
+    own_process = takes_drafter = False
+
+    def check(self, spec: Spec) -> None:
+        """Raise FsdError for what can be refused before anything is loaded; by default any parameters."""
+        if spec.argument:
+            raise FsdError(f"method {spec.text!r}: {spec.kind} takes no parameters.")
+
+    @abstractmethod
+    def make(self, spec: Spec, models: Models) -> Method:
+        """The method; loads what it needs."""
+
+
+METHODS: Registry[Kind] = Registry("method")
+
+
+class _Plain(Kind):
+    def make(self, spec: Spec, models: Models) -> Method:
+        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
+
+
+class _Generate(Kind):
+    def make(self, spec: Spec, models: Models) -> Method:
+        return GenerateMethod(spec.name, models.reference[0])
+
+
+class _Lookup(Kind):
+    def check(self, spec: Spec) -> None:
+        if spec.argument and not 1 <= (read_int(spec.argument) or 0) <= MOST_LOOKUP:
+            raise FsdError(
+                f"method {spec.text!r}: {spec.argument!r} must be a number of tokens, at most {MOST_LOOKUP}, e.g. "
+                f"hf-lookup:{LOOKUP_TOKENS}."
+            )
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        facts = {"prompt_lookup_num_tokens": int(spec.argument or LOOKUP_TOKENS)}
+        return GenerateMethod(spec.name, models.reference[0], facts, facts)
+
+
+class _HfBeams(Kind):
+    def check(self, spec: Spec) -> None:
+        if not 2 <= (read_int(spec.argument) or 0) <= MOST_BEAMS:
+            raise FsdError(f"method {spec.text!r}: give 2 to {MOST_BEAMS} beams, e.g. {spec.kind}:4.")
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        facts = {"num_beams": int(spec.argument)}
+        return GenerateMethod(spec.name, models.reference[0], facts, facts)
+
+
+class _Beams(_HfBeams):
+    takes_drafter = True
+
+    def check(self, spec: Spec) -> None:
+        beams, _, options = spec.argument.partition(":")
+        super().check(replace(spec, argument=beams))
+        if options:
+            BeamOptions.parse(options)
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        drafter = models.load(spec.drafter or models.drafter, spec.tree)
+        beams, _, options = spec.argument.partition(":")
+        made = BeamOptions.parse(options) if options else BeamOptions()
+        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, int(beams), made)
+
+
+class _Assisted(Kind):
+    def check(self, spec: Spec) -> None:
+        if not spec.argument:
+            raise FsdError(f"method {spec.text!r}: name the assistant model, e.g. hf-assisted:DIRECTORY.")
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        model, tokenizer = models.reference
+        assistant, own = load_target(spec.argument, dtype=models.dtype, device=models.device)
+        speculation: dict[str, Any] = {"assistant_model": assistant}
+        # transformers translates between vocabularies where it is given both tokenizers
+        if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
+            speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
+        return GenerateMethod(spec.name, model, speculation, {"assistant_model": spec.argument})
+
+
+class _Server(Kind):
+    def check(self, spec: Spec) -> None:
+        Server(_address(spec)[0])
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        url, model = _address(spec)
+        return ServerMethod(spec.name, Server(url), model or None)
+
+
+def _address(spec: Spec) -> tuple[str, str]:
+    url, _, model = spec.argument.partition("#")
+    return url, model
+
+
+class _Command(Kind):
+    own_process = True
+
+    def check(self, spec: Spec) -> None:
+        self._words(spec)
+
+    def make(self, spec: Spec, models: Models) -> Method:
+        return ProcessMethod(spec.name, self._words(spec))
+
+    def _words(self, spec: Spec) -> list[str]:
+        try:
+            words = shlex.split(spec.argument)
+        except ValueError:  # a quotation without an end
+            words = []
+        if not words or "\0" in spec.argument:
+            raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
+        return words
+
+
+for _name, _kind in (
+    ("plain", _Plain()),
+    ("hf-generate", _Generate()),
+    ("hf-lookup", _Lookup()),
+    ("hf-beams", _HfBeams()),
+    ("beams", _Beams()),
+    ("hf-assisted", _Assisted()),
+    ("server", _Server()),
+    ("command", _Command()),
+):
+    METHODS.register(_name)(_kind)
+
+
+def parse_methods(texts: Sequence[str]) -> list[Spec]:
+    """What ``texts`` ask for; loads nothing.
+
+    Raises:
+        UnknownNameError, FsdError: a method that is unknown, wrongly written, or of the same name as another.
+    """
+    if not texts:
+        raise FsdError("no methods: give at least one, e.g. --methods plain,exact.")
+    specs = [_parse(text) for text in texts]
+    names = [spec.name for spec in specs]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise FsdError(
+            f"method {repeated[0]!r} is named twice: name each once, and use --repeat to measure more often."
+        )
+    return specs
+
+
+def _parse(text: str) -> Spec:
+    kind = re.split("[:@]", text, maxsplit=1)[0]
+    label = _LABEL.fullmatch(text) if "=" in kind else None
+    name, rest = (label[1], label[2]) if label else (text, text)
+    kind = re.split("[:@]", rest, maxsplit=1)[0]
+    if kind not in METHODS and kind not in RULES:
+        known = [*METHODS.names(), *RULES.names()]
+        raise UnknownNameError(f"unknown method {rest!r}. Known: {', '.join(known)}.")
+    if not _takes_drafter(kind):
+        if rest[len(kind) : len(kind) + 1] == "@":
+            raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")
+        spec = Spec(name, rest, kind, rest[len(kind) + 1 :])
+    else:
+        method, at, drafter = rest.partition("@")
+        if at and not drafter:
+            raise FsdError(f"method {rest!r}: name the drafter after '@', e.g. exact@none.")
+        tree = None
+        if shaped := _SHAPED.fullmatch(drafter):
+            drafter, tree = shaped[1], TreeShape.parse(shaped[2])
+        spec = Spec(name, rest, kind, method.partition(":")[2], drafter if at else None, tree)
+    if kind in RULES:
+        parse_rule(rest.partition("@")[0])
+    else:
+        METHODS.get(kind).check(spec)
+    return spec
+
+
+def _takes_drafter(kind: str) -> bool:
+    return kind in RULES or METHODS.get(kind).takes_drafter
+
+
+def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
+    """The methods that ``texts`` name. Servers are asked first, then models are loaded.
+
+    Raises:
+        UnknownNameError, FsdError: see :func:`parse_methods`; ServerError for a server that cannot be reached; and
+            whatever loading raises.
+    """
+    specs = parse_methods(texts)
+    made: dict[str, Method] = {}
+    for spec in specs:
+        if spec.kind == "server":
+            made[spec.name] = METHODS.get(spec.kind).make(spec, models)
+    drafters = [spec.drafter or models.drafter for spec in specs if _takes_drafter(spec.kind)]
+    models.first_drafter = drafters[0] if drafters else "none"
+    for spec in specs:
+        if spec.name in made:
+            continue
+        if spec.kind in METHODS:
+            made[spec.name] = METHODS.get(spec.kind).make(spec, models)
+        else:
+            rule = parse_rule(spec.text.partition("@")[0])
+            drafter = models.load(spec.drafter or models.drafter, spec.tree)
+            made[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
+    return [made[spec.name] for spec in specs]

@@ -1,0 +1,115 @@
+"""A method in a process of its own, so that nothing else lies in its memory or runs beside it.
+
+The process reads a JSON line per question on its standard input and answers each with one on its standard output::
+
+    (when it is ready)                                          -> {}
+    {"prompts": [[1, 2]], "options": {"max_new_tokens": 64, "do_sample": false}, "seed": 0}
+                                                                -> the fields of :class:`TimedRun`
+    {"describe": true}                                          -> the fields of :meth:`Method.describe`
+
+or with ``{"error": "one line"}``. It ends when its input does. What it measures is its own time: neither the start nor
+the pipe is part of it. Any program that keeps to this can be measured: ``NAME=command:PROGRAM ARGUMENTS``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsd_bench.base import Answer, Method, TimedRun
+from fsd_infer.errors import FsdError
+from fsd_infer.files import parse_json
+
+STOP_SECONDS = 20.0
+
+
+class ProcessMethod(Method):
+    """Starts the process and waits until it is ready.
+
+    Args:
+        name: of the method.
+        command: what to start.
+        environment: variables in place of this process's, or beside them.
+
+    Attributes:
+        load_seconds: from the start until it was ready.
+
+    Raises:
+        FsdError: it cannot be started, or it ended.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        start = time.perf_counter()
+        try:
+            self._process: subprocess.Popen[str] | None = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, encoding="utf-8",
+                env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+        except OSError as error:
+            self._process = None
+            raise FsdError(f"method {name!r}: {command[0]} cannot be started ({error}).") from error
+        try:
+            self._read()
+        except BaseException:  # an interrupt too must not leave it running
+            self.close()
+            raise
+        self.load_seconds = time.perf_counter() - start
+
+    def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
+        run = self._ask({"prompts": prompts, "options": options, "seed": seed})
+        try:
+            return TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
+        except (TypeError, KeyError) as error:
+            raise FsdError(f"method {self.name!r}: its process answered no timed run ({error}).") from error
+
+    def describe(self) -> dict[str, Any]:
+        return {**self._ask({"describe": True}), "load_seconds": self.load_seconds}
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.close()
+            process.wait(STOP_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            process.kill()
+        finally:
+            process.wait()
+            process.stdout.close()
+            self._said.close()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except OSError:  # it has ended; what it said last is read below
+            pass
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._said.seek(0)
+            said = [text.strip() for text in self._said if text.strip()]
+            raise FsdError(f"method {self.name!r}: its process ended with status {status}: {said[-1] if said else ''}")
+        answer = parse_json(
+            line.encode(), f"method {self.name!r}", "Its process must answer in lines of JSON.", FsdError
+        )
+        if not isinstance(answer, dict):
+            raise FsdError(f"method {self.name!r}: its process must answer with JSON objects.")
+        if "error" in answer:
+            raise FsdError(f"method {self.name!r}: {answer['error']}")
+        return answer

@@ -1,0 +1,351 @@
+"""From timed runs to the record of a benchmark: totals, categories, ratios pair by pair."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.intervals import interval
+from fsd_bench.paired import against, intervals
+from fsd_infer.errors import FsdError
+from fsd_infer.files import jsonable, write_text
+
+_DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)  # a list's entries, two levels in
+RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
+BY_CATEGORY = ("answers", "tokens_per_second", "tau", "answer_tokens", "log_likelihood_per_token", "score")
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One encoded prompt and where it came from."""
+
+    id: str
+    category: str
+    where: str
+    ids: list[int]
+
+
+@dataclass
+class _Cell:
+    """One method on one unit: medians over repeats. Seconds are means per call."""
+
+    seconds: float
+    prefill_seconds: float
+    seconds_per_answer: float
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+
+
+def build_record(
+    prompts: Sequence[BenchPrompt],
+    methods: Mapping[str, dict[str, Any]],
+    turns: Sequence[Turn],
+    seed: int = 0,
+    baselines: Sequence[str] = (),
+    blocks: Mapping[int, int] | None = None,
+) -> dict[str, Any]:
+    """The parts ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement`` and ``prompts`` of a record.
+
+    Speeds are medians over units of medians over repeats, in new tokens per second of wall time: a unit is a group of
+    prompts that are decoded together, or a block of such groups (their tokens / their seconds).
+    ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau`` is
+    pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
+    equally. ``target_forwards``, ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer, gate fractions
+    and ``log_likelihood_per_token`` (nats, raw) means per token. ``phases`` are seconds summed over all runs,
+    ``phase_fractions`` their shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards, and
+    ``round_overhead_fraction`` the share of the time after the prefill that neither the target nor the drafter takes.
+    A ratio is the method's speed / the baseline's on the same unit (seconds: the baseline's / the method's, above 1 is
+    faster): its median over units, with a 95 % percentile bootstrap interval over units. What a method does not report
+    (a server its forwards) is None.
+
+    ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_bench.score`), None
+    where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
+    the quantities of :mod:`fsd_bench.paired`; ``differences[BASELINE][METHOD]`` that of the method's less the
+    baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; ``ratios[BASELINE][METHOD]`` also
+    those of answer lengths and of target forwards, ``{"ratio", "low", "high", "prompts"}``; and
+    ``agreement[BASELINE][METHOD]`` the share of prompts with the baseline's final answer. What was not measured is not
+    there.
+
+    Args:
+        prompts: all that the turns' indices mean.
+        methods: description of each method by name, in the order of the report.
+        turns: every group and repeat.
+        seed: of the bootstrap.
+        baselines: methods to compare with, see :func:`choose_baselines`.
+        blocks: block of each group; None: each group is a unit.
+    """
+    compared = choose_baselines(list(methods), baselines)
+    baseline = compared[0]
+    cells = {name: _cells(name, turns, blocks) for name in methods}
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    reference = _first_tokens(baseline, turns)
+    made: dict[str, Any] = {}
+    for name, description in methods.items():
+        parts = {
+            category: _summary(name, [turn for turn in turns if prompts[turn.prompts[0]].category == category])
+            for category in categories
+        }
+        own = _first_tokens(name, turns)
+        whole = _summary(name, turns, cells[name])
+        whole["tau_category_mean"] = mean([part["tau"] for part in parts.values()])
+        whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
+        whole.update(_phases(name, turns))
+        whole.update(description)
+        whole["intervals"] = intervals(name, turns, seed)
+        whole["categories"] = {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()}
+        made[name] = whole
+    speeds = {baseline: _ratios(cells, baseline, seed) for baseline in compared}
+    paired = {baseline: against(list(methods), baseline, turns, seed) for baseline in compared}
+    return {
+        "methods": made,
+        "baseline": baseline,
+        "ratios": {
+            other: {name: {**speeds[other][name], **facts["ratios"]} for name, facts in names.items()}
+            for other, names in paired.items()
+        },
+        "differences": {
+            other: {name: facts["differences"] for name, facts in names.items()} for other, names in paired.items()
+        },
+        "agreement": {
+            other: {name: facts["same_final_answer"] for name, facts in names.items()}
+            for other, names in paired.items()
+        },
+        "prompts": _prompt_rows(prompts, methods, turns),
+    }
+
+
+def choose_baselines(names: Sequence[str], chosen: Sequence[str] = ()) -> list[str]:
+    """Names of the methods that the others are compared with; answers are compared with the first one's.
+
+    Args:
+        names: of all methods, in the order of the report.
+        chosen: what was asked for; nothing: hf-generate and plain as far as they are measured, else the first method.
+
+    Raises:
+        FsdError: a chosen name that is not measured.
+    """
+    missing = [name for name in chosen if name not in names]
+    if missing:
+        raise FsdError(f"baseline {missing[0]!r} is not among the methods: {', '.join(names)}.")
+    usual = [name for name in ("hf-generate", "plain") if name in names]
+    return list(dict.fromkeys(chosen)) or usual or [names[0]]
+
+
+def _same(own: list[int] | None, other: list[int] | None) -> float | None:
+    return None if own is None or other is None else float(own == other)
+
+
+def _cells(name: str, turns: Sequence[Turn], blocks: Mapping[int, int] | None = None) -> dict[int, _Cell]:
+    """By unit."""
+    units: dict[int, dict[int, list[TimedRun]]] = {}
+    for turn in turns:
+        unit = turn.group if blocks is None else blocks[turn.group]
+        units.setdefault(unit, {}).setdefault(turn.repeat, []).append(turn.runs[name])
+    return {unit: _cell(list(repeats.values())) for unit, repeats in units.items()}
+
+
+def _cell(repeats: Sequence[Sequence[TimedRun]]) -> _Cell:
+    def over_repeats(value: Callable[[Sequence[TimedRun]], float]) -> float:
+        return statistics.median(value(runs) for runs in repeats)
+
+    seconds = [sum(run.seconds for run in runs) for runs in repeats]
+    decoded = [
+        (sum(_tokens(run) - len(run.answers) for run in runs), sum(run.seconds - run.prefill_seconds for run in runs))
+        for runs in repeats
+    ]
+    rates = [tokens / took for tokens, took in decoded if tokens > 0 and took > 0]
+    return _Cell(
+        seconds=over_repeats(lambda runs: statistics.fmean(run.seconds for run in runs)),
+        prefill_seconds=over_repeats(lambda runs: statistics.fmean(run.prefill_seconds for run in runs)),
+        seconds_per_answer=statistics.median(
+            took / sum(len(run.answers) for run in runs) for took, runs in zip(seconds, repeats, strict=True)
+        ),
+        tokens_per_second=statistics.median(
+            sum(map(_tokens, runs)) / took for took, runs in zip(seconds, repeats, strict=True)
+        ),
+        decode_tokens_per_second=statistics.median(rates) if rates else None,
+    )
+
+
+def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None = None) -> dict[str, Any]:
+    """Numbers of one method over these turns; speeds from ``cells``, by default one per group."""
+    answers = [answer for turn in turns for answer in turn.runs[name].answers]
+    groups = _cells(name, turns)
+    units = list((groups if cells is None else cells).values())
+    counted = [(a.verified_tokens, a.target_forwards) for a in answers if a.verified_tokens is not None]
+    forwards = sum(forwards or 0 for _, forwards in counted)
+    tokens = sum(answer.length for answer in answers)
+    likelihoods = [(a.log_likelihood, a.length) for a in answers if a.log_likelihood is not None]
+
+    def per_token(value: Callable[[Answer], float]) -> float | None:
+        return sum(value(answer) * answer.length for answer in answers) / tokens if tokens else None
+
+    return {
+        "answers": len({index for turn in turns for index in turn.prompts}),
+        "tokens_per_second": median([cell.tokens_per_second for cell in units]),
+        "decode_tokens_per_second": median([cell.decode_tokens_per_second for cell in units]),
+        "seconds_per_answer": median([cell.seconds_per_answer for cell in units]),
+        "prefill_seconds": median([cell.prefill_seconds for cell in units]),
+        "decode_seconds": median([cell.seconds - cell.prefill_seconds for cell in units]),
+        "seconds_total": sum(cell.seconds for cell in groups.values()),
+        "tau": sum(verified for verified, _ in counted) / forwards if forwards else None,
+        "target_forwards": mean([answer.target_forwards for answer in answers]),
+        "answer_tokens": mean([answer.length for answer in answers]),
+        "finished_fraction": mean([float(answer.finish_reason == "stop") for answer in answers]),
+        "gate_open_fraction": per_token(lambda answer: answer.gate_open_fraction),
+        "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
+        "divergence_spent": mean([answer.divergence_spent for answer in answers]),
+        "score": mean([answer.score for answer in answers]),
+        "copied_4grams": mean([answer.copied_4grams for answer in answers]),
+        "coverage": mean([answer.coverage for answer in answers]),
+        "other_language": mean([answer.other_language for answer in answers]),
+        "repeated_4grams": mean([answer.repeated_4grams for answer in answers]),
+        "log_likelihood_per_token": (
+            sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
+            if likelihoods
+            else None
+        ),
+    }
+
+
+def _ratios(cells: Mapping[str, Mapping[int, _Cell]], baseline: str, seed: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, own in cells.items():
+        if name == baseline:
+            continue
+        made[name] = {}
+        for quantity in RATIOS:
+            pairs = [(getattr(own[unit], quantity), getattr(cells[baseline][unit], quantity)) for unit in own]
+            values = [a / b for a, b in pairs if a and b]
+            if quantity == "seconds_per_answer":
+                values = [1 / value for value in values]
+            made[name][quantity] = interval(values, seed)
+    return made
+
+
+def merge_turns(turns: Iterable[Turn]) -> list[Turn]:
+    """One turn per group and repeat, where the methods' runs came apart."""
+    merged: dict[tuple[int, int], Turn] = {}
+    for turn in turns:
+        known = merged.setdefault((turn.group, turn.repeat), Turn(turn.group, turn.repeat, turn.prompts, {}))
+        known.runs.update(turn.runs)
+    return [merged[place] for place in sorted(merged)]
+
+
+def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"id": p.id, "category": p.category, "where": p.where, "prompt_tokens": len(p.ids), "methods": {}}
+        for p in prompts
+    ]
+    for turn in sorted(turns, key=lambda turn: (turn.group, turn.repeat)):
+        for name in methods:
+            run = turn.runs[name]
+            for index, answer in zip(turn.prompts, run.answers, strict=True):
+                rows[index]["methods"].setdefault(name, []).append(_answer_row(turn, run, answer))
+    return rows
+
+
+def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
+    """One repeat. Seconds are those of the whole batch."""
+    return {
+        "repeat": turn.repeat,
+        "batch": len(run.answers),
+        "seconds": run.seconds,
+        "prefill_seconds": run.prefill_seconds,
+        "answer_tokens": answer.length,
+        "target_forwards": answer.target_forwards,
+        "tau": (answer.verified_tokens or 0) / answer.target_forwards if answer.target_forwards else None,
+        "gate_open_fraction": answer.gate_open_fraction,
+        "gate_accepted_fraction": answer.gate_accepted_fraction,
+        "divergence_spent": answer.divergence_spent,
+        "log_likelihood_per_token": answer.log_likelihood,
+        "score": answer.score,
+        "copied_4grams": answer.copied_4grams,
+        "coverage": answer.coverage,
+        "other_language": answer.other_language,
+        "repeated_4grams": answer.repeated_4grams,
+        "final_answer": answer.final,
+        "finish_reason": answer.finish_reason,
+        "tokens_sha256": (
+            None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:8]
+        ),
+    }
+
+
+def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Where the time of all runs went. Only the names prefill, target and draft are known here."""
+    total: dict[str, float] = {}
+    rounds = 0
+    for turn in turns:
+        run = turn.runs[name]
+        for phase, seconds in run.phases.items():
+            total[phase] = total.get(phase, 0.0) + seconds
+        # rows of a batch share their rounds; the longest-lived row was there in all of them
+        rounds += max((answer.target_forwards or 0 for answer in run.answers), default=0)
+    whole = sum(total.values())
+    looped = {phase: seconds for phase, seconds in total.items() if phase != "prefill"}
+    after = sum(looped.values())
+    models = looped.get("target", 0.0) + looped.get("draft", 0.0)
+    return {
+        "phases": total,
+        "phase_fractions": {phase: seconds / whole for phase, seconds in total.items()} if whole else {},
+        "milliseconds_per_round": (
+            {phase: 1000 * seconds / rounds for phase, seconds in looped.items()} if rounds else {}
+        ),
+        "round_overhead_fraction": 1 - models / after if after else None,
+    }
+
+
+def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int] | None]:
+    """Each prompt's tokens in the first repeat."""
+    return {
+        index: answer.tokens
+        for turn in turns
+        if turn.repeat == 0
+        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True)
+    }
+
+
+def _tokens(run: TimedRun) -> int:
+    return sum(answer.length for answer in run.answers)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of the values that are there; None without any."""
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Of the values that are there; None without any."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON, atomically: indented, with a line per prompt, or per entry of any other long list.
+
+    Files hold summaries: of each answer a hash of its tokens, and numbers to six digits.
+    """
+    text = json.dumps(_summarised(jsonable(record)), indent=1)
+    write_text(path, _DEEP.sub(lambda found: found[1] + json.dumps(json.loads(found[2])), text) + "\n")
+
+
+def _summarised(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [_summarised(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() >= {"id", "prompt_tokens", "methods"}:  # a prompt with every answer's figures
+        hashes = {name: runs[0]["tokens_sha256"] for name, runs in value["methods"].items()}
+        return {key: value[key] for key in ("id", "category", "prompt_tokens")} | {"answers": hashes}
+    return {key: _summarised(item) for key, item in value.items()}

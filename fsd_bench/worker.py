@@ -1,0 +1,59 @@
+"""One method of this package or of transformers, served over the protocol of :mod:`fsd_bench.process`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from fsd_bench.base import Method
+from fsd_bench.methods import make_methods
+from fsd_bench.settings import Settings, models_of, set_threads
+from fsd_infer.errors import FsdError
+
+
+def private_stdout() -> TextIO:
+    """Standard output for answers alone; whatever else this process prints goes to standard error from now on."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return out
+
+
+def serve(method: Method, out: TextIO) -> None:
+    """Answer the questions on standard input until it ends."""
+    _reply(out, {})
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if "describe" in question:
+                _reply(out, method.describe())
+            else:
+                _reply(out, asdict(method.answer(question["prompts"], question["options"], question["seed"])))
+        except FsdError as error:
+            _reply(out, {"error": str(error)})
+
+
+def _reply(out: TextIO, content: dict[str, Any]) -> None:
+    print(json.dumps(content), file=out, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m fsd_bench.worker SETTINGS METHOD``. 2 after bad input."""
+    settings_text, text = sys.argv[1:] if argv is None else argv
+    out = private_stdout()
+    try:
+        settings = Settings.from_dict(json.loads(settings_text))
+        set_threads(settings)
+        method = make_methods([text], models_of(settings))[0]
+    except FsdError as error:
+        _reply(out, {"error": str(error)})
+        return 2
+    serve(method, out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a request brings: its options, its logits processors, its prompts."""

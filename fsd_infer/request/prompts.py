@@ -1,0 +1,104 @@
+"""Prompts: whether they can be answered, and reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsd_infer.cache import SlotCache
+from fsd_infer.device.transfer import to_device
+from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.prefixes import Prefix
+from fsd_infer.target import Target
+from fsd_infer.tree import at_nodes
+
+PREFILL_CHUNK = 512
+# Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
+READ_IN_TURN = {"cpu"}
+
+
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """How many tokens may follow each prompt: max_new_tokens, or what the context leaves.
+
+    Raises:
+        FsdError: an empty prompt, a token id that the target does not know, or max_new_tokens below 1.
+        ContextLengthError: a prompt that leaves no room in the target's context.
+    """
+    if max_new_tokens < 1:
+        raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+    limit = target.max_positions
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise FsdError(f"prompt {row} is empty: give at least one token.")
+        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            raise FsdError(
+                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, but {target.name} knows 0 to "
+                f"{target.vocab_size - 1}: encode it with the target's own tokenizer."
+            )
+        if limit is not None and len(prompt) >= limit:
+            raise ContextLengthError(
+                f"a prompt has {len(prompt)} tokens, but {target.name} has a context of {limit} tokens, "
+                "and an answer needs room too: shorten the prompt."
+            )
+    return [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
+
+
+def read_prompts(
+    target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor, known: Sequence[Prefix | None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Fill the cache's first slots with prompts, slot = position.
+
+    Args:
+        target: what reads them.
+        cache: with a row for each.
+        tokens: [B, M] their ids, right-padded, on the CPU.
+        lengths: [B] how many of them are real, on the CPU.
+        known: of each prompt a start that the target has read before; None: of none.
+
+    Returns:
+        (features [B, M, F], of which the padding's mean nothing, logits [B, 1, V] at each prompt's last token)
+    """
+    known = known or [None] * len(tokens)
+    if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+        return _read_in_turn(target, cache, tokens, lengths, known)
+    features, logits = _read(target, cache, to_device(tokens, target.device))
+    if int(lengths.min()) < tokens.shape[1]:  # the model computed logits at the end of the longest only
+        target.check_lm_head()
+        last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
+        logits = target.lm_logits(target.features_of(last))
+    return features, logits
+
+
+def _read(target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None) -> tuple[Tensor, Tensor]:
+    """Causal forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last).
+
+    ``known``: their start, for B = 1.
+    """
+    features, first = [], 0
+    if known is not None:
+        cache.restore(known.states)
+        features, first = [known.features[None]], len(known.tokens)
+    for start in range(first, tokens.shape[1], PREFILL_CHUNK):
+        chunk = tokens[:, start : start + PREFILL_CHUNK]
+        slots = (start + torch.arange(chunk.shape[1], device=target.device)).expand_as(chunk)
+        read_by_then = start + chunk.shape[1]
+        cache.set_write_slots(slots, start, read_by_then)
+        visible = torch.arange(read_by_then, device=target.device) <= slots[..., None]
+        logits, read = target.forward(chunk, slots, visible, cache, keep=1)
+        features.append(read)
+    return torch.cat(features, 1), logits
+
+
+def _read_in_turn(
+    target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor, known: Sequence[Prefix | None]
+) -> tuple[Tensor, Tensor]:
+    """One prompt after the other."""
+    features, logits = [], []
+    for row, (length, start) in enumerate(zip(lengths.tolist(), known, strict=True)):
+        read, last = _read(target, cache.row(row), to_device(tokens[row : row + 1, :length], target.device), start)
+        features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
+        logits.append(last)
+    return torch.cat(features), torch.cat(logits)

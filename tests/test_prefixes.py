@@ -1,0 +1,107 @@
+"""A prompt that begins like an earlier text is read from where it differs, and answered as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer.errors import FsdError
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.prefixes import LEAST, Prefix, PrefixCache
+from tests.families import tiny_model, tiny_prompts
+
+FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss", "cohere"]  # sliding windows and learned positions too
+
+
+def decoder_of(family: str, prefixes: PrefixCache | None) -> FuzzyDecoder:
+    target = Target(tiny_model(family))
+    target.prefixes = prefixes
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64))
+    return FuzzyDecoder(target, EagleDrafter(head, target, TreeShape(3, 3, 8)))
+
+
+def turns(decoder: FuzzyDecoder, **options: Any) -> tuple[list[list[list[int]]], list[int], list[float]]:
+    """Three turns of two chats, batched, and a fourth of one alone: (answers, known tokens, accepted lengths)."""
+    texts, answers, known, taus = tiny_prompts((24, 19)), [], [], []
+    for turn in range(4):
+        asked = texts if turn < 3 else texts[:1]
+        out = decoder.generate(asked, max_new_tokens=10 + turn, **options)
+        answers.append(out.sequences)
+        known.append(out.stats.known_tokens)
+        taus.append(out.stats.tau)
+        texts = [text + answer + [5 + turn, 7, 11] for text, answer in zip(texts, out.sequences)]
+    return answers, known, taus
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_of_a_chat_are_answered_as_without(family: str) -> None:
+    plain, none, taus = turns(decoder_of(family, None), do_sample=False)
+    kept, known, others = turns(decoder_of(family, PrefixCache(1 << 30)), do_sample=False)
+    assert kept == plain and others == taus, "drafts, too, are the same"
+    # the last texts but for what was added, and perhaps the answers' last tokens, which the target need not have read
+    least = [0, 24 + 19 + 2 * 9, 24 + 19 + 2 * (10 + 3 + 10), 24 + 10 + 3 + 11 + 3 + 11]
+    assert none == [0] * 4 and all(0 <= new - old <= 2 for new, old in zip(known, least))
+
+
+def test_sampled_answers_come_again_with_their_seed() -> None:
+    options = dict(do_sample=True, temperature=1.3, seed=3)
+    plain, kept = (turns(decoder_of("llama", cache), **options)[0] for cache in (None, PrefixCache(1 << 30)))
+    assert kept == plain
+
+
+def test_a_stopped_answer_is_kept_up_to_its_end() -> None:
+    decoder = decoder_of("llama", PrefixCache(1 << 30))
+    prompt = tiny_prompts((20,))[0]
+    answer = decoder.generate([prompt], max_new_tokens=12, do_sample=False).sequences[0]
+    decoder = decoder_of("llama", PrefixCache(1 << 30))
+    cut = decoder.generate([prompt], max_new_tokens=12, do_sample=False, eos_token_id=answer[5]).sequences[0]
+    kept = decoder.target.prefixes
+    assert kept is not None
+    text = kept.texts[0].tokens.tolist()
+    assert text == (prompt + cut)[: len(text)] and len(prompt) <= len(text) <= len(prompt + cut)
+    assert len(kept.texts[0].features) == len(text)
+    longer = prompt + cut + [9, 8]
+    plain = decoder_of("llama", None).generate([longer], max_new_tokens=12, do_sample=False)
+    assert decoder.generate([longer], max_new_tokens=12, do_sample=False).sequences == plain.sequences
+
+
+def test_features_of_other_layers_are_no_use_to_a_head_that_reads_more() -> None:
+    decoder = decoder_of("llama", PrefixCache(1 << 30))
+    prompt = tiny_prompts((20,))[0]
+    decoder.generate([prompt], max_new_tokens=8)
+    decoder.target.watch([0])
+    assert decoder.generate([prompt], max_new_tokens=8).stats.known_tokens == 0
+    assert decoder.generate([prompt], max_new_tokens=8).stats.known_tokens == 19
+
+
+def text_of(tokens: list[int], width: int = 4) -> Prefix:
+    return Prefix(
+        torch.tensor(tokens), {"keys": torch.zeros(1, 1, len(tokens), width)}, torch.zeros(len(tokens), 1), ()
+    )
+
+
+def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
+    first, second, third = (text_of([start] * LEAST) for start in (1, 2, 3))
+    cache = PrefixCache(2 * first.nbytes)
+    for text in (first, second):
+        cache.store(text)
+    assert cache.find([1] * 50, ()) is not None
+    cache.store(third)
+    assert cache.texts == [first, third] and cache.nbytes <= cache.max_bytes
+    cache.store(text_of([1] * 30))  # in place of what it begins with, and the other no longer fits
+    assert [len(text.tokens) for text in cache.texts] == [30]
+    cache.store(text_of([4] * 100))
+    assert [len(text.tokens) for text in cache.texts] == [30], "what does not fit is not kept"
+    assert cache.find([1] * 20, ()).tokens.tolist() == [1] * 19, "the last token's logits are wanted"
+    assert cache.find([1] * LEAST, ()) is None and cache.find([7], ()) is None
+
+
+@pytest.mark.parametrize("bound", [0, -1, True, 2.5, "1 GB"])
+def test_bounds_that_are_none(bound: object, tmp_path: Path) -> None:
+    with pytest.raises(FsdError, match="prefix cache needs a whole number of bytes"):
+        FuzzyDecoder.from_pretrained("smollm2-135m", prefix_cache_bytes=bound)  # type: ignore[arg-type]
