@@ -23,7 +23,7 @@ from fsd_infer.errors import FsdError
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = "smollm2-135m"
 GATES = [f"fuzzy:js:{threshold}" for threshold in (0.2, 0.3, 0.4)]
-TILTED = ["tilted", "tilted:novel=0", "tilted:2", "tilted:1:floor=0"]
+TILTED = ["tilted", "tilted:novel=0", "tilted:1.5", "tilted:1:floor=0"]
 NOVEL = ":novel=3"  # as tilted has it; every rival runs with and without
 # At the source's default; where it has none (lenient, cactus, ensemble) or its default is exact (threshold) in between.
 RIVALS = ["lenient:0.5", "typical", "relaxed", "threshold:0.3", "cactus:0.25", "cascade-token", "ensemble:0.5"]

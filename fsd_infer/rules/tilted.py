@@ -50,7 +50,7 @@ class Tilted(LossyRule):
         FsdError: a number out of range.
     """
 
-    price: float = parameter(1.5, low=LEAST_PRICE, infinite=True)
+    price: float = parameter(2.0, low=LEAST_PRICE, infinite=True)
     floor: float = parameter(0.25, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
