@@ -49,8 +49,8 @@ from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Exact
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype
+from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, ancestors_of
 from fsd_infer.tuning.autotune import parse_tree
 

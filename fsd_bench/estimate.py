@@ -31,7 +31,7 @@ from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.request.prompts import PREFILL_CHUNK
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 LOGITS = 2 + 4 + 4  # bytes that a log-probability costs: bf16 read, fp32 written and read
 

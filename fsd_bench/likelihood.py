@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 BATCH_TOKENS = 4096  # padding included
 LOGIT_BYTES = 64 * 2**20  # of one fp32 piece [positions, V]; reducing it makes at most two more of its size

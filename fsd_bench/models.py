@@ -9,8 +9,8 @@ from typing import Any
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.errors import FsdError
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_dtype
+from fsd_infer.targets.target import Target
 
 
 @dataclass

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import attention_for, explained, load_config
+from fsd_infer.targets.target import Target
 
 _LLAMA_3_1 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
               "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip

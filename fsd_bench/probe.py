@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_infer.tree import visible_slots
 
 

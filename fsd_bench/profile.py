@@ -41,7 +41,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import LookupDrafter, TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import RULES
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT = 128  # tokens that the measured forwards attend to

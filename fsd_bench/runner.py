@@ -23,7 +23,7 @@ from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import jsonable
 from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 
 def run(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fsd_infer.errors import FsdError
     from fsd_infer.rules import RULES, DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, parse_rule
     from fsd_infer.stats import GenerationStats, RowStats
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ _MODULES = {
     "errors": ("FsdError",),
     "rules": ("RULES", "DraftOnly", "Exact", "Fuzzy", "FuzzyStrict", "RandomGate", "Rule", "parse_rule"),
     "stats": ("GenerationStats", "RowStats"),
-    "target": ("Target",),
+    "targets.target": ("Target",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -23,7 +23,7 @@ from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.request.options import check_config, check_inputs, refusal
 from fsd_infer.rules import Rule, RuleLike, parse_rules
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import pad_id
 from fsd_infer.tuning.calibrated import CALIBRATED, calibrated
 

@@ -24,11 +24,11 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.prefixes import PrefixCache
 from fsd_infer.request.options import check_overrides
 from fsd_infer.rules import RuleLike
 from fsd_infer.stats import GenerationStats, RowRecord
-from fsd_infer.target import Target
+from fsd_infer.targets.prefixes import PrefixCache
+from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, pad_id
 from fsd_infer.tuning.autotune import AUTO, FIXED, choose_trees, head_of
 
@@ -106,7 +106,7 @@ class FuzzyDecoder:
                 target's stay as they are, so `exact` is as exact as without.
             cuda_graphs: see :meth:`use_graphs`.
             prefix_cache_bytes: keep what the target has read, within so many bytes, for prompts that begin like an
-                earlier prompt and its answer (see :mod:`fsd_infer.prefixes`). None: nothing is kept.
+                earlier prompt and its answer (see :mod:`fsd_infer.targets.prefixes`). None: nothing is kept.
             trust_remote_code: allow the model's repository to run its own code.
             attn_implementation: passed to transformers.
             revision: of a hub model.

@@ -74,7 +74,7 @@ class GenerationStats:
         phases: seconds of prefill, draft, target, rule and cache where the work was done: on CUDA by the device's own
             clock, so they may add up to a little more or less than ``seconds``.
         cache_bytes: memory of the key-value caches, the target's and the drafter's.
-        known_tokens: of the prompts, that the target had read in an earlier request (:mod:`fsd_infer.prefixes`).
+        known_tokens: of the prompts, that the target had read in an earlier request (:mod:`.targets.prefixes`).
         trees: what was chosen under ``tree="auto"``, and what was expected of it; else None.
     """
 

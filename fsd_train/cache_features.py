@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from fsd_infer.heads.config import default_fused_layers
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH, command_lines
 from fsd_train.data import read_answers
 from fsd_train.features import cache_features, is_layers, token_bytes

@@ -22,7 +22,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.data import on_host
 from fsd_train.metrics import DEFAULT_RULES
 from fsd_train.safety import settle

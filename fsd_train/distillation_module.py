@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.data import on_host
 from fsd_train.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, LossOutput, build_loss

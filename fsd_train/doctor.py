@@ -28,8 +28,8 @@ from fsd_infer.files import writable, write_json
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.targets.target import Target
 from fsd_train import command_lines
 from fsd_train.data import check_id, encode_row
 from fsd_train.engine_check import check_engine

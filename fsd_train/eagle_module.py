@@ -15,7 +15,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.data import on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of

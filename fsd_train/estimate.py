@@ -27,7 +27,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import usual_layers
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train import command_lines
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule

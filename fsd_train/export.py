@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_infer.heads.checkpoint import is_head, load_head, read_any_config, save_head
+from fsd_infer.heads.checkpoint import is_head, load_head, read_config, save_head
 from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import load_config, resolve_target
+from fsd_infer.targets.target import Target
 from fsd_train import command_lines
 from fsd_train.data import read_answers
 from fsd_train.distillation_module import DistillationModule
@@ -81,7 +81,7 @@ def export_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export_head(args: argparse.Namespace) -> int:
-    config = read_any_config(Path(args.source))
+    config = read_config(Path(args.source))
     record: dict[str, Any] = config.get("training") or {}
     name = args.target or (record.get("hyperparameters") or {}).get("target") or config.get("target_model")
     if name is None:

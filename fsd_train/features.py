@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from fsd_infer.errors import DataError
 from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)
 

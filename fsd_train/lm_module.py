@@ -17,7 +17,7 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.data import keep_on_host, on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsd_infer.errors import CheckpointError, NonFiniteLossError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fsd_infer.files import open_safetensors, read_weight_map
-from fsd_infer.target import Target
 from fsd_infer.targets.adapters import adapter_digest
 from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
+from fsd_infer.targets.target import Target
 
 _AGAIN = "Fetch the model again."
 

@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.errors import CheckpointError, DataError, ModelLoadError
 from fsd_infer.files import disk_errors, write_text
-from fsd_infer.target import Target
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_tensors, read_adapter_config
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
 
@@ -107,7 +107,7 @@ class SmallLM(nn.Module):
         return getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`fsd_infer.target.Target.lm_head_rows`."""
+        """As :meth:`fsd_infer.targets.target.Target.lm_head_rows`."""
         head = self.causal_lm.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
 

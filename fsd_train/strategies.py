@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.registry import Registry
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.options import TrainingOptions
 
 if TYPE_CHECKING:

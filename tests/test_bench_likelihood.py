@@ -9,7 +9,7 @@ import torch
 
 from fsd_bench import likelihood
 from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from tests.text_toys import save_tiny_chat_target
 
 

@@ -20,7 +20,7 @@ from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer.heads.checkpoint import load_head
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule

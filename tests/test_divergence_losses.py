@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsd_infer.errors import DataError, UnknownNameError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LOSSES, build_loss
 from tests.loss_toys import (

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from fsd_infer.cpu.ops import likeliest
-from fsd_infer.drafters.eagle import _best_in_lists, _best_in_tensors, _keep_best, _Level
+from fsd_infer.drafters.candidates import Level, _best_in_lists, _best_in_tensors, keep_best
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.tree import DraftTree, ancestors_of
 
 VOCABULARY = 40
 
 
-def levels_of(shape: TreeShape, batch: int, peaked: float) -> list[_Level]:
+def levels_of(shape: TreeShape, batch: int, peaked: float) -> list[Level]:
     """Candidates as a head would draft them; peaked logits make many that are certain, hence equal scores."""
     expanded, path_scores, first, levels = torch.zeros(batch, 1, dtype=torch.long), torch.zeros(batch, 1), 1, []
     for _ in range(shape.depth):
@@ -25,7 +22,7 @@ def levels_of(shape: TreeShape, batch: int, peaked: float) -> list[_Level]:
         logits[..., 3] += peaked
         log_q, tokens = likeliest(logits, shape.width)
         scores = (path_scores[..., None] + log_q).flatten(1)
-        levels.append(_Level(tokens.flatten(1), scores, expanded, path_scores, logits))
+        levels.append(Level(tokens.flatten(1), scores, expanded, path_scores, logits))
         path_scores, best = scores.topk(shape.width)
         expanded, first = first + best, first + scores.shape[1]
     return levels
@@ -49,11 +46,10 @@ def paths(tree: DraftTree) -> list[dict[tuple[int, ...], tuple[float, list[float
 @pytest.mark.parametrize(("batch", "tilt"), [(1, 0.0), (3, 0.0), (3, 1.0)])
 def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, tilt: float, peaked: float) -> None:
     torch.manual_seed(0)
-    drafter: Any = SimpleNamespace(shape=shape, max_nodes=min(shape.nodes, 1 + shape.candidates))
     for _ in range(20):
         levels = levels_of(shape, batch, peaked)
         roots, ids = torch.arange(batch), torch.arange(VOCABULARY)
-        lists, tensors = (make(roots, levels, drafter, ids, tilt) for make in (_best_in_lists, _best_in_tensors))
+        lists, tensors = (make(roots, levels, shape, ids, tilt) for make in (_best_in_lists, _best_in_tensors))
         assert paths(lists) == paths(tensors) or (tilt and peaked == 200.0)  # where rounding chooses among equals
         for tree in (lists, tensors):
             assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
@@ -65,13 +61,12 @@ def test_lists_and_tensors_give_the_same_tree(shape: TreeShape, batch: int, tilt
                 node += 1
         best = torch.cat([level.scores for level in levels], 1).sort(descending=True).values
         kept = lists.scores[:, 1:].sort(descending=True).values
-        assert tilt or torch.equal(kept, best[:, : drafter.max_nodes - 1])
-        assert torch.equal(_keep_best(roots, levels, drafter, ids, tilt).tokens, lists.tokens)
+        assert tilt or torch.equal(kept, best[:, : shape.max_nodes - 1])
+        assert torch.equal(keep_best(roots, levels, shape, ids, tilt).tokens, lists.tokens)
 
 
 def test_what_is_not_a_number_comes_through_to_be_refused() -> None:
     shape = TreeShape(2, 3, 8)
-    drafter: Any = SimpleNamespace(shape=shape, max_nodes=8)
     levels = levels_of(shape, 1, 0.0)
     levels[0].logits[0, 0, 5] = levels[0].scores[0, 1] = torch.nan
-    assert _keep_best(torch.zeros(1, dtype=torch.long), levels, drafter, None, 0.0).q_logits.isnan().any()
+    assert keep_best(torch.zeros(1, dtype=torch.long), levels, shape, None, 0.0).q_logits.isnan().any()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks import findings, markdown_table
-from fsd_bench.evidence.charts import Point, Series, chart, ticks
 from fsd_bench.evidence.page import render, write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
 from fsd_bench.evidence.summary import read_sweep, summarise, tau_by_position
@@ -204,10 +203,3 @@ def test_rounds_end_with_the_answer() -> None:
     lines = [{"rounds": [1, 4, 3, 2, 9]}, {"rounds": [1, 6, 1]}, {"rounds": [1]}]
     # rounds that begin at 1, 5 and 8, and at 1; the last of each answer is left out
     assert tau_by_position(lines) == [(0, 8, (4 + 3 + 6) / 3, 3), (8, 16, 2.0, 1)]
-
-
-def test_ticks_are_round_and_inside() -> None:
-    assert ticks(0.7, 2.1) == [1.0, 1.5, 2.0] and ticks(-30, 70) == [-20, 0, 20, 40, 60]
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and ticks(3, 3) == [3]
-    flat = chart("t", "x", "y", [Series("a", [Point(1, 0), Point(1, 0)], 0)])
-    assert "nan" not in flat and "inf" not in flat

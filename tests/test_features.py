@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from fsd_infer.errors import DataError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train import features as module
 from fsd_train.cache_features import _arguments, main, recipe_options
 from fsd_train.data import AnswersDataModule

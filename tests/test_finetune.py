@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.finetune_module import FinetuneModule

@@ -14,7 +14,7 @@ from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession, warn_context
 from fsd_infer.errors import FsdError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 from tests.families import noisy_model, reference, tiny_model, tiny_prompts
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsd_infer.drafters.lm import load_lm
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.export import export_main
 from tests.test_strategies import ACCUMULATE, LR, RANKS, check_same_run, command, run_ranks, toys  # noqa: F401

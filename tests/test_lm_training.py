@@ -17,8 +17,8 @@ from fsd_infer.divergence import divergence
 from fsd_infer.drafters import LMDrafter
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.errors import DataError, UnknownNameError, VocabularyMismatchError
-from fsd_infer.target import Target
 from fsd_infer.targets.adapters import is_adapter
+from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule, collate

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fsd_infer.errors import CheckpointError, DataError, UnknownNameError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.export import load_module

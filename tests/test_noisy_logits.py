@@ -14,7 +14,7 @@ from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter,
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import Verification, parse_rule
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from tests.families import VOCAB, tiny_model, tiny_prompts
 from tests.rules_toy import LENGTH, Enumeration, Toy, V, plain_rule, simulate
 from tests.test_rules_laws import ALARM, ROWS, RULES, p_value

@@ -11,7 +11,7 @@ import torch
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.prefixes import LEAST, Prefix, PrefixCache
+from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
 from tests.families import tiny_model, tiny_prompts
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss", "cohere"]  # sliding windows and learned positions too

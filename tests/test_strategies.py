@@ -28,7 +28,7 @@ from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule

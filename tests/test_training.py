@@ -23,7 +23,7 @@ from lightning_utilities.core.imports import RequirementCache
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from fsd_infer.heads.checkpoint import load_head
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.distillation_module import DistillationModule
@@ -35,7 +35,7 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("fsd", {"threshold": [0.2, 0.4], "price": 0.1, "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
 ]
-PACKED = {("fsd_infer/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}
+PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}
 
 
 @pytest.fixture(scope="module")

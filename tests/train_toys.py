@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule
 from fsd_train.features import cache_features
 

@@ -27,8 +27,8 @@ from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import jsonable, usable_name, writable, write_json
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.targets.target import Target
 from fsd_infer.tuning.calibrated import Calibrated, check_calibrated, write_calibrated
 
 SCORE, NATS, SPEED = "score", "nats", "speed"

@@ -29,16 +29,6 @@ td:first-child,th:first-child{text-align:left}
 .wide{overflow-x:auto}
 .charts{display:flex;flex-wrap:wrap;gap:.6rem;margin-top:1rem}
 svg{width:560px;max-width:100%;height:auto;border:1px solid #ddd;background:#fff}
-svg text{font:11px system-ui,sans-serif;fill:#222}
-svg .title{font-weight:600;font-size:13px}
-svg .label{font-size:12px}
-svg .value{font-size:10px}
-.axis,.grid,.line,.whisker{fill:none}
-.axis{stroke:#111}
-.grid{stroke:#e4e4e4}
-.line{stroke-width:1.8}
-.whisker{stroke-width:1;opacity:.6}
-.band{opacity:.12}
 .note{color:#444;font-size:13px}
 summary{cursor:pointer}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:.8rem}
@@ -175,7 +165,7 @@ def _trade_offs(families: dict[str, list[str]], found: dict[str, dict[str, Any]]
                     y = found[name][place] if key is None else found[name][place].get(key)
                     x = found[name]["ratios"].get(ratio)
                     if y is not None and x is not None:
-                        points.append(_point(_parameter(name, names), name, x, y, scale))
+                        points.append(_point(_parameter(name, names), x, y, scale))
                 if points:
                     series.append(Series(_family(family, names), points, style))
             if any(len(one.points) for one in series[1:]):
@@ -183,11 +173,8 @@ def _trade_offs(families: dict[str, list[str]], found: dict[str, dict[str, Any]]
     return made
 
 
-def _point(label: str, name: str, x: dict[str, Any], y: dict[str, Any], scale: float) -> Point:
-    return Point(
-        x["ratio"], scale * y["mean"], label, f"{name}: {x['ratio']:.3f} × and {scale * y['mean']:+.2f}",
-        (x["low"], x["high"]), (scale * y["low"], scale * y["high"]),
-    )  # fmt: skip
+def _point(label: str, x: dict[str, Any], y: dict[str, Any], scale: float) -> Point:
+    return Point(x["ratio"], scale * y["mean"], label, (x["low"], x["high"]), (scale * y["low"], scale * y["high"]))
 
 
 def _parameter(name: str, names: Sequence[str]) -> str:
@@ -214,10 +201,10 @@ def _lines(families: dict[str, list[str]], at: At) -> list[str]:
     series, x_ticks = [], {}
     for name, style in _shown(families):
         points = []
-        for start, end, tau, rounds in tau_by_position(at.lines[name]):
+        for start, end, tau, _ in tau_by_position(at.lines[name]):
             x = math.log2((start + end) / 2)
             x_ticks[x] = f"{start}–{end - 1}"
-            points.append(Point(x, tau, "", f"{name}, tokens {start} to {end - 1}: {tau:.2f} ({rounds} rounds)"))
+            points.append(Point(x, tau))
         if points:
             series.append(Series(name, points, style))
     if not series:

@@ -27,7 +27,7 @@ from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.stats import GenerationStats, RowRecord
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 # A CPU pays for every node, a GPU hardly. Measured on training prompts with 2 and 4 beams of smollm2-135m.
 DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.0, nodes=8), "cuda": BeamOptions(depth=6, spread=3.0)}

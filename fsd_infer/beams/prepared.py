@@ -12,7 +12,7 @@ from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Exact, Rule
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 NO_ANSWER = -1e9  # the score of an answer that a search could not find, as in transformers
 

@@ -31,11 +31,11 @@ def generate(args: argparse.Namespace) -> int:
     from fsd_infer.chat.pieces import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.rules import Source
+    from fsd_infer.rules import Source, parse_rule
     from fsd_infer.targets.loading import parse_device, parse_dtype
     from fsd_infer.tuning.autotune import parse_tree
 
-    rule = chosen_rule(args)
+    rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder knows where that one lies
     options = request_options(args)
     tree = parse_tree(args.tree)
     dtype, device = parse_dtype(args.dtype), parse_device(args.device)
@@ -84,25 +84,6 @@ def generate(args: argparse.Namespace) -> int:
         print(out.texts[0])
     print(report.stats_line(out.stats), file=sys.stderr)
     return 0
-
-
-def chosen_rule(args: argparse.Namespace) -> Any:
-    """The rule that --rule and the options beside it describe."""
-    from fsd_infer.rules import parse_rule
-
-    given = {"divergence": args.divergence, "threshold": args.threshold, "budget": args.budget, "gate_on": args.gate}
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.rule == "calibrated" and not given:  # the decoder knows where it lies
-        return args.rule
-    rule: Any = parse_rule(args.rule)
-    fields = {field.name for field in dataclasses.fields(rule)}
-    for name in given:
-        option = "--gate" if name == "gate_on" else f"--{name}"
-        if name not in fields:
-            raise FsdError(f"rule {rule.name!r} has no {name}: leave {option} out, or choose a fuzzy rule.")
-        if ":" in args.rule and (name != "budget" or rule.budget is not None):
-            raise FsdError(f"give the rule's parameters either within --rule {args.rule} or as {option}, not both.")
-    return dataclasses.replace(rule, **given)
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -280,8 +261,8 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
-    from fsd_infer.target import Target
     from fsd_infer.targets.loading import parse_dtype
+    from fsd_infer.targets.target import Target
     from fsd_infer.tuning.autotune import parse_tree
 
     parse_tree(args.tree)  # takes no time, but a typing error is told here

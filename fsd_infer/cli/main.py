@@ -84,14 +84,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt-file", metavar="FILE", help='read the prompt from a file, "-": from standard input')
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     _model_options(parser)
-    rule = parser.add_argument_group("acceptance rule")
-    rule.add_argument("--rule", default="exact", help='a name, or with parameters "fuzzy:js:0.3" (%(default)s)')
-    rule.add_argument("--divergence", help="of a fuzzy rule (js)")
-    rule.add_argument(
-        "--threshold", type=real_number, help="of a fuzzy rule: gates open where the divergence is at most this"
-    )
-    rule.add_argument("--budget", type=real_number, metavar="NATS", help="what open gates may spend on the answer")
-    rule.add_argument("--gate", choices=("raw", "processed"), help="which distributions a fuzzy rule compares (raw)")
+    parser.add_argument("--rule", default="exact", help='a name, or with parameters "fuzzy:js:0.3" (%(default)s)')
     request = parser.add_argument_group("request")
     request.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
     request.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")

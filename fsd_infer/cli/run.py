@@ -19,13 +19,11 @@ BAD_INPUT = 2  # as argparse has it
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXTRAS = {
-    "scipy": "bench",
+    **dict.fromkeys(("scipy", "matplotlib"), "bench"),
     **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client"), "serve"),
     "lm_eval": "lm-eval",
     "deepspeed": "deepspeed",
-    **dict.fromkeys(
-        ("lightning", "peft", "datasets", "torchmetrics", "jsonargparse", "tensorboardX", "yaml", "matplotlib"), "train"
-    ),
+    **dict.fromkeys(("lightning", "peft", "datasets", "torchmetrics", "jsonargparse", "tensorboardX", "yaml"), "train"),
 }  # the extra of pyproject.toml that installs a package
 _LONGEST = 2000  # characters of a line
 

@@ -23,7 +23,7 @@ from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:
     from fsd_infer.drafters.online import Choice, RoundChoice
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 
 @dataclass

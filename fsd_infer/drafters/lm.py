@@ -17,7 +17,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSessio
 from fsd_infer.drafters.shape import TreeShape, check_stop_below, check_tree, not_believed, of_device
 from fsd_infer.drafters.visits import tilted
 from fsd_infer.errors import VocabularyMismatchError
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 # (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited

@@ -11,8 +11,8 @@ from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TreeShape, of_device
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
-from fsd_infer.target import Target
 from fsd_infer.targets.loading import shipped_drafter
+from fsd_infer.targets.target import Target
 
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | None = None) -> Drafter:

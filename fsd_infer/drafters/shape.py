@@ -78,6 +78,11 @@ class TreeShape:
     def candidates(self) -> int:
         return self.width + (self.depth - 1) * self.width**2
 
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of a tree at most, the root included."""
+        return min(self.nodes, 1 + self.candidates)
+
 
 # A CPU pays for every verified node, a GPU hardly.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.device.transfer import to_device
-from fsd_infer.target import Target
+from fsd_infer.targets.target import Target
 
 NEVER = -1e4  # a logit that underflows to q = 0 in every float type; -inf would make NaN of 0·log 0
 

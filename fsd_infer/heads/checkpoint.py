@@ -20,7 +20,7 @@ from fsd_infer.heads.public import PublicHead, check_draft_ids, kind_of, layer_c
 from fsd_infer.heads.weights import INDEX, SINGLE, Weights
 
 if TYPE_CHECKING:
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-eagle-head"
 VERSION = 2  # 2: layouts
@@ -76,10 +76,11 @@ def load_head(directory: str | Path, target: Target | None = None) -> EagleHead:
         VocabularyMismatchError: same family but another vocabulary.
     """
     directory = Path(directory)
-    config = _parse(directory)
+    config = read_config(directory)
     kind = _kind(directory, config)
     if kind is None:
-        raise _foreign(directory, config)
+        named = config.get("format")
+        raise CheckpointError(f"{directory / CONFIG} is not an {FORMAT} checkpoint (format: {named!r:.60}).")
     if kind == FORMAT:
         found = _read_own(directory, config)
     else:
@@ -153,34 +154,19 @@ def _read_own(directory: Path, config: dict[str, Any]) -> PublicHead:
     return PublicHead(head, trained_for, names, ids)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a head in our own format.
-
-    Raises CheckpointError if it is missing, malformed or of another format.
-    """
-    config = _parse(directory)
-    if config.get("format") != FORMAT:
-        raise _foreign(directory, config)
-    return config
-
-
-def read_any_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a head in any format. Raises CheckpointError if it is missing or malformed."""
-    return _parse(directory)
-
-
 def is_head(directory: str | Path) -> bool:
     """Is this a head, ours or another program's (rather than, say, a causal LM)?"""
     directory = Path(directory)
-    return (directory / CONFIG).is_file() and _kind(directory, _parse(directory)) is not None
+    return (directory / CONFIG).is_file() and _kind(directory, read_config(directory)) is not None
 
 
 def is_public(directory: str | Path) -> bool:
     """Is this head stored as another program does it?"""
-    return _parse(Path(directory)).get("format") != FORMAT
+    return read_config(Path(directory)).get("format") != FORMAT
 
 
-def _parse(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a head in any format. Raises CheckpointError if it is missing or malformed."""
     path = directory / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json: a drafter is a directory with config.json and weights.")
@@ -200,12 +186,6 @@ def _kind(directory: Path, config: dict[str, Any]) -> str | None:
         return FORMAT
     stored = any((directory / name).exists() for name in (SINGLE, INDEX))
     return kind_of(directory, config, set(Weights(directory).shapes) if stored else None)
-
-
-def _foreign(directory: Path, config: dict[str, Any]) -> CheckpointError:
-    return CheckpointError(
-        f"{directory / CONFIG} is not an {FORMAT} checkpoint (format: {config.get('format')!r:.60})."
-    )
 
 
 def check_fingerprint(directory: Path, trained_for: dict[str, Any], target: Target) -> None:

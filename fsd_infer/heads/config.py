@@ -12,7 +12,7 @@ from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
 
 if TYPE_CHECKING:
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 LAYOUTS = ("fsd", "eagle", "eagle3")
 MOST = 2**31 - 1  # of any size, count or id

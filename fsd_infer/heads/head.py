@@ -30,7 +30,7 @@ from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.layers import Eagle3Layer, build_layers, is_eager, mask_for, run_layers
 
 if TYPE_CHECKING:
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 __all__ = ["EagleConfig", "EagleHead", "LayerFusion"]
 

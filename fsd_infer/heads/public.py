@@ -25,7 +25,7 @@ from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, layer_of
 from fsd_infer.heads.weights import PICKLE, SINGLE, Weights, names_in_pickle
 
 if TYPE_CHECKING:
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 EAGLE, EAGLE_3 = "EAGLE-1/2", "EAGLE-3"
 EMBEDDINGS, LM_HEAD, D2T, T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"

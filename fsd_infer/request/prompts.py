@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from fsd_infer.cache import SlotCache
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import ContextLengthError, FsdError
-from fsd_infer.prefixes import Prefix
-from fsd_infer.target import Target
+from fsd_infer.targets.prefixes import Prefix
+from fsd_infer.targets.target import Target
 from fsd_infer.tree import at_nodes
 
 PREFILL_CHUNK = 512

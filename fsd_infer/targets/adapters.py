@@ -77,7 +77,7 @@ def base_of(directory: str | Path) -> str:
 
 
 def adapter_digest(directory: str | Path) -> str:
-    """16 hexadecimal digits of an adapter's weights and scale; for :meth:`fsd_infer.target.Target.weights_digest`."""
+    """16 hexadecimal digits of an adapter's weights and scale; for `Target.weights_digest`."""
     config = read_adapter_config(directory)
     digest = hashlib.sha256(json.dumps([config["r"], config["lora_alpha"], config.get("use_rslora")]).encode())
     for name, tensor in sorted(adapter_tensors(directory).items()):

@@ -15,7 +15,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.registry import Registry
 
 if TYPE_CHECKING:
-    from fsd_infer.target import Target
+    from fsd_infer.targets.target import Target
 
 
 @dataclass(frozen=True)
