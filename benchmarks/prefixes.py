@@ -42,11 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each turn and decoder: seconds, tokens of the prompt and how many were known, the answer's hash."""
+    """A row for each turn and decoder: seconds, tokens of the prompt and how many were known, the answer."""
     torch.set_num_threads(args.threads)
-    short = [
-        row["turns"][0] for _, row in read_jsonl(args.prompts) if row["category"] in ("writing", "humanities", "qa")
-    ]
+    short = [row["turns"][0] for _, row in read_jsonl(args.prompts) if row["category"] in KINDS]
     decoders = {
         "whole": FuzzyDecoder.from_pretrained(args.target),
         "kept": FuzzyDecoder.from_pretrained(args.target, prefix_cache_bytes=1 << 30),
@@ -65,10 +63,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 prompt = len(decoders[name].encode(texts[name][:-1]))
                 rows.append(
                     {
-                        "decoder": name, "chat": chat, "turn": turn, "prompt_tokens": prompt,
-                        "known_tokens": out.stats.known_tokens, "new_tokens": out.stats.rows[0].new_tokens,
-                        "prefill_seconds": out.stats.prefill_seconds, "seconds": out.stats.seconds,
-                        "answer": out.texts[0],
+                        "decoder": name, "turn": turn, "prompt_tokens": prompt,
+                        "known_tokens": out.stats.known_tokens, "prefill_seconds": out.stats.prefill_seconds,
+                        "seconds": out.stats.seconds, "answer": out.texts[0],
                     }
                 )  # fmt: skip
     return rows
@@ -79,9 +76,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     rows = measure(args)
     turns = []
     for turn in range(args.turns):
-        of = {
-            name: [row for row in rows if row["turn"] == turn and row["decoder"] == name] for name in ("whole", "kept")
-        }
+        here = [row for row in rows if row["turn"] == turn]
+        of = {name: [row for row in here if row["decoder"] == name] for name in ("whole", "kept")}
         pairs = list(zip(of["whole"], of["kept"], strict=True))
         turns.append(
             {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +101,6 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
 
 
 @pytest.mark.parametrize("bound", [0, -1, True, 2.5, "1 GB"])
-def test_bounds_that_are_none(bound: object, tmp_path: Path) -> None:
+def test_bounds_that_are_none(bound: object) -> None:
     with pytest.raises(FsdError, match="prefix cache needs a whole number of bytes"):
         FuzzyDecoder.from_pretrained("smollm2-135m", prefix_cache_bytes=bound)  # type: ignore[arg-type]
