@@ -31,9 +31,9 @@ def generate(args: argparse.Namespace) -> int:
     from fsd_infer.chat.pieces import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.drafters.shape import parse_tree
     from fsd_infer.rules import Source, parse_rule
     from fsd_infer.targets.loading import parse_device, parse_dtype
-    from fsd_infer.tuning.autotune import parse_tree
 
     rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder knows where that one lies
     options = request_options(args)
@@ -141,7 +141,7 @@ def bench(args: argparse.Namespace) -> int:
     needed("scipy")  # of the intervals in the record
     import fsd_bench
     from fsd_bench.report import bench_table
-    from fsd_infer.tuning.autotune import parse_tree
+    from fsd_infer.drafters.shape import parse_tree
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
@@ -231,7 +231,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """What sweep and calibrate share."""
-    from fsd_infer.tuning.autotune import parse_tree
+    from fsd_infer.drafters.shape import parse_tree
 
     tree = parse_tree(args.tree)
     if isinstance(tree, str):
@@ -261,9 +261,9 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
+    from fsd_infer.drafters.shape import parse_tree
     from fsd_infer.targets.loading import parse_dtype
     from fsd_infer.targets.target import Target
-    from fsd_infer.tuning.autotune import parse_tree
 
     parse_tree(args.tree)  # takes no time, but a typing error is told here
     dtype = parse_dtype(args.dtype)
@@ -317,10 +317,10 @@ def serve(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needed(package)
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.drafters.shape import parse_tree
     from fsd_infer.serving.app import Limits, make_app
     from fsd_infer.serving.run import serve as serve_app
     from fsd_infer.targets.loading import parse_dtype
-    from fsd_infer.tuning.autotune import parse_tree
 
     _set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(
