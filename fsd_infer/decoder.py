@@ -91,7 +91,7 @@ class FuzzyDecoder:
 
         Args:
             target: a built-in name, a local directory or a hub id.
-            drafter: see :func:`load_drafter`; None for the head shipped with a built-in target.
+            drafter: see :func:`load_drafter`; None for the head shipped with a built-in target, else "lookup+recycle".
             dtype: of both; default bf16.
             device: default CUDA if there is one.
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round

@@ -169,7 +169,8 @@ def test_drafters_that_do_not_fit_are_named(target: Target, tmp_path: Path) -> N
     with pytest.raises(VocabularyMismatchError, match="vocabulary"):
         load_drafter(_save(target, tmp_path / "vocabulary", vocab_size=98), target)
     with pytest.raises(ModelLoadError, match="no drafter is shipped for tiny"):
-        load_drafter(None, target)
+        load_drafter("shipped", target)
+    assert load_drafter(None, target).name == "lookup+recycle"
     with pytest.raises(FsdError):
         load_drafter(tmp_path / "nowhere", target)
 

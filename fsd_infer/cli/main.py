@@ -60,7 +60,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--drafter",
         help='head directory, small causal LM, "shipped", "lookup", "recycle" or "none"; X+lookup and X+recycle graft '
-        "either onto X (default: the head shipped with the target)",
+        "either onto X (default: the head shipped with the target, or lookup+recycle)",
     )
     models.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
     models.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")

@@ -24,7 +24,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         drafter: a Drafter (returned as it is), the name of a registered one, or one of
 
             ================  ===================================================================================
-            None, "shipped"   the head shipped with a built-in target
+            "shipped"         the head shipped with a built-in target
+            None              "shipped", or "lookup+recycle" where no head is shipped
             "none"            no drafts: plain decoding
             "lookup"          n-gram lookup in prompt and answer (:class:`LookupDrafter`)
             "recycle"         what the target found likely before after the same tokens (:class:`RecycleDrafter`)
@@ -49,7 +50,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     if isinstance(drafter, Drafter):
         made, chosen = drafter, tree == AUTO
     else:
-        name = "shipped" if drafter is None else usable_name(drafter, "drafter")
+        default = "lookup+recycle" if shipped_drafter(target.name) is None else "shipped"
+        name = default if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)
         chosen = tree == AUTO or tree is None and target.device.type == "cpu"
     return choose_trees(made) if chosen and head_of(made) is not None else made
