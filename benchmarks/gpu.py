@@ -45,6 +45,7 @@ from fsd_bench.settings import Settings
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, NoDrafter
+from fsd_infer.drafters.autotune import parse_tree
 from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -52,7 +53,6 @@ from fsd_infer.rules import Exact
 from fsd_infer.targets.loading import attention_for, parse_device, parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, ancestors_of
-from fsd_infer.tuning.autotune import parse_tree
 
 COPIES = 20
 QUIET = 0.01  # what the layers' outputs are multiplied by, so that they leave the embedding as it is

@@ -35,9 +35,9 @@ from fsd_bench.methods import make_methods, parse_methods
 from fsd_bench.models import ModelOptions, Models
 from fsd_bench.probe import Probe
 from fsd_bench.record import write_record
-from fsd_infer.cache import SlotCache
 from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import LookupDrafter
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import RULES

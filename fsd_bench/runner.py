@@ -20,9 +20,9 @@ from fsd_bench.score import Reference, asked_options, read_references
 from fsd_bench.settings import Settings, set_threads
 from fsd_bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
+from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import jsonable
-from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.targets.target import Target
 
 

@@ -28,9 +28,9 @@ from fsd_bench.evidence.settings import SweepOptions, parse_settings
 from fsd_bench.evidence.summary import At
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import main
+from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.tuning.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from tests.bench_toys import Toy, save_toy
 from tests.text_toys import write_rows
 

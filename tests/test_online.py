@@ -16,6 +16,7 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer.drafters.autotune import AUTO, FIXED, choose_trees, head_of, parse_tree
 from fsd_infer.drafters.base import DraftRequest, DraftSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
 from fsd_infer.drafters.online import RETRY, Choice, RoundChoice
@@ -23,7 +24,6 @@ from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree, TreeRow
-from fsd_infer.tuning.autotune import AUTO, FIXED, choose_trees, head_of, parse_tree
 from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------

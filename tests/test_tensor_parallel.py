@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter, LMDrafter, LookupDrafter, TreeShape
+from fsd_infer.drafters.autotune import choose_trees
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.tuning.autotune import choose_trees
 from tests.train_toys import SIZES, VOCAB, toy_model
 
 RANKS = 4  # of as many attention heads

@@ -24,10 +24,10 @@ from fsd_bench.evidence.summary import At, per_prompt, read_sweep, summarise
 from fsd_bench.evidence.sweep import sweep
 from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow
+from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import jsonable, usable_name, writable, write_json
 from fsd_infer.targets.target import Target
-from fsd_infer.tuning.calibrated import Calibrated, check_calibrated, write_calibrated
 
 SCORE, NATS, SPEED = "score", "nats", "speed"
 RESAMPLES = 4000
@@ -88,7 +88,7 @@ def calibrate(
     verify: Sequence[str | Path] = (),
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.tuning.calibrated`.
+    """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.decoder.calibrated`.
 
     Args:
         options: prompts, candidates (lists from careful to bold) and one temperature. A promise of score uses only

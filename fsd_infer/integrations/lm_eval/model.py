@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters.autotune import parse_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.numerals import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
-from fsd_infer.tuning.autotune import parse_tree
 
 NEW_TOKENS = 256  # where a task does not say (the harness's own default)
 HARNESS_DEVICE = "cuda:0"  # what the harness asks for if nobody does
