@@ -110,7 +110,7 @@ def test_numbers_on_a_worked_example() -> None:
         Turn(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
         Turn(0, 1, [0], {"plain": made(5, 4, 3.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
         Turn(1, 0, [1], {"plain": made(9, 8, 1.8, 0.2), "exact": made(9, 2, 0.45, 0.05)}),
-        Turn(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 6, 2.8, 0.4)}),
+        Turn(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 3, 2.8, 0.4)}),
     ]
     record = build_record(prompts, {"plain": {}, "exact": {}}, turns)
     exact, plain = record["methods"]["exact"], record["methods"]["plain"]
@@ -120,9 +120,9 @@ def test_numbers_on_a_worked_example() -> None:
     assert ratios["tokens_per_second"]["median"] == pytest.approx(3.0)  # of 10 / (10/3), 4 and 0.5
     assert ratios["seconds_per_answer"]["median"] == pytest.approx(4.0)  # of 2 / 0.5, 4 and 0.5
     assert ratios["decode_tokens_per_second"]["median"] == pytest.approx(10 / ((4 / 0.8 + 4 / 2.8) / 2))
-    # 4/2 twice, 8/2 and 6/6: pooled by category, then pooled over all
-    assert exact["categories"]["a"]["tau"] == pytest.approx(16 / 6) and exact["categories"]["b"]["tau"] == 1.0
-    assert exact["tau_category_mean"] == pytest.approx((16 / 6 + 1) / 2) and exact["tau"] == pytest.approx(22 / 12)
+    # 4/2 twice, 8/2 and 6/3: pooled by category, then pooled over all
+    assert exact["categories"]["a"]["tau"] == pytest.approx(16 / 6) and exact["categories"]["b"]["tau"] == 2.0
+    assert exact["tau_category_mean"] == pytest.approx((16 / 6 + 2) / 2) and exact["tau"] == pytest.approx(22 / 9)
     assert exact["identical_to_baseline"] == 1.0 and exact["answers"] == 3
     assert exact["seconds_total"] == pytest.approx(0.5 + 0.45 + 2.8)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsd_bench import ServerError, parse_methods, run
-from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
+from fsd_bench.openai_client import EXTENSIONS
 from fsd_bench.server import Server
 from fsd_infer import FsdError
 from fsd_infer.cli.main import main
@@ -137,7 +137,15 @@ def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Beh
     assert len(greedy.requests) == 1 + 4 * 2  # warm-up, then every prompt twice
     assert all(body["temperature"] == 0 and body["max_tokens"] == NEW for body in greedy.requests[1:])
     # nothing of the model's generation config may shape what is compared with the target's own greedy answers
-    assert all({**body, **UNSHAPED, **EXTENSIONS} == body for body in greedy.requests)
+    neutral = {
+        "top_p": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1,
+    }
+    assert all({**body, **neutral} == body for body in greedy.requests)
 
 
 def test_server_that_counts_but_does_not_tell_ids(toy: Toy) -> None:

@@ -137,6 +137,16 @@ def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, Job | None], 
     return Job(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell)
 
 
+def test_what_may_become_a_stop_text_waits(decoder: FuzzyDecoder) -> None:
+    shown: list[str] = []
+    job = make_job(decoder, 24, lambda text, done: shown.append(text))
+    job.stop = ["the mat"]
+    ids = decoder.tokenizer("it is on the mat", add_special_tokens=False).input_ids
+    ends = [job.grow([token], decoder.tokenizer) for token in ids]
+    assert "".join(shown) == job.text == "it is on " and job.reason == "stop"
+    assert len(ids) > 4 and ends == [False] * (len(ids) - 1) + [True]
+
+
 def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -> None:
     started, go, ended = threading.Event(), threading.Event(), threading.Event()
 
