@@ -24,7 +24,7 @@ from fsd_bench.runner import encode_rows, read_rows
 from fsd_bench.schedule import take_turns
 from fsd_bench.settings import set_threads
 from fsd_infer.cli.report import number, table
-from fsd_infer.drafters.autotune import AUTO, parse_tree
+from fsd_infer.drafters.shape import AUTO, parse_tree
 from fsd_infer.errors import FsdError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,8 +22,8 @@ from benchmarks.peers.gguf_files import TYPES, converted
 from benchmarks.workplace import Workplace, shown_command
 from fsd_bench import parse_methods, run
 from fsd_bench.report import bench_table
-from fsd_infer.drafters.autotune import parse_tree
 from fsd_infer.drafters.base import free_drafters
+from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin
 from fsd_infer.targets.loading import resolve_target, shipped_drafter

@@ -45,7 +45,7 @@ from fsd_bench.settings import Settings
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, NoDrafter
-from fsd_infer.drafters.autotune import parse_tree
+from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.errors import FsdError
 from fsd_infer.heads.head import EagleConfig, EagleHead

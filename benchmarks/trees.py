@@ -25,8 +25,8 @@ from fsd_bench.environment import environment
 from fsd_infer.chat.rows import read_jsonl
 from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters.autotune import AUTO, parse_tree
 from fsd_infer.drafters.estimates import Trees
+from fsd_infer.drafters.shape import AUTO, parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.beams import BeamOptions
 from fsd_infer.decoder import FuzzyDecoder
@@ -34,8 +36,9 @@ class EngineMethod(Method):
         self.drafter.forget()  # a prompt that is repeated must not be answered from memory
         if self.beams > 1:
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
+        torch.manual_seed(seed)  # a request with a seed of its own would not choose its trees by the clock
         start = time.perf_counter()
-        made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, seed=seed, **options)
+        made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
         seconds = time.perf_counter() - start
         stats = made.stats
         self.drafted = self.drafted or stats.drafter

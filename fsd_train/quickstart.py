@@ -67,7 +67,7 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     path = OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
     record = fsd_bench.run(
-        find(PROMPTS), METHODS, target=TARGET, tree="auto", limit=prompts, max_new_tokens=max_new_tokens,
+        find(PROMPTS), METHODS, target=TARGET, limit=prompts, max_new_tokens=max_new_tokens,
         json_path=path, progress=True,
     )  # fmt: skip
     print(bench_table(record))

@@ -84,10 +84,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lk", {}),
     ("lk", {"form": "log"}),
     ("fsd", {}),
-    ("fsd", {"rule": "exact", "width": 4, "temperature": 0.7}),
+    ("fsd", {"threshold": 0.0, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "top_k_js:4", "threshold": [0.1, 0.3]}),
     ("fsd", {"divergence": "ag", "threshold": 0.5, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "kl", "threshold": 0.5, "temperature": 0.7}),
-    ("fsd", {"rule": "fuzzy-strict", "price": 0.1}),
-    ("fsd", {"rule": "fuzzy-strict", "divergence": "ag", "width": 4, "temperature": 0.7, "price": 0.1}),
 ]

@@ -32,7 +32,7 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}),
     ("reverse_kl", {}),
     ("lk", {}),
-    ("fsd", {"threshold": [0.2, 0.4], "price": 0.1, "w_feature": 0.1}),
+    ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
 ]
 PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}

@@ -71,7 +71,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def _model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Which models, and how, as benchmarks take it."""
-    from fsd_infer.drafters.autotune import parse_tree
+    from fsd_infer.drafters.shape import parse_tree
 
     return dict(
         target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
@@ -246,7 +246,7 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
-    from fsd_infer.drafters.autotune import parse_tree
+    from fsd_infer.drafters.shape import parse_tree
     from fsd_infer.targets.loading import parse_dtype
     from fsd_infer.targets.target import Target
 

@@ -68,7 +68,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         "--tree",
         metavar="DEPTH,WIDTH,NODES[,STOP]",
         help="shape of the draft tree, and below which chance drafting stops; or auto: chosen round by round by what "
-        "earlier rounds took and accepted; auto:fixed: by the text alone (default: by device)",
+        "earlier rounds took and accepted, by the text alone where there is a seed (default: auto on a CPU)",
     )
     models.add_argument(
         "--no-quantize", action="store_true", help="on a CPU: read a head's weights in bf16, not in fp8"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.drafters.autotune import head_of
+from fsd_infer.drafters.loading import head_of
 from fsd_infer.errors import CheckpointError, FsdError
 from fsd_infer.files import read_json, writable, write_json
 from fsd_infer.rules import Rule, parse_rule

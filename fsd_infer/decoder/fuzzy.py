@@ -21,7 +21,6 @@ from fsd_infer.decoder.custom_generate import chosen_rules, decode_prepared, end
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
-from fsd_infer.drafters.autotune import AUTO, FIXED, choose_trees, head_of
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
 from fsd_infer.engine.stats import GenerationStats, RowRecord
@@ -93,9 +92,9 @@ class FuzzyDecoder:
             drafter: see :func:`load_drafter`; None for the head shipped with a built-in target.
             dtype: of both; default bf16.
             device: default CUDA if there is one.
-            tree: depth, width and nodes of a head's draft tree; default by device. "auto": chosen round by round from
-                the drafter's scores, by what earlier rounds took and accepted (see :mod:`fsd_infer.drafters.online`).
-                "auto:fixed": from the text alone, so that texts sampled with a ``seed`` come again.
+            tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round
+                from the drafter's scores, by what earlier rounds took and accepted (see
+                :mod:`fsd_infer.drafters.online`), or from the text alone where a request has a ``seed``.
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
@@ -155,16 +154,12 @@ class FuzzyDecoder:
         self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
     ) -> Drafter:
         """Another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
-        if isinstance(tree, str) and tree not in (AUTO, FIXED):
-            raise FsdError(f'tree is a TreeShape, "{AUTO}" or "{FIXED}", got {tree!r}.')
         with self.target.lock:  # a head may widen what the target hands to drafters
-            made = load_drafter(drafter, self.target, None if isinstance(tree, str) else tree)
+            made = load_drafter(drafter, self.target, tree)
             if pack:
                 self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
             if self._recorder is not None:
                 made.use_graphs(self._recorder)
-            if isinstance(tree, str) and head_of(made) is not None:  # other drafters have no tree to choose
-                choose_trees(made, tree)
         give_back()  # weights in the type and layout of their file came and went
         return made
 
@@ -242,7 +237,8 @@ class FuzzyDecoder:
                 temperature.
             generation_config: as in transformers; default the model's own.
             drafter: another drafter for this call.
-            seed: of the draws at temperature > 0; default torch's global generator.
+            seed: of the draws at temperature > 0; default torch's global generator. With one the answer comes again: no
+                clock is read to choose trees.
             streamer: a transformers streamer (one prompt only).
             on_tokens: called with (prompt's place, new tokens) as soon as they are final; a true result ends that
                 answer.

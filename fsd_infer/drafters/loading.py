@@ -6,16 +6,18 @@ import os
 from pathlib import Path
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters
+from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
-from fsd_infer.drafters.shape import DEFAULT_SHAPES, TreeShape, of_device
-from fsd_infer.errors import ModelLoadError, UnknownNameError
+from fsd_infer.drafters.online import Choice
+from fsd_infer.drafters.shape import AUTO, DEFAULT_SHAPES, LARGEST, TreeShape, of_device
+from fsd_infer.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
 from fsd_infer.targets.loading import shipped_drafter
 from fsd_infer.targets.target import Target
 
 
-def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | None = None) -> Drafter:
+def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | str | None = None) -> Drafter:
     """The drafter that a name stands for.
 
     Args:
@@ -33,16 +35,57 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             a hub id          a causal LM of the target's vocabulary
             ================  ===================================================================================
         target: what it is to draft for.
-        tree: shape of a head's tree; its depth and ``stop_below`` are those of a small LM's chain (by default
-            :data:`fsd_infer.drafters.lm.DEFAULT_CHAINS`), its nodes those of "lookup" and of a grafted tree (by default
-            as many as a head's tree has on this device).
+        tree: shape of a head's tree, or "auto": chosen round by round, see :mod:`fsd_infer.drafters.online`. None:
+            "auto" on a CPU, elsewhere a shape. A shape's depth and ``stop_below`` are those of a small LM's chain (by
+            default :data:`fsd_infer.drafters.lm.DEFAULT_CHAINS`), its nodes those of "lookup" and of a grafted tree
+            (by default as many as a head's tree has on this device).
 
     Raises:
-        UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and the fix.
+        FsdError, UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and
+            the fix.
     """
+    if isinstance(tree, str) and tree != AUTO:
+        raise FsdError(f'tree is a TreeShape or "{AUTO}", got {tree!r}.')
     if isinstance(drafter, Drafter):
-        return drafter
-    name = "shipped" if drafter is None else usable_name(drafter, "drafter")
+        made, chosen = drafter, tree == AUTO
+    else:
+        name = "shipped" if drafter is None else usable_name(drafter, "drafter")
+        made = _load(name, target, None if isinstance(tree, str) else tree)
+        chosen = tree == AUTO or tree is None and target.device.type == "cpu"
+    return choose_trees(made) if chosen and head_of(made) is not None else made
+
+
+def head_of(drafter: Drafter) -> EagleDrafter | None:
+    """The drafter whose tree can be chosen: itself, or what all is grafted onto; None if that is no head."""
+    while isinstance(drafter, GraftedDrafter):
+        drafter = drafter.main
+    return drafter if isinstance(drafter, EagleDrafter) else None
+
+
+def choose_trees(drafter: Drafter) -> Drafter:
+    """Let each round's tree of a head, also of one in a graft, be chosen; see :mod:`fsd_infer.drafters.online`.
+
+    Args:
+        drafter: is changed.
+
+    Raises:
+        FsdError: the drafter has no tree of a head to choose.
+    """
+    head = head_of(drafter)
+    if head is None:
+        raise FsdError(
+            f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
+        )
+    largest = of_device(LARGEST, head.target.device)
+    head.shape, head.by_default = head.reshaped(largest).shape, False
+    drafter.choice = Choice(head.target.device.type)
+    part = drafter
+    while isinstance(part, GraftedDrafter):
+        part.nodes, part = largest.nodes, part.main
+    return drafter
+
+
+def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     main, plus, side = name.rpartition("+")
     if plus and side in free_drafters():
         return _load_grafted(main, side, target, tree)
@@ -78,9 +121,9 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
         raise ModelLoadError(f'"+{side}" names no drafter to graft onto: write "shipped+{side}" or "{side}".')
     if side in main.split("+"):
         raise ModelLoadError(f'"{main}+{side}" names {side} twice: what it knows it proposes at once. Name it once.')
-    onto = load_drafter(main, target, tree)
+    onto = _load(main, target, tree)
     if isinstance(onto, NoDrafter):
-        return load_drafter(side, target, tree)
+        return _load(side, target, tree)
     shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
     made = GraftedDrafter(onto, free_drafters()[side](target.vocab_size, nodes=nodes), nodes)

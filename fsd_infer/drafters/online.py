@@ -17,8 +17,8 @@ it best first, SpecDec++ (2405.19715) stops by a threshold, OPT-Tree (2406.17276
 
 **Laws stay.** A tree depends on the text, and on how long earlier rounds took and what they accepted. The draws of a
 round are independent of all of it, so given everything before it a round emits by the rule's law on whatever tree it
-has, and by the chain rule so does the text. What the clock says can change *which* draws give which token: texts
-sampled with a seed are the same again only where no clock is read, under ``tree="auto:fixed"``.
+has, and by the chain rule so does the text. What the clock says can change *which* draws give which token. So a request
+with a seed reads no clock and keeps nothing, and its answer comes again.
 """
 
 from __future__ import annotations
@@ -62,36 +62,36 @@ class Choice:
 
     Args:
         device: the kind of device.
-        learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
         clock: seconds.
     """
 
-    def __init__(self, device: str, learns: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.prior = PRIORS.get(device, PRIORS["cuda"])
         self.watches = device == "cpu"  # elsewhere a look at each depth would make the host wait
-        self.name = "auto" if learns else "auto:fixed"
-        self.learns, self.clock = learns, clock
+        self.clock = clock
         self._costs: dict[int, Costs] = {}
         self._known: dict[tuple[int, int], Knowledge] = {}
 
     def knowledge(self, batch: int, tilt: float) -> Knowledge:
+        """Of earlier requests; what is learned is added to it."""
         size = batch.bit_length()
-        if not self.learns:
-            return Knowledge(Costs(self.prior, learns=False), batch, tilt)
         costs = self._costs.setdefault(size, Costs(self.prior))
         key = size, round(4 * min(tilt, 4.0))
         if key not in self._known:
             self._known[key] = Knowledge(costs, batch, tilt)
         return self._known[key]
 
-    def begin(self, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None = None) -> RoundChoice:
+    def begin(
+        self, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None = None, learns: bool = True
+    ) -> RoundChoice:
         """For a request of ``batch`` rows under a law of this tilt.
 
         Args:
             nodes: most of a tree, the root included.
             sizes: of trees that are as cheap as somewhat smaller ones, where forwards are recorded; None: any.
+            learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
         """
-        return RoundChoice(self, batch, tilt, nodes, sizes)
+        return RoundChoice(self, batch, tilt, nodes, sizes, learns)
 
 
 @dataclass
@@ -105,9 +105,14 @@ class Plan:
 class RoundChoice:
     """One request's, round by round: :meth:`expands`, :meth:`expand` depth by depth, :meth:`keep`, :meth:`learn`."""
 
-    def __init__(self, choice: Choice, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None) -> None:
-        self.choice, self.tilt, self.most, self.sizes = choice, tilt, nodes, sizes
-        self.known = choice.knowledge(batch, tilt)
+    def __init__(
+        self, choice: Choice, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None, learns: bool
+    ) -> None:
+        self.choice, self.tilt, self.most, self.sizes, self.learns = choice, tilt, nodes, sizes, learns
+        if learns:
+            self.known = choice.knowledge(batch, tilt)
+        else:
+            self.known = Knowledge(Costs(choice.prior, learns=False), batch, tilt)
         self.known.curve.begin_text()
         self.rate = self.known.rate.recent(RATE_MEMORY)
         self.batch = batch
@@ -130,7 +135,7 @@ class RoundChoice:
     def select(self, rows: int) -> None:
         """So many rows go on."""
         self.batch = rows
-        if self.choice.learns:
+        if self.learns:
             self.known = self.choice.knowledge(rows, self.tilt)
         self.rate = self.known.rate.recent(RATE_MEMORY)
         self._new_round()
@@ -362,7 +367,7 @@ class LearningSession(WrappedSession):
         self._end(self._now())
 
     def _now(self) -> float:
-        return self._clock() if self.choice.choice.learns else 0.0
+        return self._clock() if self.choice.learns else 0.0
 
     def _end(self, now: float | None) -> None:
         if self._last is not None:

@@ -14,6 +14,8 @@ from fsd_infer.numerals import read_float, read_int
 
 T = TypeVar("T")
 
+AUTO = "auto"  # the name of trees that are chosen round by round
+
 MOST_DEPTH, MOST_NODES = 256, 1024  # of a tree: no text is guessed so far ahead, and no forward is worth more drafts
 MOST_CANDIDATES = 2**16  # of a round
 
@@ -94,6 +96,15 @@ TILTED_SHAPES = {
 # ... unless it favours them little, as tilted:2 does at temperature 1.
 LITTLE_TILT = 0.75
 LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
+
+
+# What trees are chosen within.
+LARGEST = {"cpu": TreeShape(depth=12, width=6, nodes=48), "cuda": TreeShape(depth=6, width=8, nodes=64)}
+
+
+def parse_tree(text: str | None) -> TreeShape | str | None:
+    """A shape as :meth:`TreeShape.parse` reads it; "auto" and None stay."""
+    return text if text in (None, AUTO) else TreeShape.parse(text)
 
 
 def of_device(defaults: Mapping[str, T], device: torch.device) -> T:

@@ -20,6 +20,7 @@ from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.online import LearningSession
+from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
@@ -138,7 +139,8 @@ class _Batch:
         self.choice = None
         if drafter.choice is not None:
             recorded = None if target.graphs is None else TOKENS
-            self.choice = drafter.choice.begin(count, tilt, drafter.max_nodes, recorded)
+            learns = request.generator is None and not target.is_shared_out  # else trees follow from the text alone
+            self.choice = drafter.choice.begin(count, tilt, drafter.max_nodes, recorded, learns)
         session = drafter.start(
             first,
             DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt, self.choice),
@@ -237,7 +239,7 @@ class _Batch:
                 for record, prompt in zip(self.records, self.request.prompts, strict=True)
             ],
             rule=_described(self.all_rules),
-            drafter=self.drafter.describe() | ({} if self.choice is None else {"tree": self.choice.choice.name}),
+            drafter=self.drafter.describe() | ({} if self.choice is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
             known_tokens=self.known_tokens,

@@ -152,18 +152,15 @@ class _ChunkedRows(torch.autograd.Function):
         return grad, None if grad_weight is None else grad_weight.to(head.weight.dtype), *nothing
 
 
-def chunked_rows(
-    rows: RowFunction, batch: DraftBatch, chunk_size: int | None, count: int = 1, live: int = LIVE
-) -> tuple[Tensor, Tensor]:
+def chunked_rows(rows: RowFunction, batch: DraftBatch, chunk_size: int | None, count: int = 1) -> tuple[Tensor, Tensor]:
     """A row function at every row and step of a batch whose weight is not 0.
 
     Args:
         rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
         batch: its estimates, and the weight of its ``own_head`` if it has one, are what is differentiated.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
-            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ live). None: :func:`default_chunk_size`.
+            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ 14). None: :func:`default_chunk_size`.
         count: R.
-        live: how many tensors of a block's size the row function may keep alive, divided by 1.3.
 
     Returns:
         (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token); 0 and
@@ -171,7 +168,7 @@ def chunked_rows(
     """
     if chunk_size is None:
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
-    pieces = blocks(batch.weights.shape[1], chunk_size, live)
+    pieces = blocks(batch.weights.shape[1], chunk_size)
     counted = batch.rows.counted.repeat(len(batch.estimates) // len(batch.weights), 1)  # of two drafters
     numbers = supervised_rows(counted, pieces, batch.estimates.device)
     with full_precision(batch.estimates.device):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters.autotune import parse_tree
+from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.numerals import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
