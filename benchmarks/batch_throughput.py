@@ -19,9 +19,10 @@ from typing import Any
 from benchmarks.recorded import record_main
 from fsd_bench import Settings, build_record, make_methods
 from fsd_bench.environment import environment
+from fsd_bench.models import Models
 from fsd_bench.runner import encode_rows, read_rows
 from fsd_bench.schedule import take_turns
-from fsd_bench.settings import models_of, set_threads
+from fsd_bench.settings import set_threads
 from fsd_infer.cli.report import number, table
 from fsd_infer.drafters.shape import AUTO, parse_tree
 from fsd_infer.errors import FsdError
@@ -56,7 +57,7 @@ def measure(settings: Settings, sizes: Sequence[int], progress: bool = False) ->
     """
     settings.check()
     set_threads(settings)
-    models = models_of(settings)
+    models = Models(settings)
     methods = make_methods(settings.methods, models)
     asked = [replace(prompt, category="all") for prompt in encode_rows(read_rows(settings), models)]
     uneven = [size for size in sizes if size < 1 or len(asked) % size]

@@ -62,7 +62,7 @@ def decode_here(path: Path) -> None:
 
 def measure(before: Path, limit: int, tokens: int, target: str) -> dict[str, Any]:
     """By method and kind: prompts, copied and repeated 4-grams (means), tokens per forward, answers mostly copied."""
-    from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
+    from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 
     kinds: dict[str, list[str]] = {}
     for line in (ROOT / "data" / "spec_bench_dev.jsonl").read_text().splitlines():

@@ -25,8 +25,8 @@ class Answer:
             reference.
         copied_4grams: share of its 4-grams that stand in its prompt; None if it is shorter or unknown.
         repeated_4grams: share of its 4-grams that occurred earlier in it; None if it is shorter or unknown.
-        coverage: share of its words that lie in fragments of its prompt, see :func:`fsd_infer.ngrams.coverage`; of
-            answers scored by ROUGE, which copies raise.
+        coverage: share of its words that lie in fragments of its prompt, see
+            :func:`fsd_infer.engine.ngrams.coverage`; of answers scored by ROUGE, which copies raise.
         other_language: 1 where it is in another language than its reference, else 0; of answers scored by chrF.
         final: what it says in the end, see :func:`fsd_bench.measures.final_answer`.
     """

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from fsd_bench.score import first_option, last_number
-from fsd_infer.ngrams import coverage
+from fsd_infer.engine.ngrams import coverage
 
 
 def word_coverage(source: str, summary: str) -> float | None:
-    """:func:`fsd_infer.ngrams.coverage` of words, in lower case."""
+    """:func:`fsd_infer.engine.ngrams.coverage` of words, in lower case."""
     words, others = (re.findall(r"\w+", text.lower()) for text in (source, summary))
     return coverage(words, others)
 

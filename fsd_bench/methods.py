@@ -138,7 +138,7 @@ class _Beams(_HfBeams):
             BeamOptions.parse(options)
 
     def make(self, spec: Spec, models: Models) -> Method:
-        drafter = models.load(spec.drafter or models.drafter, spec.tree)
+        drafter = models.load(spec.drafter, spec.tree)
         beams, _, options = spec.argument.partition(":")
         made = BeamOptions.parse(options) if options else BeamOptions()
         return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, int(beams), made)
@@ -151,7 +151,7 @@ class _Assisted(Kind):
 
     def make(self, spec: Spec, models: Models) -> Method:
         model, tokenizer = models.reference
-        assistant, own = load_target(spec.argument, dtype=models.dtype, device=models.device)
+        assistant, own = load_target(spec.argument, dtype=models.options.dtype, device=models.options.device)
         speculation: dict[str, Any] = {"assistant_model": assistant}
         # transformers translates between vocabularies where it is given both tokenizers
         if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
@@ -266,7 +266,7 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
     for spec in specs:
         if spec.kind == "server":
             made[spec.name] = METHODS.get(spec.kind).make(spec, models)
-    drafters = [spec.drafter or models.drafter for spec in specs if _takes_drafter(spec.kind)]
+    drafters = [spec.drafter or models.options.drafter for spec in specs if _takes_drafter(spec.kind)]
     models.first_drafter = drafters[0] if drafters else "none"
     for spec in specs:
         if spec.name in made:
@@ -275,6 +275,6 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
             made[spec.name] = METHODS.get(spec.kind).make(spec, models)
         else:
             rule = parse_rule(spec.text.partition("@")[0])
-            drafter = models.load(spec.drafter or models.drafter, spec.tree)
+            drafter = models.load(spec.drafter, spec.tree)
             made[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
     return [made[spec.name] for spec in specs]

@@ -32,13 +32,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from fsd_bench.engine import EngineMethod
 from fsd_bench.methods import make_methods, parse_methods
-from fsd_bench.models import Models
+from fsd_bench.models import ModelOptions, Models
 from fsd_bench.probe import Probe
 from fsd_bench.record import write_record
-from fsd_infer.cache import SlotCache
 from fsd_infer.cpu.ops import packed_products, speed_up
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import LookupDrafter, TreeShape
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.drafters import LookupDrafter
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import RULES
 from fsd_infer.targets.target import Target
@@ -70,13 +70,7 @@ def profile_method(text: str, settings: dict[str, Any], prompt_tokens: int) -> d
         torch.set_num_threads(settings["threads"])
     device = torch.device(settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
     meter = Meter(device)
-    tree = settings.get("tree")
-    models = Models(
-        settings["target"], settings.get("drafter"), settings["dtype"], settings.get("device"),
-        TreeShape(**tree) if isinstance(tree, dict) else tree, settings.get("cuda_graphs", False),
-        settings.get("quantize", True),
-    )  # fmt: skip
-    method = make_methods([text], models)[0]
+    method = make_methods([text], Models(ModelOptions.from_dict(settings)))[0]
     assert isinstance(method, EngineMethod)
     memory = meter.measure(method, prompt_tokens, int(settings["max_new_tokens"]))
     return {

@@ -17,12 +17,12 @@ from fsd_bench.partial import PartialFile
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.schedule import group_prompts, take_blocks, take_turns
 from fsd_bench.score import Reference, asked_options, read_references
-from fsd_bench.settings import Settings, models_of, set_threads
+from fsd_bench.settings import Settings, set_threads
 from fsd_bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
+from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import jsonable
-from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.targets.target import Target
 
 
@@ -91,7 +91,7 @@ def _measure(
     progress: bool,
 ) -> dict[str, Any]:
     set_threads(settings)
-    models = models_of(settings)
+    models = Models(settings)
     blocks = None
     if settings.isolate is not None:
         asked = encode_rows(rows, models)
@@ -134,19 +134,32 @@ def read_rows(settings: Settings) -> list[PromptRow]:
 
 
 def encode_rows(rows: Sequence[PromptRow], models: Models) -> list[BenchPrompt]:
-    """Their token ids. Raises ContextLengthError for a prompt that fills the target's context."""
-    tokenizer, limit = models.tokenizer, models.max_positions
-    asked = []
-    for row in rows:
-        ids = encode_chat(tokenizer, row.messages)
-        where = f"{row.file}:{row.line}"
-        if limit is not None and len(ids) >= limit:
-            raise ContextLengthError(
-                f"{where}: the prompt has {len(ids)} tokens, but {models.target} has a context of {limit} tokens: "
-                "shorten or remove it."
-            )
-        asked.append(BenchPrompt(row.id, str(row.row.get("category") or row.source), where, ids))
-    return asked
+    """Their token ids; errors as of :func:`encode_row`."""
+    of_target = models.options.target, models.tokenizer, models.max_positions
+    return [
+        BenchPrompt(
+            row.id, str(row.row.get("category") or row.source), f"{row.file}:{row.line}", encode_row(row, *of_target)
+        )
+        for row in rows
+    ]
+
+
+def encode_row(row: PromptRow, target: str, tokenizer: Any, limit: int | None) -> list[int]:
+    """The token ids of a prompt for a target with a context of ``limit`` tokens.
+
+    Raises:
+        FsdError: the target has no tokenizer.
+        ContextLengthError: the prompt fills its context.
+    """
+    if tokenizer is None:
+        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, prompts are text.")
+    ids = encode_chat(tokenizer, row.messages)
+    if limit is not None and len(ids) >= limit:
+        raise ContextLengthError(
+            f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {target} has a context of {limit} tokens: "
+            "shorten or remove it."
+        )
+    return ids
 
 
 def _add_log_likelihoods(

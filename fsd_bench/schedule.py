@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 from fsd_bench.base import Method, TimedRun, Turn
 from fsd_bench.methods import METHODS, Spec
+from fsd_bench.models import Models
 from fsd_bench.partial import PartialFile
 from fsd_bench.process import ProcessMethod
 from fsd_bench.record import BenchPrompt, merge_turns
-from fsd_bench.settings import Settings, models_of
+from fsd_bench.settings import Settings
 
 WARMUP_TOKENS = 16
 _T = TypeVar("_T")
@@ -155,7 +156,7 @@ def take_blocks(
 def _start(settings: Settings, spec: Spec) -> Method:
     """A method in a process of its own."""
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
-        return METHODS.get(spec.kind).make(spec, models_of(settings))
+        return METHODS.get(spec.kind).make(spec, Models(settings))
     values = json.dumps({**settings.to_dict(), "isolate": None})
     return ProcessMethod(spec.name, [sys.executable, "-m", "fsd_bench.worker", values, spec.text])
 

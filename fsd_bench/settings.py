@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsd_bench.methods import parse_methods
-from fsd_bench.models import Models
+from fsd_bench.models import ModelOptions
 from fsd_bench.record import choose_baselines
 from fsd_bench.score import AUTO, check_score
-from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError
-from fsd_infer.targets.loading import parse_device, parse_dtype
 
 
 @dataclass
-class Settings:
-    """The options of a run.
+class Settings(ModelOptions):
+    """The options of a run, beside those of its models.
 
     Attributes:
         prompts: .jsonl, .jsonl.gz or .json file; rows with `turns` (the first is asked), `prompt`, `question`,
             `instruction` or `messages`.
         methods: see :mod:`fsd_bench.methods`.
-        target, drafter, dtype, device, tree, cuda_graphs, quantize: as in ``FuzzyDecoder.from_pretrained``, dtype by
-            name.
         limit: only the first so many prompts; None for all.
         every: take each so-many-th row of the file (files are often sorted by category).
         max_new_tokens: of each answer.
@@ -49,13 +45,6 @@ class Settings:
 
     prompts: str | Path
     methods: Sequence[str]
-    target: str = "smollm2-135m"
-    drafter: str | None = None
-    dtype: str = "bf16"
-    device: str | None = None
-    tree: TreeShape | str | None = None
-    cuda_graphs: bool = False
-    quantize: bool = True
     limit: int | None = None
     every: int = 1
     max_new_tokens: int = 128
@@ -72,9 +61,8 @@ class Settings:
 
     def check(self) -> None:
         """Raises FsdError for what can be refused before anything is loaded."""
+        super().check()
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
-        parse_dtype(self.dtype)
-        parse_device(self.device)
         check_score(self.score)
         for name in ("limit", "every", "max_new_tokens", "repeat", "batch_size", "threads", "isolate"):
             value = getattr(self, name)
@@ -87,21 +75,6 @@ class Settings:
         """As JSON values."""
         lists = {"methods": list(self.methods), "baselines": list(self.baselines)}
         return {**asdict(self), "prompts": Path(self.prompts).name, **lists}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Settings:
-        """From :meth:`to_dict`; what an older record does not have takes its default."""
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        tree = known.get("tree")
-        return cls(**{**known, "tree": TreeShape(**tree) if isinstance(tree, dict) else tree})
-
-
-def models_of(settings: Settings) -> Models:
-    """What its methods run on, with nothing loaded yet."""
-    return Models(
-        settings.target, settings.drafter, settings.dtype, settings.device, settings.tree, settings.cuda_graphs,
-        settings.quantize,
-    )  # fmt: skip
 
 
 def set_threads(settings: Settings) -> None:

@@ -11,7 +11,8 @@ from typing import Any, TextIO
 
 from fsd_bench.base import Method
 from fsd_bench.methods import make_methods
-from fsd_bench.settings import Settings, models_of, set_threads
+from fsd_bench.models import Models
+from fsd_bench.settings import Settings, set_threads
 from fsd_infer.errors import FsdError
 
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = Settings.from_dict(json.loads(settings_text))
         set_threads(settings)
-        method = make_methods([text], models_of(settings))[0]
+        method = make_methods([text], Models(settings))[0]
     except FsdError as error:
         _reply(out, {"error": str(error)})
         return 2

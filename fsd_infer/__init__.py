@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsd_infer.decoder import FuzzyDecoder, Generation, generate, load_drafter
     from fsd_infer.drafters import DRAFTERS, Drafter, EagleDrafter, LMDrafter, NoDrafter, TreeShape
+    from fsd_infer.engine.stats import GenerationStats, RowStats
     from fsd_infer.errors import FsdError
     from fsd_infer.rules import RULES, DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, parse_rule
-    from fsd_infer.stats import GenerationStats, RowStats
     from fsd_infer.targets.target import Target
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ _MODULES = {
     "drafters": ("DRAFTERS", "Drafter", "EagleDrafter", "LMDrafter", "NoDrafter", "TreeShape"),
     "errors": ("FsdError",),
     "rules": ("RULES", "DraftOnly", "Exact", "Fuzzy", "FuzzyStrict", "RandomGate", "Rule", "parse_rule"),
-    "stats": ("GenerationStats", "RowStats"),
+    "engine.stats": ("GenerationStats", "RowStats"),
     "targets.target": ("Target",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -37,8 +37,8 @@ from fsd_infer.chat.rows import rows_digest
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.engine import Outcome, Request, decode
+from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
-from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.token_ids import eos_ids

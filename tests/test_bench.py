@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from fsd_bench.base import Turn
 from fsd_bench.intervals import interval
 from fsd_bench.partial import PartialFile
 from fsd_bench.record import BenchPrompt, write_record
-from fsd_bench.report import bench_table, fitted_tables, short_names
+from fsd_bench.report import bench_table, fitted_tables, head_trees, short_names
 from fsd_bench.schedule import group_prompts, take_turns
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.chat.encoding import encode_chat, read_prompts
@@ -59,21 +58,13 @@ def test_the_file_holds_summaries_and_a_hash_per_answer(record: dict[str, Any], 
 
 def test_record_holds_what_is_reported_together(record: dict[str, Any], record_file: Path) -> None:
     assert list(record["methods"]) == METHODS and record["baseline"] == "hf-generate"
-    numbers = (
-        "tokens_per_second decode_tokens_per_second seconds_per_answer prefill_seconds decode_seconds tau "
-        "tau_category_mean target_forwards answer_tokens gate_open_fraction gate_accepted_fraction divergence_spent "
-        "log_likelihood_per_token seconds_total finished_fraction identical_to_baseline"
-    ).split()
     for facts in record["methods"].values():
-        assert all(isinstance(facts[name], float) for name in numbers)
         assert facts["answers"] == 4 and 0 < facts["prefill_seconds"] < facts["seconds_per_answer"]
         assert list(facts["categories"]) == ["cats", "ends"]
-    phases = {"prefill", "target", "draft", "rule", "cache", "rest"}
-    assert set(record["methods"]["exact"]["phases"]) == phases
-    assert min(record["methods"]["exact"]["phases"].values()) >= 0
+    phases = record["methods"]["exact"]["phases"]
+    assert set(phases) == {"prefill", "target", "draft", "rule", "cache", "rest"} and min(phases.values()) >= 0
     environment = record["environment"]
     assert {"torch", "transformers", "cpu", "threads", "commit", "date", "load_average"} <= set(environment)
-    assert bool(environment["commit"]) == (Path(__file__).parent.parent / ".git").exists()
     assert environment["dtype"] == "fp32" and environment["seed"] == 5 and environment["command"] == "fsd-infer bench"
     assert "second copy" in environment["hf_model"]
     assert record["methods"]["fuzzy:js:0.3"]["rule"]["threshold"] == 0.3
@@ -81,27 +72,19 @@ def test_record_holds_what_is_reported_together(record: dict[str, Any], record_f
 
 
 def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> None:
-    for row in record["prompts"]:
-        hashes = {
-            run["tokens_sha256"] for name in METHODS[:4] for run in row["methods"][name]
-        }  # two repeats of four methods
-        assert len(hashes) == 1
+    for row in record["prompts"]:  # two repeats of four methods
+        assert len({run["tokens_sha256"] for name in METHODS[:4] for run in row["methods"][name]}) == 1
     methods = record["methods"]
     assert all(methods[name]["identical_to_baseline"] == 1.0 for name in METHODS[:4])
     for name in ("plain", "hf-generate"):
         assert methods[name]["tau"] == 1.0
         assert methods[name]["target_forwards"] == methods[name]["answer_tokens"] - 1
-    assert methods["exact"]["tau"] > 1.2 and methods["exact"]["divergence_spent"] == 0
-    assert methods["fuzzy:js:0.3"]["tau"] > methods["exact"]["tau"]
-    assert methods["fuzzy:js:0.3"]["gate_open_fraction"] > 0 and methods["fuzzy:js:0.3"]["divergence_spent"] > 0
-
-
-def test_lookup_counts_forwards_not_tokens(record: dict[str, Any]) -> None:
-    """Prompt lookup may emit several tokens per forward; what the prefill emitted is left out on both sides."""
-    for row in record["prompts"]:
-        for made in row["methods"]["hf-lookup:4"]:
-            assert 0 < made["target_forwards"] <= made["answer_tokens"] - 1
-            assert made["tau"] * made["target_forwards"] <= made["answer_tokens"] - 1
+    for row in record["prompts"]:  # a forward of lookup may emit several; what the prefill emitted is left out
+        for once in row["methods"]["hf-lookup:4"]:
+            assert 0 < once["target_forwards"] and once["tau"] * once["target_forwards"] <= once["answer_tokens"] - 1
+    exact, lossy = methods["exact"], methods["fuzzy:js:0.3"]
+    assert lossy["tau"] > exact["tau"] > 1.2
+    assert lossy["divergence_spent"] > exact["divergence_spent"] == 0 and lossy["gate_open_fraction"] > 0
 
 
 def test_log_likelihood_is_the_targets(toy: Toy, record: dict[str, Any]) -> None:
@@ -117,24 +100,6 @@ def test_log_likelihood_is_the_targets(toy: Toy, record: dict[str, Any]) -> None
     assert lossy != record["methods"]["exact"]["log_likelihood_per_token"]
 
 
-def test_ratios_are_medians_of_pairs(record: dict[str, Any]) -> None:
-    for baseline in ("hf-generate", "plain"):
-        against = record["ratios"][baseline]
-        assert set(against) == set(METHODS) - {baseline}
-        for name, ratios in against.items():
-            pairs = []
-            for row in record["prompts"]:
-                rates = [
-                    statistics.median(made["answer_tokens"] / made["seconds"] for made in row["methods"][method])
-                    for method in (name, baseline)
-                ]
-                pairs.append(rates[0] / rates[1])
-            found = ratios["tokens_per_second"]
-            assert found["pairs"] == 4 and found["median"] == pytest.approx(statistics.median(pairs))
-            slack = 1e-9  # of sums in another order
-            assert min(pairs) - slack <= found["low"] <= found["median"] <= found["high"] <= max(pairs) + slack
-
-
 def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun:
     return TimedRun(seconds, prefill, [Answer(list(range(tokens)), forwards, tokens - 1)])
 
@@ -145,7 +110,7 @@ def test_numbers_on_a_worked_example() -> None:
         Turn(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
         Turn(0, 1, [0], {"plain": made(5, 4, 3.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
         Turn(1, 0, [1], {"plain": made(9, 8, 1.8, 0.2), "exact": made(9, 2, 0.45, 0.05)}),
-        Turn(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 6, 2.8, 0.4)}),
+        Turn(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 3, 2.8, 0.4)}),
     ]
     record = build_record(prompts, {"plain": {}, "exact": {}}, turns)
     exact, plain = record["methods"]["exact"], record["methods"]["plain"]
@@ -155,21 +120,18 @@ def test_numbers_on_a_worked_example() -> None:
     assert ratios["tokens_per_second"]["median"] == pytest.approx(3.0)  # of 10 / (10/3), 4 and 0.5
     assert ratios["seconds_per_answer"]["median"] == pytest.approx(4.0)  # of 2 / 0.5, 4 and 0.5
     assert ratios["decode_tokens_per_second"]["median"] == pytest.approx(10 / ((4 / 0.8 + 4 / 2.8) / 2))
-    # 4/2 twice, 8/2 and 6/6: pooled by category, then pooled over all
-    assert exact["categories"]["a"]["tau"] == pytest.approx(16 / 6) and exact["categories"]["b"]["tau"] == 1.0
-    assert exact["tau_category_mean"] == pytest.approx((16 / 6 + 1) / 2) and exact["tau"] == pytest.approx(22 / 12)
+    # 4/2 twice, 8/2 and 6/3: pooled by category, then pooled over all
+    assert exact["categories"]["a"]["tau"] == pytest.approx(16 / 6) and exact["categories"]["b"]["tau"] == 2.0
+    assert exact["tau_category_mean"] == pytest.approx((16 / 6 + 2) / 2) and exact["tau"] == pytest.approx(22 / 9)
     assert exact["identical_to_baseline"] == 1.0 and exact["answers"] == 3
     assert exact["seconds_total"] == pytest.approx(0.5 + 0.45 + 2.8)
 
 
-def test_interval_is_seeded_and_covers_the_median() -> None:
+def test_intervals_of_medians() -> None:
     values = [1.0, 1.2, 1.1, 3.0, 0.9, 1.3]
     found = interval(values, seed=1)
-    assert found == interval(values, seed=1)
-    assert found["median"] == pytest.approx(1.15)
-    assert min(values) <= found["low"] < 1.15 < found["high"] <= max(values)
-    assert interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "pairs": 1}
-    assert interval([])["median"] is None
+    assert found["median"] == pytest.approx(1.15) and min(values) <= found["low"] < 1.15 < found["high"] <= 3
+    assert interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "pairs": 1} and interval([])["median"] is None
 
 
 class Recorder(Method):
@@ -192,9 +154,8 @@ def test_methods_take_turns_after_an_uncounted_warm_up() -> None:
     prompts = [BenchPrompt(str(i), "x", "", [i]) for i in range(4)]
     turns = take_turns(Settings("f", [], max_new_tokens=64), methods, prompts, None)
     assert calls[:3] == [("a", 0, 16, 0), ("b", 0, 16, 0), ("c", 0, 16, 0)]
-    assert ["".join(name for name, prompt, *_ in calls[3:] if prompt == i) for i in range(4)] == [
-        "abc", "bca", "cab", "abc",
-    ]  # fmt: skip
+    order = ["".join(name for name, prompt, *_ in calls[3:] if prompt == i) for i in range(4)]
+    assert order == ["abc", "bca", "cab", "abc"]
     assert all(count == 64 for _, _, count, _ in calls[3:]) and len(turns) == 4
     for i in range(4):  # every method draws with the same seed on the same prompt
         assert len({seed for _, prompt, _, seed in calls[3:] if prompt == i}) == 1
@@ -219,19 +180,15 @@ def test_sampled_runs_repeat_with_their_seed(toy: Toy) -> None:
     assert hashes(1) == hashes(1) != hashes(2)
 
 
-def test_every_kth_prompt(toy: Toy) -> None:
-    everything = toy_run(toy, ["plain"], warmup=False)["prompts"]
+def test_rows_that_are_not_asked_for_are_not_read(toy: Toy, tmp_path: Path) -> None:
+    whole = toy_run(toy, ["plain"], warmup=False)["prompts"]
     some = toy_run(toy, ["plain"], warmup=False, every=2)["prompts"]
-    assert len(everything) > 2 and [row["id"] for row in some] == [row["id"] for row in everything][::2]
-
-
-def test_limit_needs_no_rows_behind_it(toy: Toy, tmp_path: Path) -> None:
-    broken = tmp_path / "prompts.jsonl"
-    broken.write_text(toy.prompts.read_text().splitlines()[0] + "\nnot json\n")
-    settings: dict[str, Any] = dict(target=str(toy.target), dtype="fp32", max_new_tokens=3)
-    assert len(run(broken, ["hf-generate"], limit=1, **settings)["prompts"]) == 1
+    assert [row["id"] for row in some] == [row["id"] for row in whole][::2]
+    broken = Toy(toy.target, toy.drafter, tmp_path / "prompts.jsonl")
+    broken.prompts.write_text(toy.prompts.read_text().splitlines()[0] + "\nnot json\n")
+    assert len(toy_run(broken, ["hf-generate"], limit=1)["prompts"]) == 1
     with pytest.raises(FsdError, match="prompts.jsonl:2: not JSON"):
-        run(broken, ["hf-generate"], **settings)
+        toy_run(broken, ["hf-generate"])
 
 
 KILLED = """
@@ -276,101 +233,70 @@ def test_killed_run_continues_without_loss(
         assert facts["seconds_total"] > sum(turn["runs"][name]["seconds"] for turn in before)
 
 
-def test_run_that_failed_before_its_first_turn_is_no_obstacle(tmp_path: Path) -> None:
-    PartialFile(tmp_path / "r.json", {"seed": 1}, resume=False)
-    assert PartialFile(tmp_path / "r.json", {"seed": 2}, resume=False).turns == []
-
-
-def test_partial_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "r.json.partial.jsonl").write_text("hello\n")
-    with pytest.raises(FsdError, match="does not begin with the settings"):
-        PartialFile(tmp_path / "r.json", {}, resume=True)
-
-
-@pytest.mark.parametrize("content", [b"precious", b"[1]", b'{"a": 1}', b"\xff\x00", b"[" * 100_000])
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_file_that_is_no_record_is_not_overwritten(resume: bool, content: bytes, toy: Toy, tmp_path: Path) -> None:
-    file = tmp_path / "thesis.json"
-    file.write_bytes(content)
-    with pytest.raises(FsdError, match="thesis.json is no record"):
-        run(toy.prompts, ["plain"], target=str(toy.target), json_path=file, resume=resume)
-    assert file.read_bytes() == content and list(tmp_path.iterdir()) == [file]
-
-
 def test_where_no_record_can_be_written_is_found_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, message in (
         (tmp_path, "it is no file"),
         (tmp_path / "file" / "r.json", "cannot be written"),
-        (tmp_path / ("x" * 240), "cannot be written"),
-        ("", "no name"),
         ("a\0b", "NUL"),
         ("x" * 300, "too long"),
     ):
         with pytest.raises(FsdError, match=message):
-            run(toy.prompts, ["plain"], target="no/such-target", json_path=path)
+            toy_run(toy, ["plain"], target="no/such-target", json_path=path)
+    (tmp_path / "file").write_text('{"a": 1}')
+    with pytest.raises(FsdError, match="file is no record"):
+        toy_run(toy, ["plain"], json_path=tmp_path / "file")
+    assert (tmp_path / "file").read_text() == '{"a": 1}', "it is not overwritten"
     finished = tmp_path / "r.json"
     finished.write_text('{"methods": {}}')
     with pytest.raises(FsdError, match="finished run: leave --resume out"):
         PartialFile(finished, {}, resume=True)
-    assert PartialFile(finished, {}, resume=False).turns == []
+    for seed in (1, 2):  # what ended before its first turn is no obstacle
+        assert PartialFile(finished, {"seed": seed}, resume=False).turns == []
 
 
 def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -> None:
     made = PartialFile(tmp_path / "r.json", {"seed": 1}, resume=False)
     made.add(Turn(0, 0, [0], {"plain": TimedRun(1.0, 0.1, [Answer([1], 1, 1)])}))
     whole = made.path.read_bytes()
-    for line in (
-        b'{"group": 1',
-        b"[]",
-        b"{}",
-        b'{"group": "x", "repeat": 0, "prompts": [0], "runs": {}}',
-        b"\xff",
-        b"[" * 9999,
-    ):
+    foreign = b'{"group": "x", "repeat": 0, "prompts": [0], "runs": {}}'
+    for line in (b'{"group": 1', b"[]", b"{}", foreign, b"\xff", b"[" * 9999):
         made.path.write_bytes(whole + line + b"\n")
         again = PartialFile(tmp_path / "r.json", {"seed": 1}, resume=True)
         assert len(again.turns) == 1 and again.path.read_bytes() == whole
-    for header in (b"[]\n", b'{"settings": 7}\n', b"\xff\n"):
+    for header in (b"hello\n", b"[]\n", b'{"settings": 7}\n', b"\xff\n"):
         made.path.write_bytes(header)
         with pytest.raises(FsdError, match="does not begin with the settings"):
             PartialFile(tmp_path / "r.json", {"seed": 1}, resume=True)
 
 
 def test_tables_are_aligned_and_complete(record: dict[str, Any]) -> None:
-    assert table(["name", "x"], [["a", "1.5"], ["long", "12.25"]]) == (
-        "name      x\n----  -----\na       1.5\nlong  12.25"
-    )
     text = bench_table(record)
     assert max(map(len, text.splitlines())) <= 100
-    speed, by_category, phases = (text[text.index(title) :] for title in ("speed", "tau by", "where the time goes"))
-    lines = speed.splitlines()[1:]
-    assert [line.split()[0] for line in lines[2:7]] == METHODS
-    assert len({len(line) for line in lines[1:7]}) == 1, "numbers end in one column"
+    speed, by_category, phases = (
+        text[text.index(title) :].splitlines() for title in ("speed", "tau by", "where the time goes")
+    )
+    assert [line.split()[0] for line in speed[3:8]] == METHODS
+    assert len({len(line) for line in speed[1:8]}) == 1, "numbers end in one column"
+    assert [line.split()[0] for line in by_category[3:6]] == ["cats", "ends", "mean"]
+    assert [line.split()[0] for line in phases[3:6]] == METHODS[2:]
     assert f"{record['methods']['exact']['tau']:.2f}" in text and "log-lik" in text
     head = {"name": "eagle", "nodes": 8, "depth": 4, "width": 3, "stop_below": 0.5}
-    drafters = {"exact": head, "fuzzy:js:0.3": {"name": "eagle+lookup", "main": head, "nodes": 8}}
-    drawn = {name: {**facts, "drafter": drafters.get(name)} for name, facts in record["methods"].items()}
-    assert "\ntree 4,3,8,0.5\n" in bench_table({**record, "methods": drawn}), "one line for both"
-    drawn["exact"]["drafter"] = {**head, "stop_below": 0.0}
-    assert "\ntree 4,3,8: exact\ntree 4,3,8,0.5: fuzzy:js:0.3\n" in bench_table({**record, "methods": drawn})
-    assert [line.split()[0] for line in by_category.splitlines()[3:6]] == ["cats", "ends", "mean"]
-    assert [line.split()[0] for line in phases.splitlines()[3:6]] == METHODS[2:]
+    drafters = {"a": head, "b": {"name": "eagle+lookup", "main": head}, "c": {**head, "stop_below": 0.0}, "d": None}
+    drawn = {name: {"drafter": drafter} for name, drafter in drafters.items()}
+    assert head_trees(drawn) == {"4,3,8,0.5": ["a", "b"], "4,3,8": ["c"]}
 
 
 def test_wide_tables_are_broken_and_long_names_cut() -> None:
     text = fitted_tables(["name", "aaaaaaaa", "bbbbbbbb", "c"], [["x", "1", "2", "3"]], width=24)
-    assert text == "\n\n".join([
-        table(["name", "aaaaaaaa", "bbbbbbbb"], [["x", "1", "2"]]), table(["name", "c"], [["x", "3"]])
-    ])  # fmt: skip
+    assert text == table(["name", "aaaaaaaa", "bbbbbbbb"], [["x", "1", "2"]]) + "\n\n" + table(
+        ["name", "c"], [["x", "3"]]
+    )
     long = [f"exact@/some/where/far/away/heads/{name}/last" for name in "ab"]
-    shown = short_names(["plain", *long], width=20)
-    assert list(shown) == ["plain", *long] and shown["plain"] == "plain"
-    assert len(set(shown.values())) == 3 and max(map(len, shown.values())) <= 20
+    shown = list(short_names(["plain", *long], width=20).values())
+    assert shown[0] == "plain" and len(set(shown)) == 3 and max(map(len, shown)) <= 20
 
 
 def test_numbers_that_json_lacks() -> None:
-    assert jsonable({"a": float("nan"), "b": [float("inf"), (-float("inf"), 1)]}) == {
-        "a": None,
-        "b": ["inf", ["-inf", 1]],
-    }
+    values = {"a": float("nan"), "b": [float("inf"), (-float("inf"), 1)]}
+    assert jsonable(values) == {"a": None, "b": ["inf", ["-inf", 1]]}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import statistics
 import sys
 from pathlib import Path
@@ -70,27 +68,24 @@ def test_one_process_per_method_and_block(toy: Toy, engine: Path, tmp_path: Path
     assert record["ratios"]["a"]["b"]["tokens_per_second"] == {"median": 1, "low": 1, "high": 1, "pairs": 2}
 
 
-def test_answers_are_those_of_the_shared_process(toy: Toy, tmp_path: Path) -> None:
+def test_answers_are_those_of_the_shared_process(toy: Toy) -> None:
     methods = ["plain", "exact@lookup", "hf-generate"]
     options: dict[str, Any] = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=8)
-    alone = run(toy.prompts, methods, isolate=1, log_likelihood=True, **options)
-    shared = run(toy.prompts, methods, log_likelihood=True, **options)
-    for own, other in zip(alone["prompts"], shared["prompts"], strict=True):
-        for method in methods:
-            assert own["methods"][method][0]["tokens_sha256"] == other["methods"][method][0]["tokens_sha256"]
-    for method in methods:
-        for fact in ("tau", "log_likelihood_per_token", "by", "answer_tokens"):
-            assert alone["methods"][method][fact] == shared["methods"][method][fact]
+    alone, shared = (run(toy.prompts, methods, isolate=n, log_likelihood=True, **options) for n in (1, None))
+    for name in methods:
+        for own, other in zip(alone["prompts"], shared["prompts"], strict=True):
+            assert own["methods"][name][0]["tokens_sha256"] == other["methods"][name][0]["tokens_sha256"]
+        for fact in ("tau", "log_likelihood_per_token", "by"):
+            assert alone["methods"][name][fact] == shared["methods"][name][fact]
     assert set(alone["methods"]["exact@lookup"]["phases"]) == set(shared["methods"]["exact@lookup"]["phases"])
 
 
 def test_process_that_dies_loses_nothing(
     toy: Toy, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "record.json"
+    path, log = tmp_path / "record.json", tmp_path / "log"
     argv = ["bench", "--prompts", str(toy.prompts), "--target", str(toy.target), "--dtype", "fp32", "--no-warmup"]
     argv += ["--isolate", "2", "--max-new-tokens", "4", "--json", str(path)]
-    log = tmp_path / "log"
     argv += ["--methods", f"a={command(engine, log, '3')}"]
     assert main(argv) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -108,10 +103,7 @@ def test_ratios_are_of_blocks_totals() -> None:
 
     prompts = [BenchPrompt(str(i), "x", "", [1]) for i in range(4)]
     slow, fast = [(10, 1.0), (10, 3.0), (20, 2.0), (30, 3.0)], [(10, 1.0), (10, 1.0), (20, 1.0), (30, 1.5)]
-    turns = [
-        Turn(i, 0, [i], {"slow": made(*one), "fast": made(*other)})
-        for i, (one, other) in enumerate(zip(slow, fast, strict=True))
-    ]
+    turns = [Turn(i, 0, [i], {"slow": made(*slow[i]), "fast": made(*fast[i])}) for i in range(4)]
     record = build_record(prompts, {"slow": {}, "fast": {}}, turns, blocks={0: 0, 1: 0, 2: 1, 3: 1})
     assert record["methods"]["slow"]["tokens_per_second"] == statistics.median([20 / 4, 50 / 5])
     found = record["ratios"]["slow"]["fast"]["tokens_per_second"]
@@ -119,20 +111,14 @@ def test_ratios_are_of_blocks_totals() -> None:
     assert found["pairs"] == 2 and record["methods"]["slow"]["seconds_per_answer"] == pytest.approx((2 + 2.5) / 2)
 
 
-def test_programs_that_cannot_run_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FsdError, match="method 'x': no/such/program cannot be started"):
-        ProcessMethod("x", ["no/such/program"])
-    with pytest.raises(FsdError, match="method 'x': its process ended with status 3"):
-        ProcessMethod("x", [sys.executable, "-c", "raise SystemExit(3)"])
-    with pytest.raises(FsdError, match="no model there"):
-        ProcessMethod("x", [sys.executable, "-c", 'print(\'{"error": "no model there"}\')'])
-
-
-def test_a_process_ends_with_its_method(engine: Path, tmp_path: Path) -> None:
-    method = ProcessMethod("x", [sys.executable, str(engine), str(tmp_path / "log")])
-    pid = int((tmp_path / "log").read_text().split()[1])
-    os.kill(pid, 0)
-    method.close()
-    method.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (["no/such/program"], "no/such/program cannot be started"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "its process ended with status 3"),
+        ([sys.executable, "-c", 'print(\'{"error": "no model there"}\')'], "no model there"),
+    ],
+)
+def test_programs_that_cannot_run_are_named(program: list[str], message: str) -> None:
+    with pytest.raises(FsdError, match=f"method 'x': {message}"):
+        ProcessMethod("x", program)

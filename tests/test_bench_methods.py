@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsd_bench import ServerError, parse_methods, run
-from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
+from fsd_bench.openai_client import EXTENSIONS
 from fsd_bench.server import Server
 from fsd_infer import FsdError
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
 from fsd_infer.drafters.lm import DEFAULT_CHAINS, TILTED_CHAINS
-from fsd_infer.errors import UnknownNameError
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.openai_server import Behaviour, made_up, serving
 
 NEW = 8
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return save_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +39,14 @@ def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
     return run(toy.prompts, methods, **{**settings, **options})
 
 
-def closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def test_what_a_method_says() -> None:
-    texts = ["plain", "fuzzy:js:0.3:budget=2", "head=exact@/a=b/c@d:e", "vLLM 8=server:http://u@h:8000/v1?x=1#m/n"]
-    plain, fuzzy, head, server = parse_methods(texts)
-    assert (plain.name, plain.kind, plain.drafter) == ("plain", "plain", None)
+    texts = ["fuzzy:js:0.3:budget=2", "head=exact@/a=b/c@d:e", "vLLM 8=server:http://u@h:8000/v1?x=1#m/n"]
+    fuzzy, head, server, shaped = parse_methods([*texts, "exact@a@b@6x4x9x0.5"])
     assert (fuzzy.name, fuzzy.kind, fuzzy.argument) == ("fuzzy:js:0.3:budget=2", "fuzzy", "js:0.3:budget=2")
     assert (head.name, head.text, head.drafter) == ("head", "exact@/a=b/c@d:e", "/a=b/c@d:e")
-    shaped = parse_methods(["exact@a@b@6x4x9x0.5", "tilted:2@shipped+lookup@8x2x16"])
-    assert [(spec.drafter, spec.tree) for spec in shaped] == [
-        ("a@b", TreeShape(6, 4, 9, 0.5)),
-        ("shipped+lookup", TreeShape(8, 2, 16)),
-    ]
     assert (server.name, server.kind, server.argument) == ("vLLM 8", "server", "http://u@h:8000/v1?x=1#m/n")
+    assert (shaped.drafter, shaped.tree) == ("a@b", TreeShape(6, 4, 9, 0.5))
+    assert [spec.kind for spec in parse_methods(["a=exact@none", "b=exact@x", "exact"])] == ["exact"] * 3
 
 
 WRONG = {
@@ -73,29 +54,24 @@ WRONG = {
     "exact@": "name the drafter after '@'",
     "plain@none": "plain takes no drafter",
     "hf-generate:3": "takes no parameters",
+    "hf-lookup:x": "must be a number of tokens",
     "hf-assisted": "name the assistant model",
-    "hf-beams@none": "hf-beams takes no drafter",
     "beams:1@none": "give 2 to 64 beams",
     "beams:4:depth=x@none": "is not a number that depth can be",
     "server:localhost:8000": "give its address",
     "server:http://h:port": "give its address",
     "fuzzy:js:-1@none": "threshold",
     "a=": "unknown method 'a='",
+    "a=b=plain": "unknown method 'b=plain'",
+    "a=plain,a=exact": "'a' is named twice",
+    "": "no methods: give at least one",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_methods_are_refused_before_anything_is_loaded(text: str) -> None:
     with pytest.raises(FsdError, match=WRONG[text]):
-        parse_methods([text])
-
-
-def test_names_must_differ() -> None:
-    with pytest.raises(FsdError, match="'a' is named twice"):
-        parse_methods(["a=plain", "a=exact"])
-    with pytest.raises(UnknownNameError):
-        parse_methods(["a=b=plain"])
-    assert [spec.kind for spec in parse_methods(["a=exact@none", "b=exact@x", "exact"])] == ["exact"] * 3
+        parse_methods(text.split(",") if text else [])
 
 
 def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
@@ -147,9 +123,8 @@ def test_unknown_baseline(toy: Toy) -> None:
 
 def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour) -> None:
     with serving(greedy) as url:
-        record = toy_run(
-            toy, ["plain", f"theirs=server:{url}#toy"], repeat=2, warmup=True, log_likelihood=True, baselines=["theirs"]
-        )
+        methods = ["plain", f"theirs=server:{url}#toy"]
+        record = toy_run(toy, methods, repeat=2, warmup=True, log_likelihood=True, baselines=["theirs"])
     plain, theirs = record["methods"]["plain"], record["methods"]["theirs"]
     assert plain["identical_to_baseline"] == 1.0 and record["baseline"] == "theirs"
     for key in ("answer_tokens", "finished_fraction"):
@@ -162,7 +137,15 @@ def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Beh
     assert len(greedy.requests) == 1 + 4 * 2  # warm-up, then every prompt twice
     assert all(body["temperature"] == 0 and body["max_tokens"] == NEW for body in greedy.requests[1:])
     # nothing of the model's generation config may shape what is compared with the target's own greedy answers
-    assert all({**body, **UNSHAPED, **EXTENSIONS} == body for body in greedy.requests)
+    neutral = {
+        "top_p": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1,
+    }
+    assert all({**body, **neutral} == body for body in greedy.requests)
 
 
 def test_server_that_counts_but_does_not_tell_ids(toy: Toy) -> None:
@@ -187,37 +170,16 @@ def test_server_takes_batches_and_sampling(toy: Toy) -> None:
 
 
 def test_server_that_is_not_there_is_told_in_one_line(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = f"http://127.0.0.1:{closed_port()}"
+    with serving(Behaviour(made_up)) as url:
+        with pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
+            toy_run(toy, [f"server:{url}#x"])
+        with pytest.raises(ServerError, match="refused /v1/completions with status 404: .*no such model"):
+            list(Server(url).stream({"model": "other", "prompt": [1], "max_tokens": 1}))
     path = tmp_path / "r.json"
     argv = ["bench", "--prompts", str(toy.prompts), "--json", str(path), "--target", str(tmp_path / "no model needed")]
     assert main([*argv, "--methods", f"plain,server:{url}"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"fsd-infer: server {url} cannot be reached") and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "nothing to clear away"
-    with serving(Behaviour(made_up)) as there, pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
-        toy_run(toy, [f"server:{there}#x"])
-
-
-def test_server_that_dies_loses_nothing(toy: Toy, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    behaviour = Behaviour(made_up, answers_left=2)
-    with serving(behaviour) as url:
-        methods = ["plain", f"s=server:{url}"]
-        with pytest.raises(ServerError, match=r"broke off an answer.* 2 finished turns are kept .* --resume"):
-            toy_run(toy, methods, json_path=path)
-        behaviour.answers_left = None
-        before = [json.loads(line) for line in (tmp_path / "r.json.partial.jsonl").read_text().splitlines()[1:]]
-        record = toy_run(toy, methods, json_path=path, resume=True)
-    assert len(before) == 2 and len(record["prompts"]) == 4
-    kept = [row["methods"]["plain"][0]["seconds"] for row in record["prompts"][:2]]
-    assert kept == [turn["runs"]["plain"]["seconds"] for turn in before]
-
-
-def test_server_refusal_is_passed_on(toy: Toy) -> None:
-    with serving(Behaviour(made_up)) as url:
-        with pytest.raises(ServerError, match="refused /v1/completions with status 404: .*no such model"):
-            list(Server(url).stream({"model": "other", "prompt": [1], "max_tokens": 1}))
-        with pytest.raises(ServerError, match="refused /v2/models with status 404"):
-            Server(url + "/v2").models()

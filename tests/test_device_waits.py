@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsd_bench.probe import Probe
-from fsd_infer import FuzzyDecoder, Target, engine
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import (
     Drafter,
@@ -23,7 +23,7 @@ from fsd_infer.drafters import (
     RecycleDrafter,
     TreeShape,
 )
-from fsd_infer.engine import Request, decode
+from fsd_infer.engine import Request, decode, loop
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import parse_rule
 from tests.families import VOCAB, tiny_model
@@ -126,7 +126,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
         yield opened
 
 
-def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM) -> engine.Outcome:
+def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM) -> loop.Outcome:
     torch.manual_seed(0)
     return decode(target(where), drafter(kind, where), parse_rule(rule), Request(PROMPTS, NEW, greedy))
 
@@ -134,13 +134,13 @@ def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM) -> engine
 def of_rounds(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Will hold how many waits there were when each round began."""
     begun: list[int] = []
-    draft = engine._Batch.draft
+    draft = loop._Batch.draft
 
     def noted(batch: Any) -> Any:
         begun.append(len(device.waits))
         return draft(batch)
 
-    monkeypatch.setattr(engine._Batch, "draft", noted)
+    monkeypatch.setattr(loop._Batch, "draft", noted)
     return begun
 
 
@@ -269,8 +269,8 @@ def test_whatever_needs_a_number_waits(device: SimulatedDevice) -> None:
     to_device(torch.ones(2**15), SIM)  # pinned
     torch.where(x > 2, x, 0.0).sort()
     assert not device.waits
-    engine._log_likelihoods(verdict(), torch.zeros(1, 1, 5, device=SIM))
-    assert (device.waits[0].file, device.waits[0].function) == ("fsd_infer/engine.py", "_log_likelihoods")
+    loop._log_likelihoods(verdict(), torch.zeros(1, 1, 5, device=SIM))
+    assert (device.waits[0].file, device.waits[0].function) == ("fsd_infer/engine/loop.py", "_log_likelihoods")
 
 
 def verdict() -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsd_infer import FuzzyDecoder, TreeShape
-from fsd_infer.ngrams import copied_ngrams, coverage, kinds, repeated_ngrams
+from fsd_infer.engine.ngrams import copied_ngrams, coverage, kinds, repeated_ngrams
 
 DATA = Path(__file__).parents[1] / "data" / "spec_bench_dev.jsonl"
 

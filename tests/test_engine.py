@@ -34,7 +34,7 @@ from fsd_infer import (
     Target,
     TreeShape,
 )
-from fsd_infer.custom_generate import target_of
+from fsd_infer.decoder.custom_generate import target_of
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.heads.head import EagleConfig, EagleHead

@@ -60,19 +60,15 @@ def test_settings_are_products_of_lists() -> None:
     ]  # fmt: skip
     assert found[4].rule == Fuzzy("tv", threshold=0.2) and found[4].tree is not None and found[4].tree.nodes == 8
     assert found[1].family == found[4].family and found[5].tree is None
-    named = parse_settings(["tilted:2/1:novel=0/4"])[1:]
-    assert [one.rule for one in named] == [
-        Tilted(2, novel=0),
-        Tilted(2, novel=4),
-        Tilted(1, novel=0),
-        Tilted(1, novel=4),
-    ]
-    with pytest.raises(FsdError, match="a tree is written depth,width,nodes"):
-        parse_settings(["fuzzy@4x2"])
-    with pytest.raises(FsdError, match="no rule besides exact"):
-        parse_settings(["exact"])
-    with pytest.raises(FsdError, match="fuzy"):
-        parse_settings(["fuzy:js:0.1"])
+    named = [one.rule for one in parse_settings(["tilted:2/1:novel=0/4"])[1:]]
+    assert named == [Tilted(price, novel=novel) for price in (2, 1) for novel in (0, 4)]
+    for text, message in (
+        ("fuzzy@4x2", "a tree is written depth,width,nodes"),
+        ("exact", "no rule besides exact"),
+        ("fuzy:js:0.1", "fuzy"),
+    ):
+        with pytest.raises(FsdError, match=message):
+            parse_settings([text])
 
 
 def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
@@ -92,10 +88,8 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
         assert facts["exact"]["ratios"]["speed"]["ratio"] == pytest.approx(1)
         assert facts["exact"]["differences"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 4}
         loose = facts["fuzzy:js:0.3"]
-        own, exact = loose["means"], facts["exact"]["means"]
-        assert loose["ratios"]["target_forwards"]["ratio"] == pytest.approx(
-            own["target_forwards"]["mean"] / exact["target_forwards"]["mean"]
-        )
+        forwards = [facts[name]["means"]["target_forwards"]["mean"] for name in ("fuzzy:js:0.3", "exact")]
+        assert loose["ratios"]["target_forwards"]["ratio"] == pytest.approx(forwards[0] / forwards[1])
         assert loose["tau"] / facts["exact"]["tau"] == pytest.approx(loose["ratios"]["tau"]["ratio"])
         assert 0 < facts["random:0.5"]["gate_open_fraction"] < 1 and facts["random:0.5"]["divergence_spent"] > 0
 
@@ -123,29 +117,29 @@ def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> Non
 def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.jsonl"
     shutil.copy(finished, copy)
-    with pytest.raises(FsdError, match=r"copy.jsonl was made with other settings \(max_new_tokens\)"):
-        sweep(options(toy, max_new_tokens=9), copy)
-    write_rows(toy.prompts.parent / "other.jsonl", [{"prompt": "it"}])
-    with pytest.raises(FsdError, match=r"other settings \(prompts, rows_sha256\)"):
-        sweep(options(toy, prompts=[toy.prompts.parent / "other.jsonl"]), copy)
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "it"}])
+    for changes, named in (({"max_new_tokens": 9}, "max_new_tokens"), ({"prompts": [other]}, "prompts, rows_sha256")):
+        with pytest.raises(FsdError, match=rf"copy.jsonl was made with other settings \({named}\)"):
+            sweep(options(toy, **changes), copy)
+    copy.write_text("".join(finished.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(FsdError, match="no prompt has been answered under every setting yet"):
+        write_page(copy, tmp_path / "page.html")
     copy.write_text("notes\n")
     with pytest.raises(FsdError, match="no file of a sweep and is not overwritten"):
         sweep(options(toy), copy)
     with pytest.raises(FsdError, match="holds no sweep"):
         write_page(tmp_path / "nothing.jsonl", tmp_path / "page.html")
-    lines = finished.read_text().splitlines(keepends=True)
-    copy.write_text("".join(lines[:3]))
-    with pytest.raises(FsdError, match="no prompt has been answered under every setting yet"):
-        write_page(copy, tmp_path / "page.html")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperatures": [-1.0]}, "temperatures must be 0 or above"), ({"repeats": 0}, "repeats must be at least 1"),
-        ({"temperatures": [0.5, 0.5]}, "a temperature is given twice"), ({"limit": 0}, "limit must be at least 1"),
+        ({"temperatures": [-1.0]}, "temperatures must be 0 or above"),
+        ({"temperatures": [0.5, 0.5]}, "a temperature is given twice"),
+        ({"limit": 0}, "limit must be at least 1"),
+        ({"tree": "auto"}, "tree auto differs from run to run"),
     ],
-)  # fmt: skip
+)
 def test_options_that_make_no_sense(toy: Toy, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FsdError, match=message):
         sweep(options(toy, **changes), tmp_path / "x.jsonl")
@@ -178,11 +172,9 @@ def test_page_shows_exact_and_random_everywhere(finished: Path) -> None:
     charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(charts) >= 10
     for one in charts:
-        assert ">exact</text>" in one
+        assert ">exact</text>" in one and "nan" not in one.lower() and 'd="M' in one
         assert "Distance of target and drafter" in one or ">random" in one
-        assert "nan" not in one.lower() and 'd="M' in one
-    assert "&lt;b&gt;it&lt;/b&gt; is &amp; there" in text or "<b>it</b>" not in text
-    assert 'class="e"' in text and "Temperature 0.8: 5 prompts" in text
+    assert "<b>it</b>" not in text, "prompts are escaped"
 
 
 def test_a_record_becomes_tables(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

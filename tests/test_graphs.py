@@ -13,8 +13,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.cache import SlotCache
 from fsd_infer.cli.main import main
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import SLOTS, Graphs
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import build
 from fsd_infer.cpu import kernels as module
 from fsd_infer.cpu import stack as stack_module
 from fsd_infer.cpu.kernels import MOST_ROWS, Kernels, kernels
 from fsd_infer.cpu.ops import restore, speed_up, stack_of
 from fsd_infer.cpu.packing import Packed, fp8_panels, fp8_values, packed_of
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.checkpoint import save_head

@@ -52,23 +52,17 @@ def asked(*args: Any) -> Any:
 
 def test_tasks_end_to_end_in_this_process(toy: Toy, model: FsdLM) -> None:
     data = {"data": str(toy.prompts.parent)}
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=data)
     found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=["fsd_gsm8k", "fsd_summaries"],
-        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False, metadata=data),
-        apply_chat_template=True,
-        gen_kwargs="max_gen_toks=8",
-        bootstrap_iters=0,
-    )
+        model=model, tasks=["fsd_gsm8k", "fsd_summaries"], task_manager=manager, apply_chat_template=True,
+        gen_kwargs="max_gen_toks=8", bootstrap_iters=0,
+    )  # fmt: skip
     samples = found["samples"]
-    assert len(samples["fsd_gsm8k"]) == 4 and len(samples["fsd_summaries"]) == 1, (
-        "rows without a reference are not asked"
-    )
+    assert [len(samples[name]) for name in ("fsd_gsm8k", "fsd_summaries")] == [4, 1], "rows that have a reference"
     prompts = [sample["arguments"][0][0] for sample in samples["fsd_gsm8k"]]
     assert prompts[1].startswith("<|start|>user\nthe cat has 1 cats") and prompts[1].endswith("assistant\n")
-    alone = model.decoder.generate(
-        [model.tokenizer(prompts[1], add_special_tokens=False).input_ids], model.rule, max_new_tokens=8, temperature=0
-    )
+    ids = model.tokenizer(prompts[1], add_special_tokens=False).input_ids
+    alone = model.decoder.generate([ids], model.rule, max_new_tokens=8, temperature=0)
     assert samples["fsd_gsm8k"][1]["resps"] == [[alone.texts[0]]], "one answer whatever the batch"
     scores = [sample["score"] for sample in samples["fsd_gsm8k"]]
     assert found["results"]["fsd_gsm8k"]["score,none"] == sum(scores) / 4
@@ -76,21 +70,14 @@ def test_tasks_end_to_end_in_this_process(toy: Toy, model: FsdLM) -> None:
     facts = found["config"]["fsd"]
     assert facts["rule"]["threshold"] == 0.2 and facts["answers"] == 5 and facts["tau"] >= 1
     assert 1 <= facts["target_forwards"] <= facts["answer_tokens"] <= 8 and 0 <= facts["cut_at_limit"] <= 1
-
-
-def test_programs_run_only_with_consent(toy: Toy, model: FsdLM) -> None:
-    manager = TaskManager(
-        include_path=str(TASKS), include_defaults=False, metadata={"data": str(toy.prompts.parent)}
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="marked as unsafe"):
+    with pytest.raises(ValueError, match="marked as unsafe"):  # programs run only with consent
         lm_eval.simple_evaluate(model=model, tasks=["fsd_humaneval"], task_manager=manager)
 
 
 @pytest.mark.parametrize(
     ("body", "right"),
     [
-        ("    return 2 * x\n", 1.0), ("    return x\n", 0.0), ("    return 2 *\n", 0.0),
-        ("    while True: pass\n", 0.0),
+        ("    return x\n", 0.0), ("    return 2 *\n", 0.0), ("    while True: pass\n", 0.0),
         ("    open('big', 'wb').write(b'0' * 2**22)\n    return 2 * x\n", 0.0),
         ("    import os; assert 'HOME' not in os.environ and not os.listdir('.')\n    return 2 * x\n", 1.0),
         ("    y = bytearray(2**33)\n    return 2 * x\n", 0.0), ("    return 2 * x\0\n", 0.0),

@@ -11,7 +11,7 @@ import torch
 
 import fsd_infer
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
-from fsd_infer.cache import SlotCache
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.memory import free_bytes, give_back
 from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts, row_messages
+from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts
 from fsd_infer.errors import DataError
 from tests.text_toys import CHATML, FORGETFUL, OTHERWISE, THINKING, tiny_tokenizer, write_rows
 
@@ -23,13 +23,17 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
         {"prompt": "a", "source": "code"},
         {"question": "b", "answer": "#### 1"},
         {"turns": ["c", "later"], "category": "qa"},
-        {"messages": [{"role": "system", "content": "s"}, USER, BOT]},
+        {"messages": [{"role": "system", "content": "s"}, USER, BOT], "prompt": "not this"},
+        {"instruction": "Add:", "input": "1 and 2", "answer": "3"},
     ]
     found = list(read_prompts(write_rows(tmp_path / "mix.jsonl", rows)))
-    assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c", USER["content"]]
-    assert [row.source for row in found] == ["code", "mix", "qa", "mix"]
-    assert [row.line for row in found] == [1, 2, 3, 4]
+    assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c", USER["content"], "Add:\n\n1 and 2"]
+    assert [row.source for row in found] == ["code", "mix", "qa", "mix", "mix"]
     assert len(found[3].messages) == 2  # the reference answer at the end is not part of the prompt
+    (tmp_path / "mix.json").write_text(json.dumps(rows))
+    assert [row.messages for row in read_prompts(tmp_path / "mix.json")] == [row.messages for row in found]
+    (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert len(list(read_prompts(tmp_path / "lines.json"))) == 2, "lines, whatever the file is called"
 
 
 def test_gzip_blank_lines_and_stable_ids(tmp_path: Path) -> None:
@@ -67,23 +71,25 @@ def test_malformed_row_names_file_and_line(tmp_path: Path, line: bytes, problem:
     assert f"{path}:2" in str(caught.value)
 
 
-def test_missing_and_truncated_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        list(read_prompts(tmp_path / "none.jsonl"))
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     packed = gzip.compress(b'{"prompt": "a"}\n' * 1000)
     (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(DataError, match=r"cut\.jsonl\.gz: unreadable"):
-        list(read_prompts(tmp_path / "cut.jsonl.gz"))
-
-
-def test_encode_chat_is_the_template_itself() -> None:
-    tokenizer = tiny_tokenizer()
-    expected = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert encode_chat(tokenizer, [USER]) == expected["input_ids"]
+    (tmp_path / "array.json").write_text('[{"prompt": "a"}, 3]')
+    (tmp_path / "cut.json").write_text('[{"prompt": "a"}')
+    for name, message in (
+        ("none.jsonl", "no such file"),
+        ("cut.jsonl.gz", r"cut\.jsonl\.gz: unreadable"),
+        ("array.json", "array.json:2: expected a JSON object"),
+        ("cut.json", "cut.json: not JSON"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(read_prompts(tmp_path / name))
 
 
 def test_training_and_decoding_see_identical_ids() -> None:
     tokenizer = tiny_tokenizer()
+    asked = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert encode_chat(tokenizer, [USER]) == asked["input_ids"]
     [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
     first, second = encode_chat(tokenizer, [USER]), encode_chat(tokenizer, [USER, BOT, MORE])
     assert ids[: len(first)] == first and ids[: len(second)] == second
@@ -109,9 +115,13 @@ def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(template
         assert tokenizer.decode(ids[len(prompt) :]) == answer
 
 
-def test_a_template_under_which_no_answer_continues_its_prompt_is_refused() -> None:
+def test_answers_that_do_not_continue_their_prompt_are_refused() -> None:
     with pytest.raises(DataError, match="prompt before assistant turn 1 are not a prefix"):
         encode_conversation(tiny_tokenizer(OTHERWISE), [USER, BOT, MORE, LAST])
+    tokenizer = tiny_tokenizer()  # the template's newline and the answer's own become one token
+    assert len(tokenizer("\n\n")["input_ids"]) == 1
+    with pytest.raises(DataError, match="not a prefix"):
+        encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\nthe"}])
 
 
 @pytest.mark.parametrize(
@@ -129,15 +139,6 @@ def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(template
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
 
 
-def test_tokens_that_merge_across_the_boundary_are_refused() -> None:
-    # the template's newline and the answer's own become one token, which decoding can never see
-    tokenizer = tiny_tokenizer()
-    merged = tokenizer("\n\n")["input_ids"]
-    assert len(merged) == 1
-    with pytest.raises(DataError, match="not a prefix"):
-        encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\nthe"}])
-
-
 def test_without_a_template() -> None:
     tokenizer = tiny_tokenizer(None)
     plain = tokenizer(USER["content"])["input_ids"]
@@ -149,29 +150,10 @@ def test_without_a_template() -> None:
         encode_chat(tokenizer, [USER, BOT, MORE])
 
 
-def test_what_the_template_refuses_is_reported() -> None:
+def test_what_cannot_be_encoded_is_reported() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}" + CHATML)
     with pytest.raises(DataError, match=r"roles user, user.*must alternate"):
         encode_chat(tokenizer, [USER, MORE])
-
-
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": " "}], "text"])
-def test_empty_prompts_are_refused(messages: object) -> None:
-    with pytest.raises(DataError):
-        encode_chat(tiny_tokenizer(), messages)  # type: ignore[arg-type]
-
-
-def test_builtin_target_keeps_the_prefix_property(builtin_target_dir: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(builtin_target_dir)
-    [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
-    assert ids[: mask.index(1)] == encode_chat(tokenizer, [USER])
-    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == (
-        "it is there<|im_end|>sat on the mat<|im_end|>"
-    )
-
-
-def test_row_messages_prefers_messages() -> None:
-    row = json.loads('{"messages": [{"role": "user", "content": "m"}], "prompt": "p"}')
-    assert row_messages(row)[0]["content"] == "m"
+    for messages in ([], [{"role": "user", "content": " "}], "text"):
+        with pytest.raises(DataError):
+            encode_chat(tiny_tokenizer(), messages)  # type: ignore[arg-type]

@@ -26,15 +26,11 @@ from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.export import target_facts
 from tests.head_toys import EAGLE3, WIDTH, make_target, train, write_answers
-from tests.vllm_laws import FUZZY, PYTHON, run
+from tests.vllm_laws import FUZZY, NEEDS_VLLM, PYTHON, run
 
 HEADS: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "eagle": {"layout": "eagle"}}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: make test-vllm installs it, or set VLLM_PYTHON"),
-]
-
+pytestmark = NEEDS_VLLM
 
 NEW: dict[str, Any] = {**EAGLE3, "fc_norm": True, "norm_output": True, "num_layers": 2}
 EXPORTS: dict[str, tuple[str, dict[str, Any], str]] = {  # head's options, format; how vLLM is asked for it

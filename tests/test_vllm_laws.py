@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_laws import CASES, FUZZY, NGRAM, PROMPT, PYTHON, Case, Toy, compare, flat_target, greedy_answer, run
+from tests import vllm_laws
+from tests.vllm_laws import ALLOWED, CASES, FUZZY, NEEDS_VLLM, NGRAM, PROMPT, Case, Toy, flat_target, greedy_answer
 
 SAMPLES, MEASURED = 200, CASES[:4]
-ALLOWED = list(range(5, 13))
 RULES = [
     None, "tilted:inf", "tilted:0.3:novel=0:floor=0", "typical:0:0", "tilted:0.2:novel=0:floor=0:budget=1.5",
     "fly:2:0.1", "lenient:0.02", "threshold:0.05",
@@ -18,10 +18,7 @@ RULES = [
 PROMPTS = [[5 + (n * k * k + k) % 8 for k in range(4 + n % 16)] for n in range(40)]
 LENGTHS = [10 + 5 * n % 23 for n in range(40)]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: make test-vllm installs it, or set VLLM_PYTHON"),
-]
+pytestmark = NEEDS_VLLM
 
 
 def greedy(n: int) -> dict[str, Any]:
@@ -56,7 +53,7 @@ def answers(engine: dict[str, Any]) -> dict[str | Case, list[list[int]]]:
     """Of one engine with 16 slots: forty greedy requests under several rules, exact ones, then samples for each law."""
     batches: list[Any] = [[[greedy(n) for n in range(40)], PROMPTS], [[sampled(n) for n in range(16)], PROMPTS[:16]]]
     batches += [[case.params(), [PROMPT] * SAMPLES] for case in MEASURED]
-    found, _ = run({**engine, "logits_processors": FUZZY}, batches)
+    found, _ = vllm_laws.run({**engine, "logits_processors": FUZZY}, batches)
     return dict(zip(["greedy", "sampled", *MEASURED], found, strict=True))
 
 
@@ -73,7 +70,7 @@ def test_requests_come_and_go_each_with_its_own_rule(target: Path, answers: dict
 def test_preempted_requests_go_on(target: Path, engine: dict[str, Any], answers: dict[Any, Any]) -> None:
     """Exact answers are the same; lossy ones depend on where rounds begin, and a preemption begins another."""
     small = {**engine, "logits_processors": FUZZY, "block_size": 32, "num_gpu_blocks_override": 12}
-    (found,), preempted = run(small, [[[greedy(n) for n in range(40)], PROMPTS]])
+    (found,), preempted = vllm_laws.run(small, [[[greedy(n) for n in range(40)], PROMPTS]])
     assert preempted > 0
     assert [len(answer) for answer in found] == LENGTHS
     assert all(found[n] == answers["greedy"][n] for n in range(40) if n % 8 < 2)
@@ -81,11 +78,11 @@ def test_preempted_requests_go_on(target: Path, engine: dict[str, Any], answers:
 
 def test_exact_requests_are_not_touched(engine: dict[str, Any], answers: dict[Any, Any]) -> None:
     """Without a rule: the tokens of a vLLM without the processor, whatever else it does to logits."""
-    (found,), _ = run(engine, [[[sampled(n) for n in range(16)], PROMPTS[:16]]])
+    (found,), _ = vllm_laws.run(engine, [[[sampled(n) for n in range(16)], PROMPTS[:16]]])
     assert answers["sampled"] == found
 
 
 @pytest.mark.parametrize("case", MEASURED)
 def test_laws_by_vllms_sampler_are_those_of_enumeration(case: Case, target: Path, answers: dict[Any, Any]) -> None:
-    found = compare(Toy(target), case, answers[case])
+    found = vllm_laws.compare(Toy(target), case, answers[case])
     assert found["tv_to_law"] < found["noise"] < found["tv_to_p"], found

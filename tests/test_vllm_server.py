@@ -7,20 +7,18 @@ import os
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from benchmarks.peers import vllm_variables
-from tests.vllm_laws import FUZZY, NGRAM, PYTHON, ROOT, Toy, flat_target, greedy_answer
+from tests.vllm_laws import ALLOWED, FUZZY, NEEDS_VLLM, NGRAM, PYTHON, ROOT, Toy, flat_target, greedy_answer
 from tests.vllm_v2 import V2
 
-ALLOWED = list(range(5, 13))
 RULES = [None, "tilted:0.3:novel=0:floor=0", "typical:0:0", "tilted:0.2:novel=0:floor=0:budget=1.5"]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"rule": "nonsense"}}, "rule: unknown rule 'nonsense'"),
@@ -29,10 +27,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"rule": "tilted", "only_in": "code"}}, "only_in"),
 ]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: make test-vllm installs it, or set VLLM_PYTHON"),
-]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +63,15 @@ def url(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 def _answers(url: str) -> bool:
     try:
-        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
-    except OSError:
+        return requests.get(url, timeout=5).status_code == 200
+    except requests.RequestException:
         return False
 
 
-def request(url: str, **more: Any) -> Any:
-    """An open answer."""
+def complete(url: str, **more: Any) -> requests.Response:
+    """The response to a completion; still open where ``stream`` is asked for."""
     body = {"model": "toy", "temperature": 0, "ignore_eos": True, "allowed_token_ids": ALLOWED, **more}
-    asked = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return urllib.request.urlopen(asked, timeout=900)
-
-
-def tokens(choices: list[dict[str, Any]]) -> list[int]:
-    return [token for choice in choices for token in choice.get("token_ids") or []]
+    return requests.post(f"{url}/v1/completions", json=body, timeout=900, stream=bool(more.get("stream")))
 
 
 def test_sixty_four_clients_get_what_they_get_alone(target: Path, url: str) -> None:
@@ -92,24 +80,24 @@ def test_sixty_four_clients_get_what_they_get_alone(target: Path, url: str) -> N
 
     def one(n: int) -> Any:
         prompt, length, rule = [5 + (n * k * k + k) % 8 for k in range(4 + n % 9)], 6 + n % 9, RULES[n // 2 % 4]
-        asked = {"prompt": prompt, "max_tokens": length, "return_token_ids": True}
+        asked: dict[str, Any] = {"prompt": prompt, "max_tokens": length, "return_token_ids": True}
         if rule is not None:
             asked["vllm_xargs"] = {"rule": rule}
         if n % 8 == 7:
             body, message = BAD[n // 8 % len(BAD)]
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                request(url, **{**asked, **body})
-            return refused.value.code, message in refused.value.read().decode()
+            refused = complete(url, **{**asked, **body})
+            return refused.status_code, message in refused.text
         if n % 8 == 5:
-            with request(url, **{**asked, "max_tokens": 100}, stream=True) as answer:
-                answer.readline()
+            with complete(url, **{**asked, "max_tokens": 100}, stream=True) as answer:
+                next(answer.iter_lines())
             return None
         if n % 4 == 0:
-            with request(url, **asked, stream=True) as answer:
-                lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: {")]
-            return prompt, rule, length, tokens([choice for line in lines for choice in json.loads(line)["choices"]])
-        with request(url, **asked) as answer:
-            return prompt, rule, length, tokens(json.load(answer)["choices"])
+            lines = complete(url, **asked, stream=True).text.splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        else:
+            events = [complete(url, **asked).json()]
+        choices = [choice for event in events for choice in event["choices"]]
+        return prompt, rule, length, [token for choice in choices for token in choice.get("token_ids") or []]
 
     with ThreadPoolExecutor(64) as pool:
         found = list(pool.map(one, range(64)))
@@ -127,8 +115,7 @@ def test_sixty_four_clients_get_what_they_get_alone(target: Path, url: str) -> N
 
 def _idle(url: str) -> bool:
     """Nothing runs, nothing waits, and no block of the key-value cache is held."""
-    lines = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode().splitlines()
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(tuple(f"{name}{{" for name in names))]
-    assert len(values) >= 3
-    return not any(values)
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc{")
+    lines = [line for line in requests.get(f"{url}/metrics", timeout=60).text.splitlines() if line.startswith(names)]
+    assert len(lines) >= 3
+    return not any(float(line.rpartition(" ")[2]) for line in lines)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +38,11 @@ from tests.head_toys import make_target
 
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+NEEDS_VLLM = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: make test-vllm installs it, or set VLLM_PYTHON"),
+]
+ALLOWED = list(range(5, 13))  # of greedy answers
 DRAFTS, TOKENS, LENGTH = 5, (5, 6, 7), 3
 PROMPT = [6, 6, 7, 6, 5, 6, 7, 6, 6, 5, 5, 5, 6, 7]
 FLATTER = 0.15

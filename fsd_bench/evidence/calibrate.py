@@ -24,12 +24,10 @@ from fsd_bench.evidence.summary import At, per_prompt, read_sweep, summarise
 from fsd_bench.evidence.sweep import sweep
 from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow
-from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import jsonable, usable_name, writable, write_json
-from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
-from fsd_infer.tuning.calibrated import Calibrated, check_calibrated, write_calibrated
 
 SCORE, NATS, SPEED = "score", "nats", "speed"
 RESAMPLES = 4000
@@ -90,7 +88,7 @@ def calibrate(
     verify: Sequence[str | Path] = (),
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.tuning.calibrated`.
+    """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.decoder.calibrated`.
 
     Args:
         options: prompts, candidates (lists from careful to bold) and one temperature. A promise of score uses only
@@ -144,8 +142,10 @@ def calibrate(
         "environment": environment(),
     }
     evidence = {key: record[key] for key in ("confidence", "calibration", "verification")}
+    tree = chosen.tree or options.tree
+    assert not isinstance(tree, str), "options.check() refuses it"
     setting = Calibrated(
-        float(options.temperatures[0]), chosen.name.partition("@")[0], chosen.tree or options.tree, asdict(promise),
+        float(options.temperatures[0]), chosen.name.partition("@")[0], tree, asdict(promise),
         jsonable({**evidence, "prompts": options.to_dict()["prompts"]}),
     )  # fmt: skip
     record["file"] = str(write_calibrated(directory, target, setting))
@@ -325,9 +325,7 @@ def check(at: At, name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
 
 def _home(options: SweepOptions) -> tuple[Path, Target]:
     """The drafter's directory and its target."""
-    decoder = FuzzyDecoder.from_pretrained(
-        options.target, options.drafter, dtype=parse_dtype(options.dtype), device=options.device, pack=False
-    )
+    decoder = options.load(options.drafter, pack=False)
     if decoder.drafter.directory is None:
         raise FsdError(f"drafter {decoder.drafter.name} has no directory to write a setting to: use a head or a model.")
     check_calibrated(decoder.drafter.directory)

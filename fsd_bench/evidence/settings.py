@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsd_bench.models import ModelOptions
 from fsd_bench.score import AUTO, check_score
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import Rule, parse_rule
-from fsd_infer.targets.loading import parse_device, parse_dtype
 
 EXACT = "exact"
 CONTROLS = "random:0.1/0.25/0.5"  # of a sweep that names no random gate
@@ -64,15 +64,13 @@ def _listed(part: str) -> list[str]:
 
 
 @dataclass
-class SweepOptions:
-    """The options of a sweep.
+class SweepOptions(ModelOptions):
+    """The options of a sweep, beside those of its models; the tree is that of settings without one of their own.
 
     Attributes:
         prompts: files of prompts, see :func:`fsd_infer.chat.encoding.read_prompts`.
         rules: see :func:`parse_settings`.
         temperatures: 0 is greedy.
-        target, drafter, dtype, device, quantize: as in ``FuzzyDecoder.from_pretrained``, dtype by name.
-        tree: of settings without a tree of their own.
         limit: at most so many prompts of each file, evenly spread over it; None for all.
         max_new_tokens: of each answer.
         repeats: answers per prompt at temperatures above 0, with a seed each.
@@ -86,12 +84,6 @@ class SweepOptions:
     prompts: Sequence[str | Path]
     rules: Sequence[str]
     temperatures: Sequence[float] = (0.0,)
-    target: str = "smollm2-135m"
-    drafter: str | None = None
-    dtype: str = "bf16"
-    device: str | None = None
-    quantize: bool = True
-    tree: TreeShape | None = None
     limit: int | None = None
     max_new_tokens: int = 128
     repeats: int = 1
@@ -108,9 +100,10 @@ class SweepOptions:
 
     def check(self) -> None:
         """Raises FsdError for what can be refused before anything is loaded."""
+        super().check()
         self.settings()
-        parse_dtype(self.dtype)
-        parse_device(self.device)
+        if isinstance(self.tree, str):
+            raise FsdError(f"tree {self.tree} differs from run to run: name a shape, of all or as RULE@8x2x16.")
         check_score(self.score)
         for name in ("limit", "max_new_tokens", "repeats"):
             value = getattr(self, name)

@@ -17,16 +17,14 @@ from fsd_bench.evidence.lines import DISTANCES, SweepFile
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
 from fsd_bench.evidence.watch import Watched
 from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_bench.runner import measure
+from fsd_bench.runner import encode_row, measure
+from fsd_bench.schedule import WARMUP_TOKENS
 from fsd_bench.score import Reference, read_references
-from fsd_infer.chat.encoding import PromptRow, encode_chat
+from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.chat.pieces import token_pieces
 from fsd_infer.decoder import FuzzyDecoder, Generation
-from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable
-from fsd_infer.targets.loading import parse_dtype
-
-WARMUP_TOKENS = 16
 
 
 def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, rows: Sequence[PromptRow] = ()) -> Path:
@@ -118,12 +116,10 @@ def _run(
     file: SweepFile,
     progress: bool,
 ) -> None:
-    decoder = FuzzyDecoder.from_pretrained(
-        options.target, options.drafter, dtype=parse_dtype(options.dtype), device=options.device, tree=options.tree,
-        quantize=options.quantize,
-    )  # fmt: skip
-    encoded = [_encode(decoder, row) for row in rows]
-    drafters = {options.tree: Watched(decoder.drafter)}
+    decoder = options.load(options.drafter)
+    target = decoder.target
+    encoded = [encode_row(row, target.name, decoder.tokenizer, target.max_positions) for row in rows]
+    drafters: dict[Any, Watched] = {options.tree: Watched(decoder.drafter)}
     for setting in settings:
         if setting.tree is not None and setting.tree not in drafters:
             drafters[setting.tree] = Watched(decoder.load_drafter(options.drafter, setting.tree))
@@ -162,18 +158,6 @@ def _run(
         if place.prompt < options.examples:
             line["pieces"] = token_pieces(decoder.tokenizer, made.sequences[0])
         file.add(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
-
-
-def _encode(decoder: FuzzyDecoder, row: PromptRow) -> list[int]:
-    if decoder.tokenizer is None:
-        raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files, prompts are text.")
-    ids, limit = encode_chat(decoder.tokenizer, row.messages), decoder.target.max_positions
-    if limit is not None and len(ids) >= limit:
-        raise ContextLengthError(
-            f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {decoder.target.name} has a context of "
-            f"{limit} tokens: shorten or remove it."
-        )
-    return ids
 
 
 def _decoding(temperature: float, limit: int) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
+from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
-from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.targets.target import Target
 
 # A CPU pays for every node, a GPU hardly. Measured on training prompts with 2 and 4 beams of smollm2-135m.

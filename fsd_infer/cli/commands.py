@@ -19,7 +19,7 @@ from typing import Any
 
 from fsd_infer.cli.run import needed
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.files import usable_name, writable
+from fsd_infer.files import jsonable, usable_name, writable
 from fsd_infer.numerals import read_float
 
 LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
@@ -31,25 +31,14 @@ def generate(args: argparse.Namespace) -> int:
     from fsd_infer.chat.pieces import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.drafters.shape import parse_tree
     from fsd_infer.rules import Source, parse_rule
-    from fsd_infer.targets.loading import parse_device, parse_dtype
 
     rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder knows where that one lies
     options = request_options(args)
-    tree = parse_tree(args.tree)
-    dtype, device = parse_dtype(args.dtype), parse_device(args.device)
+    models = _decoder_options(args)
     prompt = check_text(read_prompt(args), "the prompt")
     _set_threads(args.threads)
-    decoder = FuzzyDecoder.from_pretrained(
-        args.target,
-        args.drafter,
-        dtype=dtype,
-        device=device,
-        tree=tree,
-        quantize=not args.no_quantize,
-        cuda_graphs=args.cuda_graphs,
-    )
+    decoder = FuzzyDecoder.from_pretrained(**models)
     streamer = None
     if args.stream:
         from transformers import TextStreamer
@@ -67,15 +56,9 @@ def generate(args: argparse.Namespace) -> int:
     )
     record, tokens = out.records[0], out.sequences[0]
     if args.json:
-        print_json(
-            {
-                "text": out.texts[0],
-                "tokens": tokens,
-                "sources": [Source(source).name.lower() for source in record.sources],
-                "gate_open": record.gates,
-                "stats": out.stats.to_dict(),
-            }
-        )
+        sources = [Source(source).name.lower() for source in record.sources]
+        facts = {"text": out.texts[0], "tokens": tokens, "sources": sources, "gate_open": record.gates}
+        print(json.dumps(jsonable({**facts, "stats": out.stats.to_dict()}), ensure_ascii=False))
     elif args.show_accepted:
         colour = report.use_colour(args.color, sys.stdout)
         print(report.show_accepted(token_pieces(decoder.tokenizer, tokens), record.sources, colour))
@@ -84,6 +67,23 @@ def generate(args: argparse.Namespace) -> int:
         print(out.texts[0])
     print(report.stats_line(out.stats), file=sys.stderr)
     return 0
+
+
+def _model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Which models, and how, as benchmarks take it."""
+    from fsd_infer.drafters.shape import parse_tree
+
+    return dict(
+        target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
+        cuda_graphs=args.cuda_graphs, quantize=not args.no_quantize,
+    )  # fmt: skip
+
+
+def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as ``FuzzyDecoder.from_pretrained`` takes it."""
+    from fsd_infer.targets.loading import parse_device, parse_dtype
+
+    return {**_model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +141,6 @@ def bench(args: argparse.Namespace) -> int:
     needed("scipy")  # of the intervals in the record
     import fsd_bench
     from fsd_bench.report import bench_table
-    from fsd_infer.drafters.shape import parse_tree
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
@@ -151,13 +150,7 @@ def bench(args: argparse.Namespace) -> int:
         json_path=args.json,
         resume=args.resume,
         progress=True,
-        target=args.target,
-        drafter=args.drafter,
-        dtype=args.dtype,
-        device=args.device,
-        tree=parse_tree(args.tree),
-        cuda_graphs=args.cuda_graphs,
-        quantize=not args.no_quantize,
+        **_model_options(args),
         limit=args.limit,
         every=args.every,
         max_new_tokens=args.max_new_tokens,
@@ -231,16 +224,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """What sweep and calibrate share."""
-    from fsd_infer.drafters.shape import parse_tree
-
-    tree = parse_tree(args.tree)
-    if isinstance(tree, str):
-        raise FsdError(f"--tree {tree} differs from run to run: name a tree, here or as RULE@8x2x16.")
-    return dict(
-        target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=tree,
-        quantize=not args.no_quantize, limit=args.limit, max_new_tokens=args.max_new_tokens, seed=args.seed,
-        score=args.score,
-    )  # fmt: skip
+    named = ("limit", "max_new_tokens", "seed", "score")
+    return {**_model_options(args), **{name: getattr(args, name) for name in named}}
 
 
 def _temperatures(text: str) -> list[float]:
@@ -317,16 +302,11 @@ def serve(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needed(package)
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.drafters.shape import parse_tree
     from fsd_infer.serving.app import Limits, make_app
     from fsd_infer.serving.run import serve as serve_app
-    from fsd_infer.targets.loading import parse_dtype
 
     _set_threads(args.threads)
-    decoder = FuzzyDecoder.from_pretrained(
-        args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device, tree=parse_tree(args.tree),
-        quantize=not args.no_quantize, cuda_graphs=args.cuda_graphs,
-    )  # fmt: skip
+    decoder = FuzzyDecoder.from_pretrained(**_decoder_options(args))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
     app = make_app(decoder, args.rule, limits, os.environ.get("FSD_API_KEY", ""))
     serve_app(app, args.host, args.port)
@@ -388,13 +368,6 @@ def fetch(args: argparse.Namespace) -> int:
 
     print(builtin_dir(args.name))
     return 0
-
-
-def print_json(record: Any) -> None:
-    """One JSON record on standard output."""
-    from fsd_infer.files import jsonable
-
-    print(json.dumps(jsonable(record), ensure_ascii=False))
 
 
 def _set_threads(threads: int | None) -> None:

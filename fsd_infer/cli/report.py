@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Source
-from fsd_infer.stats import GenerationStats
 
 # How a token of each source looks: ANSI colour, or a pair of marks around it.
 COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m"}

@@ -99,7 +99,8 @@ class DecoderStack:
             x: [B, M, H] what enters the first layer, in bf16.
             positions: [B, M].
             visible: of each layer, [B, M, S] bool: may token i attend to slot s.
-            cache: a :class:`fsd_infer.cache.SlotCache` that was given the slots of the new tokens, with as many layers.
+            cache: a :class:`fsd_infer.device.cache.SlotCache` that was given the slots of the new tokens, with as
+                many layers.
             norm: the RMS norm that follows the last layer, if one does.
             wanted: numbers of layers whose outputs are returned.
             attended: [B, M, A] what the first layer's attention reads in place of norm(x); needed by EAGLE-3's.

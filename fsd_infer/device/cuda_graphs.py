@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fsd_infer.cache import SlotCache
+from fsd_infer.device.cache import SlotCache
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import ops
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.layers import Eagle3Layer, build_layers, is_eager, mask_for, run_layers

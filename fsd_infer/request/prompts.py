@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsd_infer.cache import SlotCache
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.targets.prefixes import Prefix

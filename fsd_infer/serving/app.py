@@ -21,10 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
-from fsd_infer.stats import RowStats
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Rule
-from fsd_infer.stats import RowStats
 
 log = logging.getLogger(__name__)
 

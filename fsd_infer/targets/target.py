@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cache import SlotCache
 from fsd_infer.cpu import ops
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.errors import ModelLoadError

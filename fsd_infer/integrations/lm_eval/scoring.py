@@ -16,8 +16,8 @@ import datasets
 
 from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow, read_prompts
+from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import DataError
-from fsd_infer.ngrams import copied_ngrams, repeated_ngrams
 
 DATA = "FSD_TASKS"  # an environment variable: the folder of the data files, if --metadata does not name it
 SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # that a program under test may take

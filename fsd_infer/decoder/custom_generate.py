@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_infer.beams import BeamOptions, decode_beams
+from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
@@ -25,7 +26,6 @@ from fsd_infer.request.options import check_config, check_inputs, refusal
 from fsd_infer.rules import Rule, RuleLike, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import pad_id
-from fsd_infer.tuning.calibrated import CALIBRATED, calibrated
 
 
 def generate(

@@ -21,11 +21,11 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.online import LearningSession
 from fsd_infer.drafters.shape import AUTO
+from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
-from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots

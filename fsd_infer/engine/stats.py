@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from fsd_infer.drafters.estimates import Trees
-from fsd_infer.ngrams import copied_ngrams, kinds, repeated_ngrams
+from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Source
 
 
@@ -36,7 +36,7 @@ class RowStats:
         copied_4grams: share of the answer's 4-grams that stand in its prompt; None if it is shorter.
         repeated_4grams: share of them that occurred earlier in the answer; None if it is shorter.
         by_proposer: by what proposed the tokens, a drafter's name or "target" for its own, see :func:`_shares`.
-        by_kind: by "copied", "repeated" or "new", see :func:`fsd_infer.ngrams.kinds`.
+        by_kind: by "copied", "repeated" or "new", see :func:`fsd_infer.engine.ngrams.kinds`.
         mean_log_likelihood: mean of the target's raw log-probability of the emitted tokens, nats, if measured.
     """
 

@@ -17,21 +17,19 @@ from fsd_infer.beams import BeamOptions
 from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.encoding import encode_chat, encode_text
 from fsd_infer.cpu.ops import speed_up
-from fsd_infer.custom_generate import chosen_rules, decode_prepared, ending, generate
+from fsd_infer.decoder.custom_generate import chosen_rules, decode_prepared, ending
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome
+from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.request.options import check_overrides
 from fsd_infer.rules import RuleLike
-from fsd_infer.stats import GenerationStats, RowRecord
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, pad_id
-
-__all__ = ["FuzzyDecoder", "Generation", "Prompt", "generate", "load_drafter"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 

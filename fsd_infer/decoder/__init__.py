@@ -1,0 +1,7 @@
+"""The public API: a target with a drafter, transformers' ``generate`` in between, and settings that were calibrated."""
+
+from fsd_infer.decoder.custom_generate import generate
+from fsd_infer.decoder.fuzzy import FuzzyDecoder, Generation, Prompt
+from fsd_infer.drafters.loading import load_drafter
+
+__all__ = ["FuzzyDecoder", "Generation", "Prompt", "generate", "load_drafter"]

@@ -1,1 +1,0 @@
-"""What was found by measurement."""
