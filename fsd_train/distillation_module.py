@@ -192,7 +192,7 @@ class DistillationModule(ScheduledModule, ABC):
         checkpoint["target"] = target_record(self.target)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_target(self, self.target, checkpoint.get("target"))
+        check_target(self, self.target, checkpoint.get("target", {}))
         check_state(self, checkpoint)
         super().on_load_checkpoint(checkpoint)
 

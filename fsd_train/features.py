@@ -14,7 +14,6 @@ complete once its .json is there (written last, by renaming), so an interrupted 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +30,9 @@ from fsd_infer.errors import DataError
 from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
 from fsd_infer.targets.target import Target
 
-log = logging.getLogger(__name__)
-
 FORMAT = "fsd-features"
 VERSION = 1
-_WEIGHTS = "weights_sha256"  # in the header's target; caches of earlier versions lack it
+_WEIGHTS = "weights_sha256"  # in the header's target
 _AGAIN = "Delete it and its .json, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
 _Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
@@ -77,10 +74,7 @@ class FeatureStore:
             self._checksums.append(record["sha256"])
 
     def check_target(self, target: Target) -> None:
-        """Raise DataError if the features are another target's, or one's of the same shape with other weights.
-
-        A cache of an earlier version does not say which weights it was made with: a warning says so.
-        """
+        """Raise DataError if the features are another target's, or one's of the same shape with other weights."""
         held = self.header["target"]
         for key, ours in _facts(target).items():
             theirs = held.get(key)
@@ -89,11 +83,6 @@ class FeatureStore:
                     f"the features in {self.directory} are another target's ({key}: {theirs!r}, {target.name} has "
                     f"{ours!r}). Cache this target's in another directory, or delete this one."
                 )
-        if _WEIGHTS not in held:
-            log.warning(
-                "%s does not say which weights its features were computed with (an earlier version made it): make sure "
-                "that they are those of %s, or cache again", self.directory, target.name,
-            )  # fmt: skip
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -292,7 +281,8 @@ def _read_header(directory: Path) -> dict[str, Any]:
         raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
     header = read_json(path, "Delete the cache, make it again.")
     known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
-    if not known or not isinstance(header.get("target"), dict) or not is_layers(header.get("layers", [])):
+    facts = header.get("target") if known else None
+    if not isinstance(facts, dict) or _WEIGHTS not in facts or not is_layers(header.get("layers", [])):
         raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
     return dict(header)
 

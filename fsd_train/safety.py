@@ -90,21 +90,19 @@ def target_record(target: Target) -> dict[str, str]:
     return {"name": target.name, "weights_sha256": target.weights_digest()}
 
 
-def check_target(module: LightningModule, target: Target, record: dict[str, str] | None) -> None:
+def check_target(module: LightningModule, target: Target, record: dict[str, str]) -> None:
     """Raise CheckpointError if a checkpoint was trained on another target, or on other weights of the same shape.
 
-    One of an earlier version has no record: a warning says so.
+    Args:
+        module: in training.
+        target: its target.
+        record: the checkpoint's :func:`target_record`, empty where it has none.
     """
-    source = _source(module._trainer)
-    if record is None:
-        log.warning(
-            "%s does not say which target and data it was trained on (an earlier version wrote it): make sure that "
-            "they are the same", source,
-        )  # fmt: skip
-    elif record["weights_sha256"] != (digest := target.weights_digest()):
+    ours, theirs = target.weights_digest(), record.get("weights_sha256")
+    if ours != theirs:
         raise CheckpointError(
-            f"{source} was trained on another target ({record['name']}, weights {record['weights_sha256']}) than "
-            f"{target.name} (weights {digest}): resume it with that one. {_RESTART}"
+            f"{_source(module._trainer)} was trained on another target ({record.get('name')}, weights {theirs}) than "
+            f"{target.name} (weights {ours}): resume it with that one. {_RESTART}"
         )
 
 
@@ -136,7 +134,7 @@ def share_out_again(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     order = checkpoint.get(type(getattr(trainer, "datamodule", None)).__qualname__)
     if order is None or trainer.state.fn != "fit" or "DeepSpeed" in type(trainer.strategy).__name__:
         return
-    before, now = order.get("replicas", trainer.world_size), trainer.world_size
+    before, now = order["replicas"], trainer.world_size
     if before == now:
         return
     loop = checkpoint["loops"]["fit_loop"]

@@ -1,14 +1,8 @@
-"""A small server with the OpenAI completions API, in this process (:func:`serving`) or as a program.
-
-As a program its tokens are made up: ``python -m tests.openai_server --port N [--fail]``; other options are ignored, as
-are unknown ones of any server that it stands in for.
-"""
+"""A small server with the OpenAI completions API, in this process."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +10,45 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+Reply = Callable[[dict[str, Any], int], tuple[int, Any] | None]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def send(self, status: int, body: Any) -> None:
+        """A whole answer: bytes, text, or what becomes JSON."""
+        text = body if isinstance(body, bytes | str) else json.dumps(body)
+        data = text if isinstance(text, bytes) else text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def body(self) -> dict[str, Any]:
+        return dict(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
 
 @dataclass
 class Behaviour:
-    """What the server does.
+    """What a server of the model "toy" does.
 
     Attributes:
         answer: prompt ids and a limit -> new ids.
@@ -38,105 +67,72 @@ class Behaviour:
     metrics: Callable[[], str] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
 
+    def choice(self, index: int, text: str, ids: list[int], reason: str | None) -> dict[str, Any]:
+        """Of an answer, as this server tells it."""
+        choice = {"index": index, "text": text, "finish_reason": reason}
+        return {**choice, "token_ids": ids} if self.tells_ids else choice
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    behaviour: Behaviour
+    def whole(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        ids, reason = self.answered(body["prompt"], body["max_tokens"])
+        return {"choices": [self.choice(0, self.text * len(ids), ids, reason)]}
 
-    def do_GET(self) -> None:
-        if self.path == "/metrics" and self.behaviour.metrics is not None:
-            return self._whole(200, self.behaviour.metrics())
-        found = self.path in ("/v1/models", "/health")
-        return self._whole(200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]})
+    def answered(self, prompt: list[int], limit: int) -> tuple[list[int], str]:
+        ids = self.answer(prompt, limit)
+        return ids, "length" if len(ids) == limit else "stop"
 
-    def do_POST(self) -> None:
-        behaviour = self.behaviour
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v1/completions" or body["model"] != "toy":
-            return self._whole(404, {"error": {"message": "no such model"}})
-        if not behaviour.tells_ids and "return_token_ids" in body:
-            return self._whole(400, {"error": {"message": "unknown field return_token_ids"}})
-        behaviour.requests.append(body)
-        if not body.get("stream"):
-            return self._whole(200, {"choices": [self._choice(body["prompt"], body["max_tokens"])]})
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+    def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The answers to the prompts of a request, piece by piece, and how many tokens they have."""
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         count = 0
         for index, prompt in enumerate(prompts):
-            made = behaviour.answer(prompt, body["max_tokens"])
-            count += len(made)
-            for start in range(0, len(made), behaviour.burst):
-                choice: dict[str, Any] = {"index": index, "text": behaviour.text, "finish_reason": None}
-                if behaviour.tells_ids:
-                    choice["token_ids"] = made[start : start + behaviour.burst]
-                if start + behaviour.burst >= len(made):
-                    choice["finish_reason"] = "length" if len(made) == body["max_tokens"] else "stop"
-                self._event(json.dumps({"choices": [choice]}))
-                if behaviour.answers_left == 0:
-                    self.close_connection = True
-                    return None
-        if behaviour.answers_left is not None:
-            behaviour.answers_left -= 1
-        self._event(json.dumps({"choices": [], "usage": {"completion_tokens": count}}))
-        self._event("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
-        return None
-
-    def _choice(self, prompt: list[int], limit: int) -> dict[str, Any]:
-        made = self.behaviour.answer(prompt, limit)
-        choice: dict[str, Any] = {"index": 0, "text": self.behaviour.text * len(made)}
-        choice["finish_reason"] = "length" if len(made) == limit else "stop"
-        return {**choice, "token_ids": made} if self.behaviour.tells_ids else choice
-
-    def _event(self, data: str) -> None:
-        line = f"data: {data}\n\n".encode()
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-        self.wfile.flush()
-
-    def _whole(self, status: int, body: dict[str, Any] | str) -> None:
-        payload = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def _bind(handler: type[BaseHTTPRequestHandler], port: int) -> ThreadingHTTPServer:
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    server.daemon_threads = True
-    return server
-
-
-def _make(behaviour: Behaviour, port: int) -> ThreadingHTTPServer:
-    return _bind(type("Handler", (_Handler,), {"behaviour": behaviour}), port)
-
-
-@contextmanager
-def _running(server: ThreadingHTTPServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+            ids, reason = self.answered(prompt, body["max_tokens"])
+            count += len(ids)
+            for start in range(0, len(ids), self.burst):
+                piece, last = ids[start : start + self.burst], start + self.burst >= len(ids)
+                yield {"choices": [self.choice(index, self.text, piece, reason if last else None)]}
+        yield {"choices": [], "usage": {"completion_tokens": count}}
 
 
 @contextmanager
 def serving(behaviour: Behaviour) -> Iterator[str]:
     """The server's address while it runs."""
-    with _running(_make(behaviour, 0)) as url:
+
+    class Handler(_Handler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics" and behaviour.metrics is not None:
+                return self.send(200, behaviour.metrics())
+            found = self.path in ("/v1/models", "/health")
+            return self.send(200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]})
+
+        def do_POST(self) -> None:
+            body = self.body()
+            if self.path != "/v1/completions" or body["model"] != "toy":
+                return self.send(404, {"error": {"message": "no such model"}})
+            if not behaviour.tells_ids and "return_token_ids" in body:
+                return self.send(400, {"error": {"message": "unknown field return_token_ids"}})
+            behaviour.requests.append(body)
+            if not body.get("stream"):
+                return self.send(200, behaviour.whole(body))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for event in behaviour.events(body):
+                self.chunk(f"data: {json.dumps(event)}\n\n")
+                if behaviour.answers_left == 0:
+                    self.close_connection = True
+                    return None
+            if behaviour.answers_left is not None:
+                behaviour.answers_left -= 1
+            self.chunk("data: [DONE]\n\n")
+            return self.chunk("")
+
+        def chunk(self, data: str) -> None:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data.encode()), data.encode()))
+
+    with _running(Handler) as url:
         yield url
-
-
-Reply = Callable[[dict[str, Any], int], tuple[int, Any] | None]
 
 
 @contextmanager
@@ -153,49 +149,21 @@ def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     asked: list[dict[str, Any]] = []
     lock = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(_Handler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.body()
             self.close_connection = True
             with lock:
                 asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
                 number = len(asked)
             made = reply(body, number)
-            if made is None:
-                return
-            status, answer = made
-            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            if made is not None:
+                self.send(*made)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with _running(_bind(Handler, 0)) as url:
+    with _running(Handler) as url:
         yield url, asked
 
 
 def made_up(prompt: list[int], limit: int) -> list[int]:
     """Tokens that depend on the prompt."""
     return [(sum(prompt) + 7 * i) % 200 + 5 for i in range(limit)]
-
-
-def main() -> int:
-    """Serve until stopped."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--fail", action="store_true")
-    args, _ = parser.parse_known_args()
-    if args.fail:
-        print("loading ...\nRuntimeError: no such instruction set", file=sys.stderr)
-        return 3
-    _make(Behaviour(made_up), args.port).serve_forever()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

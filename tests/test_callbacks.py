@@ -22,16 +22,14 @@ from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, Unk
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
-from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.distillation_module import DistillationModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.lm_module import LMModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import RuleMetrics, compare
 from fsd_train.safety import share_out_again
-from tests.train_toys import make_toys, save_toy_target
+from tests.train_toys import TRAINER, make_toys
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -56,12 +54,9 @@ def make(toys: Path, cached: bool = False, **options: Any) -> tuple[EagleModule,
 
 def trainer(out: Path, *callbacks: Any, steps: int = STEPS, **options: Any) -> Trainer:
     seed_everything(0)
-    return Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, logger=CSVLogger(out), log_every_n_steps=1,
-        callbacks=[ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1), *callbacks],
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, check_val_every_n_epoch=None,
-        val_check_interval=3, use_distributed_sampler=False, **options,
-    )  # fmt: skip
+    checkpoints = ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fixed = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 3}
+    return Trainer(max_steps=steps, callbacks=[checkpoints, *callbacks], **fixed, **options)
 
 
 def logged(trained: Trainer, name: str) -> list[float]:
@@ -119,8 +114,9 @@ def test_averaged_weights_are_what_decodes(toys: Path, tmp_path: Path) -> None:
     measure = callback.measure
     callback.measure = lambda *args: seen.append(module.head.fc.weight.detach().clone()) or measure(*args)  # type: ignore
     trainer(tmp_path, callback).fit(module, data)
-    assert len(seen) == 1
-    assert torch.equal(seen[0], module.head.fc.weight)  # after training the module holds the averaged weights
+    assert len(seen) == 1 and torch.equal(
+        seen[0], module.head.fc.weight
+    )  # after training the module holds the averaged weights
 
 
 def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_path: Path) -> None:
@@ -136,10 +132,10 @@ def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_p
     trainer(tmp_path, callback).fit(module, data)
     at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
     # averaging hears of a step after this callback, so its average covers the steps before
-    average = at[3]["state_dict"]["head.fc.weight"]
+    average, raw = at[3]["state_dict"]["head.fc.weight"], at[4]["current_model_state"]["head.fc.weight"]
     assert torch.equal(written[0], average.bfloat16().float())
-    raw = at[4]["current_model_state"]["head.fc.weight"]  # training went on with these
-    assert float((raw - average).abs().max()) > 0.05
+    assert float((raw - average).abs().max()) > 0.05  # training went on with these
+    assert torch.equal(*(at[4][part]["head.draft_ids"] for part in ("state_dict", "current_model_state")))
     assert len(written) == 2 and torch.equal(written[1], module.head.fc.weight.bfloat16().float())
 
 
@@ -201,58 +197,25 @@ def test_infinite_gradient_stops(toys: Path, tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["batches"]) == 2
 
 
-def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
-    """In training and validation files; by heads with and without a draft vocabulary or average, and small LMs."""
+@pytest.mark.parametrize("options", [{"draft_vocab_size": None}, {"ema_decay": 0.9}, None], ids=["head", "ema", "lm"])
+def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path, options: Any) -> None:
+    """In training and validation files."""
     good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
     other = tmp_path / "other.jsonl"
     other.write_text(good[0] + json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n" + good[2])
     target = str(toys / "target")
-    modules: list[DistillationModule] = [
-        *(EagleModule(target, draft_vocab_size=size, ema_decay=ema) for size in (40, None) for ema in (None, 0.9)),
-        LMModule(target, target),
-    ]
-    for module in modules:
-        for files in [[other], [toys / "answers.jsonl", other]]:
-            train, *held = map(str, files)
-            run = trainer(tmp_path / "run")
-            with pytest.raises(DataError, match=f"^{other}:2: token id 64 .* vocabulary of 64. Regenerate"):
-                run.fit(module, AnswersDataModule([train], held, batch_tokens=128))
-            assert run.global_step == 0
-
-
-def test_bad_checkpoints_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys)
-    trainer(tmp_path / "first", steps=1, limit_val_batches=0).fit(module, data)
-    good = tmp_path / "first" / "ckpt" / "step=1.ckpt"
-    state = torch.load(good, weights_only=False)
-
-    def refused(path: Path, words: str, **options: Any) -> None:
-        again, rows = make(toys, **options)
-        run = trainer(tmp_path / "again", limit_val_batches=0)
-        with pytest.raises(CheckpointError, match=words) as caught:
-            run.fit(again, rows, ckpt_path=path, weights_only=False)
-        assert str(path) in str(caught.value)
+    module = LMModule(target, target) if options is None else make(toys, **options)[0]
+    for train, held in [(other, []), (toys / "answers.jsonl", [str(other)])]:
+        run = trainer(tmp_path / "run")
+        with pytest.raises(DataError, match=f"^{other}:2: token id 64 .* vocabulary of 64. Regenerate"):
+            run.fit(module, AnswersDataModule([str(train)], held, batch_tokens=128))
         assert run.global_step == 0
 
-    bad = tmp_path / "bad.ckpt"
-    bad.write_bytes(good.read_bytes()[:3000])
-    refused(bad, "truncated")
-    bad.write_text("no checkpoint at all")
-    refused(bad, "truncated or no Lightning checkpoint")
-    torch.save({"model": {}}, bad)
-    refused(bad, "not written by")
-    torch.save({name: value for name, value in state.items() if name != "optimizer_states"}, bad)
-    refused(bad, "weights only")
-    refused(tmp_path / "none.ckpt", "no such checkpoint")
-    (tmp_path / "directory").mkdir()
-    refused(tmp_path / "directory", "directory")
-    refused(good, "other settings.*draft_ids", draft_vocab_size=50)
 
-
-def resumed(toys: Path, out: Path, ckpt: Path, **data: Any) -> Trainer:
-    """A run that goes on from a checkpoint, with these attributes of the data module."""
-    module, rows = make(toys)
-    for name, value in data.items():
+def resumed(toys: Path, out: Path, ckpt: Path, data: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A run that goes on from a checkpoint, with these attributes of the data module and options of the module."""
+    module, rows = make(toys, **options)
+    for name, value in (data or {}).items():
         setattr(rows, name, value)
     run = trainer(out, limit_val_batches=0)
     run.fit(module, rows, ckpt_path=ckpt, weights_only=False)
@@ -267,12 +230,26 @@ def checkpoint(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "ckpt" / "step=1.ckpt"
 
 
-def test_a_checkpoint_of_another_target_is_refused(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
-    save_toy_target(tmp_path / "target", seed=1)
-    (tmp_path / "answers.jsonl").symlink_to(toys / "answers.jsonl")
-    named = rf"{checkpoint} was trained on another target \({toys}/target,.* than {tmp_path}/target .*initial_head"
-    with pytest.raises(CheckpointError, match=named):
-        resumed(tmp_path, tmp_path / "run", checkpoint)
+def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
+    state = torch.load(checkpoint, weights_only=False)
+    names = ("cut", "text", "foreign", "weights", "none", "directory")
+    cut, text, foreign, weights, none, directory = (tmp_path / name for name in names)
+    cut.write_bytes(checkpoint.read_bytes()[:3000])
+    text.write_text("no checkpoint at all")
+    torch.save({"model": {}}, foreign)
+    torch.save({name: value for name, value in state.items() if name != "optimizer_states"}, weights)
+    directory.mkdir()
+    for path, words, options in [
+        (cut, "truncated", {}),
+        (text, "truncated or no Lightning checkpoint", {}),
+        (foreign, "not written by", {}),
+        (weights, "weights only", {}),
+        (none, "no such checkpoint", {}),
+        (directory, "directory, but no sharded", {}),
+        (checkpoint, "other settings.*draft_ids", {"draft_vocab_size": 50}),
+    ]:
+        with pytest.raises(CheckpointError, match=f"{path}.*{words}"):
+            resumed(toys, tmp_path / "again", path, **options)
 
 
 def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -284,7 +261,7 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
         r"seed \(0, now 1\)": {"seed": 1},
     }.items():
         with pytest.raises(CheckpointError, match=f"{checkpoint} stands .* another order.*by {words}.*initial_head"):
-            resumed(toys, tmp_path / "run", checkpoint, **change)
+            resumed(toys, tmp_path / "run", checkpoint, change)
     other = make(toys)[1]
     other.batch_tokens = 96
     trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=False)
@@ -305,51 +282,6 @@ def test_another_number_of_devices_goes_on_at_the_same_place(toys: Path, checkpo
     stub.world_size = 4
     with pytest.raises(CheckpointError, match="by 2 devices after 6 batches of its epoch, which 4 cannot share evenly"):
         share_out_again(stub, state)
-
-
-def test_a_checkpoint_without_records_goes_on_with_a_warning(
-    toys: Path, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert resumed(toys, tmp_path / "run", checkpoint).global_step == STEPS
-    assert "does not say" not in caplog.text
-    state = torch.load(checkpoint, weights_only=False)
-    del state["target"], state["AnswersDataModule"]
-    old = tmp_path / "old.ckpt"
-    torch.save(state, old)
-    assert resumed(toys, tmp_path / "old", old).global_step == STEPS
-    assert f"{old} does not say which target and data" in caplog.text
-
-
-def test_validation_of_a_single_step(toys: Path, tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=3)
-    run.fit(*make(toys, unroll_steps=1, eval_steps=1))
-    steps = {name for name in run.callback_metrics if name.startswith(("val_agreement", "val_gate_open"))}
-    assert steps == {"val_agreement_0", "val_gate_open_0/fuzzy:js:0.3"}
-
-
-def test_tensorboard_by_recipe(toys: Path, tmp_path: Path) -> None:
-    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": str(tmp_path)}}
-    config = {
-        "trainer": {
-            "max_steps": 2, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
-            "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
-            "check_val_every_n_epoch": None, "val_check_interval": 2, "enable_checkpointing": False, "logger": logger,
-            "callbacks": [
-                {
-                    "class_path": "fsd_train.callbacks.DecodedTau",
-                    "init_args": {"rules": RULES, "prompts": 2, "max_new_tokens": 6},
-                }
-            ],
-        },
-        "model": {"target": str(toys / "target"), "draft_vocab_size": 40, "eval_steps": 2, "eval_rules": RULES},
-        "data": {"train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.3, "batch_tokens": 128},
-    }  # fmt: skip
-    (tmp_path / "recipe.json").write_text(json.dumps(config))
-    assert cli(["fit", "--config", str(tmp_path / "recipe.json")]) == 0
-    (events,) = tmp_path.rglob("events.out.tfevents.*")
-    written = events.read_bytes()
-    for tag in (b"val_tau", b"val_expected_tau/exact", b"val_gate_open_0/fuzzy", b"decoded_tau/exact", b"loss"):
-        assert tag in written, tag
 
 
 def test_rule_metrics_against_the_plain_formulas() -> None:
@@ -395,30 +327,12 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
         RuleMetrics(["random:0.5"], steps)
 
 
-def test_steps_that_share_estimates_are_computed_once() -> None:
-    torch.manual_seed(0)
-    head = LMHead(torch.randn(9, 6))
-    estimates = torch.randn(1, 5, 6)
-    common: dict[str, Any] = dict(
-        features=torch.randn(5, 6),
-        weights=torch.ones(3, 5),
-        tokens=torch.zeros(5, dtype=torch.long),
-        positions=torch.arange(5),
-        head=head,
-    )
-    shared = compare(DraftBatch(estimates=estimates.expand(3, -1, -1), **common), head, None, ["js"])
-    apart = compare(DraftBatch(estimates=estimates.repeat(3, 1, 1), **common), head, None, ["js"])
-    torch.testing.assert_close(shared.overlap, apart.overlap)
-    torch.testing.assert_close(shared.distances["js"], apart.distances["js"])
-    assert torch.equal(shared.agree, apart.agree)
-
-
-def test_validation_logs_them(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, eval_rules=RULES)
-    trained = trainer(tmp_path, steps=3)
-    trained.fit(module, data)
-    (exact,), (fuzzy,) = (logged(trained, f"val_expected_tau/{rule}") for rule in RULES)
-    assert 1 < exact <= fuzzy <= 4
-    for step in range(3):
-        assert 0 < logged(trained, f"val_divergence_js_{step}")[0] <= 0.6932
-        assert 0 <= logged(trained, f"val_gate_open_{step}/{RULES[1]}")[0] <= 1
+@pytest.mark.parametrize("steps", [1, 3])
+def test_validation_logs_them(toys: Path, tmp_path: Path, steps: int) -> None:
+    run = trainer(tmp_path, steps=3)
+    run.fit(*make(toys, eval_rules=RULES, unroll_steps=1, eval_steps=steps))
+    seen = run.callback_metrics
+    assert 1 < seen["val_expected_tau/exact"] <= seen["val_expected_tau/fuzzy:js:0.4"] <= steps + 1
+    for name, most in (("val_agreement", 1), ("val_divergence_js", 0.6932), ("val_gate_open", 1)):
+        values = [float(value) for key, value in seen.items() if key.startswith(name)]
+        assert len(values) == steps and all(0 <= value <= most for value in values)

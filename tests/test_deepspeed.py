@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from tests.test_strategies import ACCUMULATE, LR, RANKS, STEPS, command, per_step, toys
+from tests.train_toys import started
 
 __all__ = ["toys"]  # a fixture
 
@@ -40,20 +38,17 @@ class Losses(Callback):
 def fit(toys: Path, out: Path, accumulate: int, *more: str) -> list[str]:
     """The command of the strategies' tests; DeepSpeed keeps states and weights its own way, so fewer callbacks."""
     argv = command(toys, out, accumulate, *more)
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "recipe.json").read_text())
     config["trainer"]["log_every_n_steps"] = 1000  # the logged loss is the rank's own then
     _, checkpoints, _, export = config["trainer"]["callbacks"]
     losses = {"class_path": "tests.test_deepspeed.Losses", "init_args": {"directory": str(out)}}
     config["trainer"]["callbacks"] = [losses, checkpoints, export]
-    (out / "config.json").write_text(json.dumps(config))
+    (out / "recipe.json").write_text(json.dumps(config))
     return argv
 
 
-def ran(argv: list[str], cwd: Path, root: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "fsd_train.cli", *argv], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+def run(argv: list[str], cwd: Path) -> None:
+    done = started(argv, cwd)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -66,22 +61,20 @@ def losses(out: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_trains_resumes_and_exports_on_cpus(stage: int, toys: Path, tmp_path: Path, repo_root: Path) -> None:
+def test_deepspeed_trains_resumes_and_exports_on_cpus(stage: int, toys: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     assert cli(fit(toys, tmp_path / "single", RANKS * ACCUMULATE)) == 0
     expected = losses(tmp_path / "single")
     assert len(expected) == STEPS
 
     spread = ["--trainer.strategy", f"deepspeed_stage_{stage}", "--trainer.devices", str(RANKS)]
-    ran(fit(toys, tmp_path / "whole", ACCUMULATE, *spread), tmp_path, repo_root)
+    run(fit(toys, tmp_path / "whole", ACCUMULATE, *spread), tmp_path)
     assert losses(tmp_path / "whole") == pytest.approx(expected, rel=2e-4)
 
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32, device="cpu")
-    ours = load_head(tmp_path / "single" / "head", target).state_dict()
-    for name, value in load_head(tmp_path / "whole" / "head", target).state_dict().items():
-        # exported in bf16
-        torch.testing.assert_close(value.float(), ours[name].float(), rtol=2**-7, atol=0.1 * LR, msg=name)
+    whole, ours = (load_head(tmp_path / name / "head", target).state_dict() for name in ("whole", "single"))
+    torch.testing.assert_close(whole, ours, rtol=2**-7, atol=0.1 * LR)  # exported in bf16
 
     (half,) = (tmp_path / "whole" / "ckpt").glob("*step=2.ckpt")
-    ran(fit(toys, tmp_path / "again", ACCUMULATE, *spread, "--ckpt_path", str(half)), tmp_path, repo_root)
+    run(fit(toys, tmp_path / "again", ACCUMULATE, *spread, "--ckpt_path", str(half)), tmp_path)
     assert losses(tmp_path / "again") == pytest.approx(expected[2:], rel=2e-4)

@@ -15,18 +15,9 @@ import yaml
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train import features as module
-from fsd_train.cache_features import _arguments, main, recipe_options
-from fsd_train.data import AnswersDataModule
-from fsd_train.features import (
-    FeatureStore,
-    WithFeatures,
-    cache_features,
-    length_batches,
-    sequence_key,
-)
+from fsd_train.cache_features import main
+from fsd_train.features import FeatureStore, WithFeatures, cache_features, sequence_key
 from tests.train_toys import VOCAB, save_toy_target, toy_target, write_answers
-
-RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 
 
 def sequences(count: int = 20, seed: int = 0) -> list[list[int]]:
@@ -76,30 +67,22 @@ def test_interrupted_caching_goes_on(target: Target, tmp_path: Path, monkeypatch
 
 def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> None:
     rows = sequences()
-    cache_features(target, rows[:8], tmp_path, progress=False)
-    shards = len(list(tmp_path.glob("*.safetensors")))
-    store = cache_features(target, rows + rows[:3], tmp_path, progress=False)
-    assert len(store) == len(rows)
-    assert len(list(tmp_path.glob("*.safetensors"))) == shards + 1
-    cache_features(target, rows, tmp_path, progress=False)
-    assert len(list(tmp_path.glob("*.safetensors"))) == shards + 1
 
+    def cached(given: list[list[int]]) -> tuple[int, int]:
+        store = cache_features(target, given, tmp_path, progress=False)
+        return len(store), len(list(tmp_path.glob("*.safetensors")))
 
-def test_a_damaged_shard_is_deleted_and_made_again(target: Target, tmp_path: Path) -> None:
-    rows = sequences()
-    cache_features(target, rows, tmp_path, shard_tokens=100, progress=False)
-    count = len(list(tmp_path.glob("*.safetensors")))
-    assert count > 2
-    for suffix in (".json", ".safetensors"):  # as the errors advise
-        (tmp_path / "shard-00001").with_suffix(suffix).unlink()
-    store = cache_features(target, rows, tmp_path, shard_tokens=100, progress=False)
-    assert len(store) == len(rows) and len(list(tmp_path.glob("*.safetensors"))) == count
-    check(store, target, rows)
+    assert cached(rows[:8]) == (8, 1)
+    for _ in range(2):
+        assert cached(rows + rows[:3]) == (len(rows), 2)
+    for suffix in (".json", ".safetensors"):  # damaged, and deleted as the errors advise
+        (tmp_path / "shard-00000").with_suffix(suffix).unlink()
+    assert cached(rows) == (len(rows), 2)
+    check(FeatureStore(tmp_path), target, rows)
 
 
 def test_max_tokens_bounds_the_cache(target: Target, tmp_path: Path) -> None:
-    rows = sequences()
-    store = cache_features(target, rows, tmp_path, max_tokens=100, progress=False)
+    store = cache_features(target, sequences(), tmp_path, max_tokens=100, progress=False)
     assert 70 < store.tokens <= 100
 
 
@@ -145,87 +128,43 @@ def test_a_process_compares_each_checksum_once(target: Target, tmp_path: Path, m
         store = pickle.loads(pickle.dumps(store))  # as data workers get it
 
 
-def test_a_cache_that_names_no_weights_is_read_with_a_warning(
-    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = sequences()
-    cache_features(target, rows[:8], tmp_path, progress=False)
-    FeatureStore(tmp_path).check_target(target)
-    assert not caplog.records
-    header = json.loads((tmp_path / "index.json").read_text())
-    assert header["target"].pop("weights_sha256") == target.weights_digest()
-    (tmp_path / "index.json").write_text(json.dumps(header))
-    check(cache_features(target, rows, tmp_path, progress=False), target, rows)
-    assert [str(tmp_path) in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_length_batches() -> None:
-    lengths = [random.Random(1).randint(1, 50) for _ in range(300)]
-    batches = length_batches(lengths, 400)
-    assert sorted(sum(batches, [])) == list(range(300))
-    padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in batches)
-    assert all(len(b) == 1 or len(b) * max(lengths[row] for row in b) <= 400 for b in batches)
-    assert padded < 1.1 * sum(lengths)
-    assert length_batches([900], 400) == [[0]]
-
-
-def test_command_reads_a_growing_file(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_toy_target(tmp_path / "target")
-    answers = write_answers(tmp_path / "answers.jsonl", target, rows=6)
-    lines = answers.read_text().splitlines(keepends=True)
-    answers.write_text("".join(lines[:4]) + lines[4][:30])  # the fifth row is being written
-    argv = ["--target", str(model), "--data", str(answers), "--output", str(tmp_path / "cache"), "--dtype", "float32"]
-    assert main(argv) == 0
-    assert len(FeatureStore(tmp_path / "cache")) == 4
-    answers.write_text("".join(lines))
-    assert main(argv) == 0
-    rows = [json.loads(line) for line in lines]
-    check(FeatureStore(tmp_path / "cache"), target, [row["prompt_ids"] + row["response_ids"] for row in rows])
-    assert "6 sequences" in capsys.readouterr().err
-
-
 def test_command_reads_growing_files_of_one_name(target: Target, tmp_path: Path) -> None:
     model = save_toy_target(tmp_path / "target")
-    paths = []
+    paths, lines = [], []
     for seed, name in enumerate("ab"):
         (tmp_path / name).mkdir()
-        paths.append(write_answers(tmp_path / name / "answers.jsonl", target, rows=2, seed=seed))
-        with open(paths[-1], "a") as file:
-            file.write('{"prompt_ids": [')
-    assert main(["--target", str(model), "--data", *map(str, paths), "--output", str(tmp_path / "cache")]) == 0
-    assert len(FeatureStore(tmp_path / "cache")) == 4
+        paths.append(write_answers(tmp_path / name / "answers.jsonl", target, rows=3, seed=seed))
+        lines.append(paths[-1].read_text())
+        paths[-1].write_text(lines[-1][:-30])  # the last row is being written
+    data = ["--data", *map(str, paths), "--dtype", "float32"]
+    argv = ["--target", str(model), *data, "--output", str(tmp_path / "cache")]
+    assert main(argv) == 0 and len(FeatureStore(tmp_path / "cache")) == 4
+    for path, text in zip(paths, lines, strict=True):
+        path.write_text(text)
+    assert main(argv) == 0
+    rows = [json.loads(line) for text in lines for line in text.splitlines()]
+    check(FeatureStore(tmp_path / "cache"), target, [row["prompt_ids"] + row["response_ids"] for row in rows])
 
 
 def test_command_reads_a_recipe(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_toy_target(tmp_path / "target")
+    model, path = save_toy_target(tmp_path / "target"), tmp_path / "recipe.yaml"
     answers = write_answers(tmp_path / "answers.jsonl", target, rows=6)
-    recipe: dict[str, Any] = {
-        "model": {"target": str(model), "head": {"fused_layers": [1]}},
-        "data": {"train_files": [str(answers)], "features": str(tmp_path / "cache"), "max_length": 12},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    assert main(["--config", str(path)]) == 0
+    sections: dict[str, Any] = {"model": {"target": str(model), "head": {"fused_layers": [1]}}}
+
+    def run(data: dict[str, Any], *more: str) -> int:
+        files = {"train_files": [str(answers)], **data}
+        path.write_text(yaml.safe_dump({**sections, "data": files}))
+        return main(["--config", str(path), *more])
+
+    cache = {"features": str(tmp_path / "cache")}
+    assert run({**cache, "max_length": 12}) == 0
     store = FeatureStore(tmp_path / "cache")
     assert store.layers == [1] and len(store) == 6 and store.tokens <= 6 * 12
-    assert main(["--config", str(path), "--output", str(tmp_path / "long"), "--max-length", "64"]) == 0
+    assert run({**cache, "max_length": 12}, "--output", str(tmp_path / "long"), "--max-length", "64") == 0
     assert FeatureStore(tmp_path / "long").tokens > store.tokens
-    del recipe["data"]["max_length"]  # then as long as in training
-    path.write_text(yaml.safe_dump(recipe))
-    assert _arguments(["--config", str(path)]).max_length == AnswersDataModule([str(answers)]).max_length
-    del recipe["data"]["features"]
-    path.write_text(yaml.safe_dump(recipe))
     with pytest.raises(SystemExit):
-        main(["--config", str(path)])
+        run({})
     assert "--output must be given (and set the recipe's data.features to it)" in capsys.readouterr().err
-    path.write_text("model: {}")
+    del sections["model"]["target"]
     with pytest.raises(DataError, match="not a recipe with model.target and data.train_files"):
-        main(["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")), ids=lambda path: path.stem
-)
-def test_recipes_say_what_to_cache(path: Path) -> None:
-    options = recipe_options(path)
-    assert options["target"] and options["data"] and options["max_length"]
+        run(cache)

@@ -14,7 +14,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.export import export_main
 from tests.test_strategies import ACCUMULATE, LR, RANKS, check_same_run, command, run_ranks, toys  # noqa: F401
-from tests.train_toys import toy_model
+from tests.train_toys import assert_same, in_bf16, toy_model
 
 FSDP = ["--trainer.strategy", "fsdp", "--trainer.devices", str(RANKS)]
 
@@ -22,7 +22,7 @@ FSDP = ["--trainer.strategy", "fsdp", "--trainer.devices", str(RANKS)]
 def lm_command(root: Path, out: Path, accumulate: int, options: dict[str, Any], *more: str) -> list[str]:
     """`fsd-train fit` as for heads, of a small LM."""
     argv = command(root, out, accumulate, *more)
-    path = out / "config.json"
+    path = out / "recipe.json"
     config = json.loads(path.read_text())
     shared = {name: config["model"][name] for name in ("target", "unroll_steps", "lr", "warmup_steps", "eval_steps")}
     values = {**shared, "drafter": str(root / "drafter"), **options}
@@ -65,12 +65,11 @@ def test_a_sharded_small_lm_is_trained_and_exported(
     assert export_main([str(out / "ckpt" / "last.ckpt"), str(out / "again")]) == 0
     written = drafter(toys, out / "head").state_dict()
     again = drafter(toys, out / "again").state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in written.items())
+    assert_same(again, written)
     start = drafter(toys, toys / "drafter").state_dict()
     assert set(written) == set(start) and any(not torch.equal(value, start[name]) for name, value in written.items())
     if "lora" not in options:
-        for name, value in written.items():
-            assert torch.equal(value, ranks[0]["head"][f"model.{name}"].bfloat16().float()), name
+        assert_same(written, {name: in_bf16(ranks[0]["head"][f"model.{name}"]) for name in written})
 
 
 @pytest.mark.slow
@@ -82,5 +81,4 @@ def test_its_sharded_checkpoints_are_continued(lora: dict[str, Any] | None, toys
     (half,) = (whole / "ckpt").glob("*step=2.ckpt")
     resume = ["--ckpt_path", str(half)]
     found = run_ranks(lm_command(toys, part, ACCUMULATE, options, *FSDP, *resume), part)[0]["head"]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0.1 * LR, msg=name)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * LR)

@@ -58,23 +58,20 @@ def test_what_may_pass_is_asked_again(passing: tuple[int, bytes] | None) -> None
     assert len(seen) == 3
 
 
-def test_the_last_try_tells_address_and_reason() -> None:
-    with replying(lambda body, number: (500, b"out of\n memory")) as (url, seen):
-        with pytest.raises(
-            ServerError, match=f"server {url} refused .*status 500: out of memory .* after 2 tries"
-        ) as raised:
+@pytest.mark.parametrize(
+    ("status", "tries", "said"),
+    [
+        (500, 2, "status 500: out of memory .* after 2 tries"),
+        *((status, 1, f"status {status}: out of memory") for status in (307, 400, 404)),
+    ],
+)
+def test_the_last_try_tells_address_and_reason(status: int, tries: int, said: str) -> None:
+    with replying(lambda body, number: (status, b"out of\n memory")) as (url, seen):
+        with pytest.raises(ServerError, match=f"server {url} refused .*{said}") as raised:
             Server(url, attempts=2, pause=0.001).complete(BODY)
-    assert raised.value.status == 500 and len(seen) == 2
+    assert raised.value.status == status and len(seen) == tries
     with pytest.raises(ServerError, match=f"server {url} cannot be reached .Connection refused.: is it running.$"):
         Server(url).complete(BODY)
-
-
-@pytest.mark.parametrize("status", [307, 400, 404])
-def test_what_no_retry_mends_is_asked_once(status: int) -> None:
-    with replying(lambda body, number: (status, b"no")) as (url, seen):
-        with pytest.raises(ServerError, match=f"with status {status}: no"):
-            Server(url, attempts=5, pause=0.001).complete(BODY)
-    assert len(seen) == 1
 
 
 def strict(status: int) -> Any:
@@ -116,13 +113,6 @@ def test_extensions_are_sent_to_servers_that_take_them() -> None:
         server = Server(url, attempts=2, pause=0.001)
         assert [server.complete(BODY, {"top_k": -1}) for _ in range(2)] == [DONE] * 2
     assert [body["top_k"] for body in seen] == [-1] * 3
-
-
-def test_a_connection_that_the_server_has_closed_is_opened_again() -> None:
-    with replying(good) as (url, seen):
-        server = Server(url)
-        assert [server.complete(BODY) for _ in range(3)] == [DONE] * 3
-    assert len(seen) == 3
 
 
 def test_events_arrive_one_by_one() -> None:

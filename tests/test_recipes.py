@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,20 +15,14 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from fsd_bench.estimate import planned_head
+from fsd_bench.planned import planned_target
 from fsd_infer import FuzzyDecoder
-from fsd_infer.errors import DataError, ModelLoadError
+from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.checkpoint import read_config
 from fsd_train.cli import main as cli
-from fsd_train.new_recipe import (
-    TargetFacts,
-    choose,
-    covering_vocabulary,
-    facts_of,
-    memory,
-    own_directory,
-    recipe_for,
-    render,
-)
+from fsd_train.new_recipe import choose, covering_vocabulary, facts_of, memory, own_directory, recipe_for, render
 from tests.families import tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 
@@ -73,21 +68,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows with token ids."""
     tokenizer = tiny_tokenizer()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number in range(24):
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"what is {number}"}], add_generation_prompt=True, tokenize=False
-        )
+        messages = [{"role": "user", "content": f"what is {number}"}]
         answer = " ".join(ANSWERS[(number + turn) % len(ANSWERS)] for turn in range(2)) + "<|end|>"
-        encode = {"add_special_tokens": False}
-        rows.append(
-            {
-                "messages": [{"role": "user", "content": f"what is {number}"}],
-                "response": answer,
-                "prompt_ids": tokenizer(prompt, **encode)["input_ids"],
-                "response_ids": tokenizer(answer, **encode)["input_ids"],
-            }
-        )
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        row = {"messages": messages, "response": answer, "response_ids": ids}
+        rows.append({**row, "prompt_ids": encode_chat(tokenizer, messages)})
     return write_rows(tmp_path_factory.mktemp("answers") / "answers.jsonl", rows)
 
 
@@ -137,10 +124,6 @@ def check_decoding(target: Path, head: Path) -> None:
     assert out.stats.rows[0].new_tokens == len(out.sequences[0]) > 0
 
 
-def test_every_recipe_has_a_family() -> None:
-    assert {recipe.stem for recipe in RECIPES} == set(FAMILY)
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_trains_exports_and_decodes(
     recipe: Path,
@@ -167,23 +150,20 @@ def test_recipe_trains_exports_and_decodes(
         check_decoding(target, exported)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+GENERATED = [path for path in RECIPES if path.stem not in ("template", "smollm2-135m", "tinyllama-1.1b-cpu")]
+
+
+@pytest.mark.parametrize("recipe", GENERATED, ids=lambda path: path.stem)
 def test_recipe_states_what_it_needs(recipe: Path) -> None:
     """The stated sum is that of the stated parts, and the arithmetic gives them."""
     text = recipe.read_text()
-    assert "Meant for:" in text
-    parts = re.findall(r"^#   (.{14}).*= +([\d.]+) (GB|MB)$", text, re.MULTILINE)
-    sizes = [float(size) / (1 if unit == "GB" else 1000) for _, size, unit in parts]
-    if recipe.stem in ("template", "smollm2-135m", "tinyllama-1.1b-cpu"):  # not generated
-        return
-    assert parts[-1][0].strip() == "together"
-    assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.3)
-    factors = re.search(
-        r"activations +2 B x \(20 x (\d+) \+ 4 x (\d+)\) x (\d+) tokens x (\d+) steps += +([\d.]+)", text
-    )
-    assert factors is not None
-    hidden, inner, tokens, steps = map(int, factors.groups()[:4])
-    assert 2 * (20 * hidden + 4 * inner) * tokens * steps / 1e9 == pytest.approx(float(factors[5]), abs=0.05)
+    parts = re.findall(r"^#   .*= +([\d.]+) (GB|MB)$", text, re.MULTILINE)
+    *sizes, together = [float(size) / (1 if unit == "GB" else 1000) for size, unit in parts]
+    assert sum(sizes) == pytest.approx(together, abs=0.3)
+    stated = r"activations +2 B x \(20 x (\d+) \+ 4 x (\d+)\) x (\d+) tokens x (\d+) steps += +([\d.]+)"
+    ((*factors, size),) = re.findall(stated, text)
+    hidden, inner, tokens, steps = map(int, factors)
+    assert 2 * (20 * hidden + 4 * inner) * tokens * steps / 1e9 == pytest.approx(float(size), abs=0.05)
     config = yaml.safe_load(text)
     assert (config["data"]["batch_tokens"], config["model"]["unroll_steps"]) == (tokens, steps)
 
@@ -209,76 +189,52 @@ def test_new_recipe_can_be_trained(
     assert cli(wanted) == 2  # does not overwrite
 
 
-def test_new_recipe_says_what_comes_next_and_leaves_shipped_runs_alone(
-    targets: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert own_directory("smollm2-135m") == "runs/smollm2-135m-new" and own_directory("a/Other") == "runs/other"
-    recipe = tmp_path / "new.yaml"
-    assert cli(["new-recipe", "--target", str(targets("llama")), "--output", str(recipe)]) == 0
-    said = capsys.readouterr().err
-    assert f"wrote {recipe}" in said and "everything goes to runs/" in said
-    assert f"fsd-train regenerate --config {recipe}" in said and f"fsd-train fit --config {recipe}" in said
-
-
 def test_names_read_back_from_a_recipe_as_they_were_given() -> None:
-    facts = TargetFacts("models/a: b, #1", "llama", parameters=10**8, hidden_size=576, intermediate_size=1536, layers=2,
-                        heads=9, kv_heads=3, head_dim=64, vocab_size=49152)  # fmt: skip
+    facts = replace(facts_of("llama-3.1-8b"), name="models/a: b, #1")
     files = ["runs/plain.jsonl", "a, b.jsonl", "c #1.jsonl", "[d]: 'e'.jsonl", "été \U0001f600.jsonl", "x" * 200 + " y"]
     text = render(facts, replace(choose(facts), tokenizer=True), files)
     config = yaml.safe_load(text)
     assert config["data"]["train_files"] == files and "train_files: [runs/plain.jsonl, " in text
     assert config["model"]["target"] == config["data"]["tokenizer"] == facts.name
-    assert "  target: owner/model-1.5b\n" in render(replace(facts, name="owner/model-1.5b"), choose(facts))
+    # shipped runs are left alone
+    assert own_directory("smollm2-135m") == "runs/smollm2-135m-new" and own_directory("a/Other") == "runs/other"
 
 
-def test_no_recipe_for_answers_of_another_vocabulary(targets: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "answers.jsonl", [{"prompt_ids": [1], "response_ids": [100_000]}])
-    with pytest.raises(DataError, match=f"{path}:1: token id 100000 .* Regenerate"):
-        recipe_for(str(targets("llama")), [str(path)])
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97,
+    "num_attention_heads": 4,
+}  # fmt: skip
 
 
-def test_facts_are_the_models_own(targets: Callable[[str], Path]) -> None:
-    facts = facts_of(str(targets("qwen3")))
-    model = tiny_model("qwen3", vocab_size=facts.vocab_size)
-    assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (facts.family, facts.hidden_size, facts.layers, facts.heads, facts.kv_heads) == ("qwen3", 32, 2, 4, 2)
-    assert (facts.head_dim, facts.intermediate_size, facts.positions) == (8, 64, 256)
-
-
-def test_unsupported_targets_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "mamba has layers"),
+        ({**LLAMA, "layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"model_type": "t5"}, "no model can be planned"),
+    ],
+    ids=["mamba", "chunked", "t5"],
+)
+def test_unsupported_targets_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     save_file({name: torch.zeros(1) for name in "ab"}, tmp_path / "model.safetensors")  # one for each layer
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}')
-    with pytest.raises(ModelLoadError, match="mamba has layers"):
-        recipe_for(str(tmp_path))
-    config.write_text(
-        '{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97,'
-        ' "num_attention_heads": 4, "layer_types": ["chunked_attention", "full_attention"]}'
-    )
-    with pytest.raises(ModelLoadError, match="chunked_attention"):
-        recipe_for(str(tmp_path))
-    config.write_text('{"model_type": "t5"}')
-    with pytest.raises(ModelLoadError, match="no model can be planned"):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=problem):
         recipe_for(str(tmp_path))
 
 
-def test_choices_follow_the_size_of_the_target() -> None:
-    common: dict[str, Any] = {"family": "llama", "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    large = TargetFacts("o/large", parameters=8 * 10**9, hidden_size=4096, intermediate_size=14336,
-                        vocab_size=128256, positions=131072, **common)  # fmt: skip
-    small = TargetFacts("o/small", parameters=10**8, hidden_size=576, intermediate_size=1536,
-                        vocab_size=49152, positions=1024, **common)  # fmt: skip
-    assert choose(large).draft_vocab_size == 32000 and choose(small).draft_vocab_size == 8192
-    assert choose(small).max_length == 512 and choose(large).max_length == 2048
-    assert choose(large).batch_tokens * choose(large).accumulate == 16384
-    assert (large.layout, small.layout) == ("eagle3", "fsd")
-    attention = 4096 * 128 * (32 * 3 + 8 * 4)  # queries, keys and values read embedding and feature side by side
-    weights = 3 * 4096**2 + attention + 3 * 4096 * 14336 + 32000 * 4096
-    assert large.head_parameters(32000) == weights
-    sizes = {name: size for name, _, size in memory(large, choose(large))}
-    assert sizes["target"] == 16e9 and sizes["head"] == 18 * weights
-    head = yaml.safe_load(render(large, choose(large)))["model"]["head"]
-    assert head == {"layout": "eagle3"} and large.feature_bytes == 2 * 4096 * 4
+def test_choices_follow_the_size_of_the_target(targets: Callable[[str], Path]) -> None:
+    small, large = facts_of(str(targets("qwen3"))), facts_of("llama-3.1-8b")
+    model = tiny_model("qwen3", vocab_size=small.vocab_size)
+    assert small.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (choose(small).max_length, choose(large).max_length) == (256, 2048)
+    assert choose(large).draft_vocab_size == 32000 and choose(large).batch_tokens * choose(large).accumulate == 16384
+    assert yaml.safe_load(render(large, choose(large)))["model"]["head"] == {"layout": "eagle3"}
+    for facts, options in ((large, {"layout": "eagle3", "draft_vocab_size": 32000}), (small, {})):
+        head = planned_head(planned_target(facts.name), **options)
+        weights = sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
+        assert facts.head_parameters(32000) == weights
+        sizes = {name: size for name, _, size in memory(facts, replace(choose(facts), draft_vocab_size=32000))}
+        assert sizes["target"] == 2 * facts.parameters and sizes["head"] == 18 * weights
 
 
 def test_draft_vocabulary_covers_the_answers() -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-import random
-import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.imports import RequirementCache
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.target import Target
@@ -28,11 +24,20 @@ from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
-from fsd_train.export import export_main, load_module
+from fsd_train.export import export_main
 from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
-from tests.train_toys import make_toys, save_toy_target
+from tests.train_toys import (
+    TRAINER,
+    assert_same,
+    fit_command,
+    in_bf16,
+    in_recipe,
+    make_toys,
+    save_toy_target,
+    started,
+)
 
 STEPS = 24
 
@@ -66,35 +71,20 @@ def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, 
 
 
 def fit(
-    toys: Path, out: Path, steps: int = STEPS, stop: int | None = None, ckpt: Path | None = None, **options: Any
+    toys: Path, out: Path, steps: int = STEPS, ckpt: Path | None = None, **options: Any
 ) -> tuple[EagleModule, Trainer]:
-    """Train; with ``stop`` the run is ended there though its schedule goes to ``steps``."""
     seed_everything(0)
     module, data = make(toys, **options)
-    callbacks: list[Any] = [
+    callbacks = [
         ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=5, save_top_k=-1),
         ExportHead(),
         LossCurve(every_n_train_steps=2),
         TokenRate(window=3),
     ]
-    if stop is not None:
-        callbacks.append(_StopAt(stop))
-    trainer = Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, logger=CSVLogger(out), callbacks=callbacks,
-        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        check_val_every_n_epoch=None, val_check_interval=12, use_distributed_sampler=False,
-    )  # fmt: skip
+    options = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 12}
+    trainer = Trainer(max_steps=steps, callbacks=callbacks, **options)
     trainer.fit(module, data, ckpt_path=ckpt, weights_only=False)
     return module, trainer
-
-
-class _StopAt(ModelCheckpoint):
-    def __init__(self, step: int) -> None:
-        super().__init__(save_top_k=0)
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:
@@ -121,24 +111,23 @@ def test_the_loss_falls(toys: Path, tmp_path: Path) -> None:
     assert min(logged(trainer, "tokens_per_s")) > 0
 
 
-def test_run_leaves_head_and_curves(whole: tuple[EagleModule, Trainer, Path], toys: Path) -> None:
-    module, trainer, _ = whole
-    logs = Path(trainer.log_dir or "")
-    head = load_head(logs / "head", Target.from_pretrained(str(toys / "target")))
-    assert torch.equal(head.draft_ids, module.head.draft_ids)
-    torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach(), atol=1e-2, rtol=2**-7)
+def test_a_run_leaves_checkpoints_of_the_head_alone_and_curves(
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
+) -> None:
+    module, trainer, out = whole
+    logs, checkpoint = Path(trainer.log_dir or ""), out / "ckpt" / "step=20.ckpt"
+    assert (logs / "curves.png").read_bytes()[:4] == b"\x89PNG"
     record = json.loads((logs / "head" / "config.json").read_text())["training"]
     assert record["steps"] == STEPS and record["hyperparameters"]["unroll_steps"] == 2
-    assert (logs / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_checkpoint_holds_no_target_weights(whole: tuple[EagleModule, Trainer, Path]) -> None:
-    module, _, out = whole
-    state = torch.load(out / "ckpt" / "step=20.ckpt", weights_only=False)
-    assert state["state_dict"] and all(name.startswith("head.") for name in state["state_dict"])
-    assert {id(p) for p in module.parameters()} == {id(p) for p in module.head.parameters()}
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert state and all(name.startswith("head.") for name in state)
     size = sum(p.numel() for p in module.head.parameters()) * 4
-    assert (out / "ckpt" / "step=20.ckpt").stat().st_size < 3 * size + 200_000  # weights and two moments
+    assert checkpoint.stat().st_size < 3 * size + 200_000  # weights and two moments
+    assert export_main([str(checkpoint), str(tmp_path / "head")]) == 0
+    target = Target.from_pretrained(str(toys / "target"))
+    for head, weights in ((logs / "head", module.state_dict()), (tmp_path / "head", state)):
+        found = load_head(head, target).state_dict()
+        assert_same(found, {name: in_bf16(weights[f"head.{name}"]) for name in found})
 
 
 def test_muon_learns_and_resumes(toys: Path, tmp_path: Path) -> None:
@@ -146,23 +135,17 @@ def test_muon_learns_and_resumes(toys: Path, tmp_path: Path) -> None:
     losses = logged(trainer, "loss")
     assert sum(losses[-5:]) < sum(losses[:5])
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([0.0, 0.0], abs=1e-6)
-    again, _ = fit(
-        toys, tmp_path / "again", optimizer="muon", lr=1e-2, ckpt=tmp_path / "whole" / "ckpt" / "step=10.ckpt"
-    )
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
+    half = tmp_path / "whole" / "ckpt" / "step=10.ckpt"
+    again, _ = fit(toys, tmp_path / "again", optimizer="muon", lr=1e-2, ckpt=half)
+    assert_same(again.state_dict(), whole.state_dict())
 
 
-@pytest.mark.parametrize("at", [7, 10])
 def test_resumed_run_ends_with_the_same_weights(
-    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path, at: int
+    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
 ) -> None:
-    fit(toys, tmp_path / "first", stop=at)
-    last = tmp_path / "first" / "ckpt" / f"step={at - at % 5}.ckpt"
-    module, trainer = fit(toys, tmp_path / "second", ckpt=last)
+    module, trainer = fit(toys, tmp_path, ckpt=whole[2] / "ckpt" / "step=5.ckpt")
     assert trainer.global_step == STEPS
-    for name, value in whole[0].state_dict().items():
-        assert torch.equal(value, module.state_dict()[name]), name
+    assert_same(module.state_dict(), whole[0].state_dict())
 
 
 def test_cached_and_online_features_train_alike(
@@ -172,22 +155,6 @@ def test_cached_and_online_features_train_alike(
     online, cached = logged(trainer, "loss"), logged(whole[1], "loss")
     assert online[:5] == pytest.approx(cached[:5], rel=0.02)
     assert online != cached  # bf16 rounding
-
-
-def test_averaged_weights_are_what_is_exported(toys: Path, tmp_path: Path) -> None:
-    module, trainer = fit(toys, tmp_path, ema_decay=0.9, steps=10)
-    state = torch.load(tmp_path / "ckpt" / "step=10.ckpt", weights_only=False)
-    assert not torch.equal(state["state_dict"]["head.fc.weight"], state["current_model_state"]["head.fc.weight"])
-    assert torch.equal(state["state_dict"]["head.fc.weight"], module.head.fc.weight)
-    assert torch.equal(state["state_dict"]["head.draft_ids"], state["current_model_state"]["head.draft_ids"])
-
-
-def test_export_command(whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path) -> None:
-    checkpoint = whole[2] / "ckpt" / "step=20.ckpt"
-    assert export_main([str(checkpoint), str(tmp_path / "head")]) == 0
-    head = load_head(tmp_path / "head", Target.from_pretrained(str(toys / "target")))
-    expected = torch.load(checkpoint, weights_only=False)["state_dict"]["head.fc.weight"]
-    assert torch.equal(head.fc.weight, expected.bfloat16().float())
 
 
 def test_export_with_another_draft_vocabulary(
@@ -206,58 +173,36 @@ def test_export_with_another_draft_vocabulary(
         export_main([checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)])
 
 
-def test_bad_checkpoints_are_refused(tmp_path: Path, whole: tuple[EagleModule, Trainer, Path]) -> None:
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
-        load_module(tmp_path / "none.ckpt")
-    broken = tmp_path / "broken.ckpt"
-    broken.write_bytes((whole[2] / "ckpt" / "step=20.ckpt").read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="truncated"):
-        load_module(broken)
-    torch.save({"state_dict": {}, "hyper_parameters": {}}, broken)
-    with pytest.raises(CheckpointError, match="not written by"):
-        load_module(broken)
-
-
 def test_draft_ids_are_the_frequent_ones_and_the_special_ones(whole: tuple[EagleModule, Trainer, Path]) -> None:
     counts = torch.tensor([0, 5, 0, 9, 9, 1, 0])
     assert choose_draft_ids(counts, 3, [6]).tolist() == [3, 4, 6]
     with pytest.raises(DataError, match="draft_vocab_size is 8"):
         choose_draft_ids(counts, 8, [])
-    ids = whole[0].head.draft_ids
-    assert 2 in ids.tolist()  # end of sequence
-    assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == 40
+    ids = whole[0].head.draft_ids.tolist()
+    assert 2 in ids and len(ids) == 40  # the end of sequence
 
 
 def test_a_share_of_the_chains_has_the_weight_of_all(toys: Path) -> None:
-    module, data = make(toys, unroll_steps=3, chain_share=0.5, draft_vocab_size=None)
+    module, data = make(toys, unroll_steps=3, chain_share=0.6, draft_vocab_size=None, head={})
     module.configure_model()
     data.setup()
     batch = next(iter(data.train_dataloader()))
     module.train()
     part = module.draft(batch, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = module.draft(batch, 3)  # the same chains: they are drawn by batch number
     module.eval()
     whole = module.draft(batch, 3)
-    assert part is not None and whole is not None
+    assert part is not None and half is not None and whole is not None
     ran = part.weights > 0
     assert torch.equal(ran[0], whole.weights[0] > 0)
     for step in (1, 2):
-        assert 0 < int(ran[step].sum()) < 0.7 * int((whole.weights[step] > 0).sum())
+        assert 0 < int(ran[step].sum()) < 0.8 * int((whole.weights[step] > 0).sum())
     torch.testing.assert_close(part.weights[1].sum(), whole.weights[1].sum())  # step 2 loses the ends of answers
     torch.testing.assert_close(part.estimates[ran], whole.estimates[ran], atol=1e-5, rtol=1e-4)
-
-
-def test_weights_of_chains_are_exact_in_half_precision(toys: Path) -> None:
-    module, data = make(toys, unroll_steps=3, chain_share=0.6, draft_vocab_size=None, head={})
-    module.configure_model()
-    module.train()
-    data.setup()
-    batch = next(iter(data.train_dataloader()))
-    whole = module.draft(batch, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = module.draft(batch, 3)  # the same chains: they are drawn by batch number
-    assert whole is not None and half is not None and half.estimates.dtype == torch.bfloat16
-    assert not torch.equal(whole.weights, whole.weights.bfloat16().float()), "the test needs weights such as 5/3"
-    assert half.weights.dtype == torch.float32 and torch.equal(half.weights, whole.weights)
+    assert not torch.equal(part.weights, part.weights.bfloat16().float()), "the test needs weights such as 5/3"
+    assert half.estimates.dtype == torch.bfloat16 and half.weights.dtype == torch.float32
+    assert torch.equal(half.weights, part.weights)
 
 
 def test_schedule() -> None:
@@ -294,8 +239,7 @@ def test_cached_features_need_no_layers(toys: Path) -> None:
         torch.manual_seed(0)
         heads.append(EagleHead(config))
         heads[-1].initialise_from(target)
-    for name, value in heads[0].state_dict().items():
-        assert torch.equal(value, heads[1].state_dict()[name]), name
+    assert_same(heads[1].state_dict(), heads[0].state_dict())
 
 
 def test_a_digest_of_weights_depends_on_nothing_else(toys: Path, tmp_path: Path) -> None:
@@ -322,61 +266,21 @@ def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> Non
         fit(tmp_path, tmp_path / "run")
 
 
-def test_a_damaged_shard_stops_training(toys: Path, tmp_path: Path) -> None:
-    shutil.copytree(toys, tmp_path / "toys")
-    shard = tmp_path / "toys" / "features" / "shard-00000.safetensors"
-    with shard.open("r+b") as file:
-        file.seek(-1000, os.SEEK_END)
-        file.write(bytes(1000))
-    with pytest.raises(DataError, match=f"{shard} does not match its checksum"):
-        fit(tmp_path / "toys", tmp_path / "run")
-
-
-def test_bad_options_are_named(toys: Path) -> None:
-    with pytest.raises(DataError, match="unroll_steps"):
-        make(toys, unroll_steps=8)
-    with pytest.raises(DataError, match="noise"):
-        make(toys, noise=-1.0)
-    with pytest.raises(DataError, match="chain_share=0"):
-        make(toys, chain_share=0.0)
-    with pytest.raises(DataError, match="adamw, muon"):
-        make(toys, optimizer="sgd")
-
-
 def command(toys: Path, out: Path, *more: str) -> list[str]:
-    config = {
-        "trainer": {
-            "max_steps": 60, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
-            "enable_progress_bar": False, "use_distributed_sampler": False, "limit_val_batches": 0,
-            "enable_model_summary": False,
-            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(out)}},
-            "callbacks": [
-                {
-                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                    "init_args": {"dirpath": str(out / "ckpt"), "every_n_train_steps": 5, "save_last": True},
-                },
-                {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(out / "head")}},
-            ],
-        },
-        "model": {"target": str(toys / "target"), "draft_vocab_size": 40, "noise": 0.1},
-        "data": {"train_files": [str(toys / "answers.jsonl")], "features": str(toys / "features"), "batch_tokens": 128},
-    }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config))
-    return ["fit", "--config", str(out / "config.json"), *more]
+    checkpoints = in_recipe("ModelCheckpoint", dirpath=out / "ckpt", every_n_train_steps=5, save_last=True)
+    callbacks = [checkpoints, in_recipe("ExportHead", directory=out / "head")]
+    trainer = {"max_steps": 30, "log_every_n_steps": 1, "limit_val_batches": 0, "callbacks": callbacks}
+    model = {"target": toys / "target", "draft_vocab_size": 40, "noise": 0.1}
+    data = {"train_files": [toys / "answers.jsonl"], "features": toys / "features", "batch_tokens": 128}
+    return [*fit_command(out, trainer, model, data), *more]
 
 
-@pytest.mark.parametrize("several", [False, True])
 def test_a_logger_whose_package_is_missing_is_reported(
-    toys: Path, tmp_path: Path, several: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=9999"))
-    argv = command(toys, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    logger = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "drafters"}}
-    config["trainer"]["logger"] = [config["trainer"]["logger"], logger] if several else logger
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert cli(argv) == 2
+    logger = ["--trainer.logger", "lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project", "drafters"]
+    assert cli(command(toys, tmp_path, *logger)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("fsd-train fit: ") and "pip install" in line and "wandb" in line
 
@@ -388,44 +292,25 @@ def test_a_recipe_for_another_target_cannot_resume(
     other = save_toy_target(tmp_path / "other", seed=1)
     resume = ["--model.target", str(other), "--ckpt_path", str(whole[2] / "ckpt" / "step=20.ckpt")]
     assert cli(command(toys, tmp_path, *resume, "--data.features", "null")) == 2
-    assert f"({toys / 'target'}, weights" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"was trained on another target ({toys}/target, weights" in said and "model.initial_head" in said
 
 
 class Kill(Callback):
-    """Ends the process after so many steps, in the next one's first batch or, ``late``, with its gradients complete."""
-
-    def __init__(self, step: int, late: bool) -> None:
-        self.step, self.late = step, late
+    """Ends the process after twelve steps, between the batches of the next one."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step == self.step and not self.late:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == 12:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None:
-    """Killed anywhere after the first checkpoint, between the batches of a step too."""
-    seed = random.SystemRandom().randrange(10**6)
-    draw = random.Random(seed)
-    step, late = draw.randrange(5, 30), draw.random() < 0.5
-    print(f"seed {seed}: killed after step {step}, late: {late}")  # shown where the test fails
+def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
     options = [
-        "--trainer.max_steps", "30", "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
+        "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
         "--model.chain_share", "0.6", "--model.ema_decay", "0.9",
     ]  # fmt: skip
     argv = command(toys, tmp_path / "killed", *options)
-    kill = [
-        "--trainer.callbacks+", "tests.test_training.Kill", "--trainer.callbacks.step", str(step),
-        "--trainer.callbacks.late", str(late).lower(),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "fsd_train.cli", *argv, *kill],
-        cwd=tmp_path, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    done = started([*argv, "--trainer.callbacks+", "tests.test_training.Kill"], tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     last = tmp_path / "killed" / "ckpt" / "last.ckpt"
     assert cli([*argv, "--ckpt_path", str(last)]) == 0
@@ -434,7 +319,6 @@ def test_killed_run_resumes(toys: Path, tmp_path: Path, repo_root: Path) -> None
         torch.load(tmp_path / name / "ckpt" / "last.ckpt", weights_only=True) for name in ("killed", "straight")
     )
     for part in ("state_dict", "current_model_state"):  # the averaged weights, and those that are averaged
-        for name, value in straight[part].items():
-            assert torch.equal(value, resumed[part][name]), name
+        assert_same(resumed[part], straight[part])
     heads = [load_head(tmp_path / name / "head").state_dict() for name in ("killed", "straight")]
-    assert all(torch.equal(value, heads[0][name]) for name, value in heads[1].items())
+    assert_same(*heads)

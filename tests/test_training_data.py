@@ -1,24 +1,20 @@
-"""Conversations in the forms and files that data sets come in, their masks, and padding."""
+"""Conversations in the forms and files that data sets come in, and their masks."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fsd_infer.chat import rows as rowfiles
 from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.encoding import encode_conversation, read_prompts
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
-from fsd_train.data import encode_row, read_answers
-from fsd_train.sampler import TokenBudgetSampler
+from fsd_train.data import read_answers
 from tests.text_toys import CHATML, tiny_tokenizer, write_rows
 
 SYSTEM = {"role": "system", "content": "assistant"}
@@ -54,31 +50,6 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] =
 def test_forms(row: dict[str, Any], prompt: list[dict[str, str]], whole: list[dict[str, str]]) -> None:
     assert row_messages(row) == prompt
     assert row_conversation(row) == whole
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"conversations": []}, "conversations must be a list of at least one turn"),
-        ({"conversations": "text"}, "conversations must be a list"),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 0 is from 'narrator'; known are human"),
-        ({"conversations": [{"from": "human", "value": 3}]}, r"turn 0 \(from human\) must have `value` of type text"),
-        ({"conversations": [{"value": "x"}]}, "turn 0 has role None"),
-        ({"conversations": [SHAREGPT[1]]}, "no answer"),
-        ({"conversations": [SHAREGPT[2]]}, "no answer"),
-        ({"prompt": [{"role": "user"}], "completion": "x"}, "turn 0 .user. must have `content`"),
-        ({"prompt": "x", "completion": 3}, "`completion` must hold text, found int"),
-        ({"prompt": "x", "completion": []}, "completion must be a list of at least one turn"),
-        ({"prompt": "x", "completion": [ASK]}, "no answer|must end with an assistant"),
-        ({"prompt": "x"}, "no answer"),
-        ({"completion": "x"}, "no prompt"),
-    ],
-)
-def test_malformed_rows_name_file_and_row(tmp_path: Path, row: dict[str, Any], problem: str) -> None:
-    path = write_rows(tmp_path / "bad.jsonl", [{"messages": [ASK, TELL]}, row])
-    with pytest.raises(DataError, match=problem) as caught:
-        read_answers([path], tiny_tokenizer())
-    assert str(caught.value).startswith(f"{path}:2: ")
 
 
 # files
@@ -159,18 +130,6 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         list(read_rows(tmp_path / "splits"))
 
 
-def test_decoding_needs_neither_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyarrow and datasets come with an extra; the reader asks for them only where a file needs them."""
-    for name in ("pyarrow", "pyarrow.parquet", "datasets"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it now fails
-    spec = importlib.util.spec_from_file_location("rowfiles_again", rowfiles.__file__)
-    assert spec is not None and spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
-    with pytest.raises(DataError, match=r"needs the package pyarrow.*\[train\]"):
-        list(again.read_rows("a.parquet"))
-
-
 # masks
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
@@ -187,39 +146,35 @@ def marked(answer: str) -> str:
     )
 
 
-WITH_END = marked(OPEN + "{{ m['content'] + '<|end|>' }}" + CLOSE)
-# the block holds what the template puts behind the end, too
-WITH_NEWLINE = marked(OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE)
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) -> None:
+    template = marked(OPEN + "{{ m['content'] + '<|end|>' }}" + CLOSE)
     expected = encode_conversation(tiny_tokenizer(CHATML), TURNS, complete)
-    assert encode_conversation(tiny_tokenizer(WITH_END), TURNS, complete) == expected
+    assert encode_conversation(tiny_tokenizer(template), TURNS, complete) == expected
     [(ids, mask)] = expected
     assert sum(b > a for a, b in zip(mask, mask[1:])) == 2
 
 
-def test_what_follows_the_end_is_no_answer_even_where_a_marker_holds_it() -> None:
-    tokenizer = tiny_tokenizer(WITH_NEWLINE)
-    [(ids, mask)] = encode_conversation(tokenizer, [ASK, TELL, MORE, LAST])
-    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == (
-        "it is there<|end|>sat on the mat<|end|>"
-    )
-
-
-def test_markers_allow_templates_that_shorten_earlier_answers() -> None:
-    shortened = marked(OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE)
-    tokenizer = tiny_tokenizer(shortened)
-    [(ids, mask)] = encode_conversation(tokenizer, [ASK, TELL, MORE, LAST])
-    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == "there<|end|>sat on the mat<|end|>"
-
-
-def test_a_block_without_the_end_is_taken_as_it_is() -> None:
-    tokenizer = tiny_tokenizer(marked(OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}"))
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        # the block holds what the template puts behind the end, too
+        (OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE, "it is <|start|> there<|end|>sat on the mat<|end|>"),
+        # earlier answers are shortened
+        (
+            OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE,
+            "there<|end|>sat on the mat<|end|>",
+        ),
+        # without the end it is taken as it is
+        (OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}", "it is <|start|> theresat on the mat"),
+    ],
+    ids=["newline", "shortened", "no end"],
+)
+def test_blocks_are_taken_up_to_the_end(answer: str, kept: str) -> None:
+    tokenizer = tiny_tokenizer(marked(answer))
     inside = {"role": "assistant", "content": "it is <|start|> there"}  # a special token within the answer
-    [(ids, mask)] = encode_conversation(tokenizer, [ASK, TELL, MORE, inside])
-    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]) == "it is thereit is <|start|> there"
+    [(ids, mask)] = encode_conversation(tokenizer, [ASK, inside, MORE, LAST])
+    assert tokenizer.decode([token for token, wanted in zip(ids, mask) if wanted]) == kept
 
 
 def test_markers_that_leave_out_a_turn_are_refused() -> None:
@@ -235,35 +190,3 @@ def test_markers_that_leave_out_a_turn_are_refused() -> None:
 def test_a_conversation_does_not_begin_with_an_answer() -> None:
     with pytest.raises(DataError, match="not begin with one"):
         encode_conversation(tiny_tokenizer(), [TELL, ASK, LAST])
-
-
-def test_rows_without_a_finish_reason_are_whole() -> None:
-    tokenizer = tiny_tokenizer()
-    row = {"prompt": "the cat", "completion": "it is", "finish_reason": None}
-    [(ids, _)] = encode_row(row, tokenizer)
-    assert ids[-1] == tokenizer.eos_token_id
-
-
-# padding
-
-
-def chat_lengths(rows: int) -> list[int]:
-    """Lengths as in chat data: log-normal, median 200, cut at 1024 tokens."""
-    normal = torch.randn(rows, generator=torch.Generator().manual_seed(3))
-    return (5.3 + 0.9 * normal).exp().clamp(8, 1024).int().tolist()
-
-
-@pytest.mark.parametrize("rows", [60, 500, 6000])
-@pytest.mark.parametrize("tokens", [2048, 8192])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_padding_stays_under_a_tenth(rows: int, tokens: int, shuffle: bool) -> None:
-    sampler = TokenBudgetSampler(chat_lengths(rows), tokens, shuffle=shuffle)
-    batches = list(sampler)
-    assert sorted(index for batch in batches for index in batch) == list(range(rows))
-    widths = [max(sampler.lengths[index] for index in batch) for batch in batches]
-    padded = sum(len(batch) * width for batch, width in zip(batches, widths))
-    assert 1 - sum(sampler.lengths) / padded == pytest.approx(sampler.padding)
-    assert sampler.padding < 0.1
-    assert all(len(batch) * width <= tokens for batch, width in zip(batches, widths))
-    if rows == 6000:  # a full budget where there are enough rows for it
-        assert padded / len(batches) > 0.8 * tokens

@@ -26,7 +26,7 @@ from fsd_train.features import cache_features, sequence_key
 from fsd_train.lm_module import LMModule
 from fsd_train.optim import build_optimizer
 from tests.simulated_device import SIM, SimulatedDevice
-from tests.train_toys import make_toys, save_toy_target
+from tests.train_toys import TRAINER, make_toys, save_toy_target
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}),
@@ -51,10 +51,10 @@ def device() -> Iterator[SimulatedDevice]:
 
 def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, **options: Any) -> EagleModule:
     head = {"final_norm": True, "feature_scale": True, **options.pop("head", {})}
+    fixed: dict[str, Any] = {"draft_vocab_size": 40, "context_ids": True, "unroll_steps": 3, "chain_share": 0.6}
     return EagleModule(
-        str(toys / "target"), head, draft_vocab_size=40, context_ids=True, unroll_steps=3, chain_share=0.6, loss=loss,
-        loss_args=args or None, noise=0.1, **options,
-    )  # fmt: skip
+        str(toys / "target"), head, loss=loss, loss_args=args or None, **{**fixed, "noise": 0.1, **options}
+    )
 
 
 def step_of(module: DistillationModule, toys: Path, device: torch.device, watch: list[int]) -> Any:
@@ -69,7 +69,7 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     module.to(device)
     target.model.to(device)
     batch: Any = data.on_before_batch_transfer(collate([data.train_set[i] for i in range(8)]), 0)
-    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     optimizer = build_optimizer("adamw", list(module.head.parameters()), 1e-3, 0.1, (0.9, 0.95))
 
     def step() -> Tensor:
@@ -149,12 +149,10 @@ def test_a_run_trains_validates_exports_and_decodes(
 ) -> None:
     monkeypatch.setattr("fsd_train.distillation_module.move", moved)
     watch = Waits(device)
-    trainer = Trainer(
-        strategy=SingleDeviceStrategy(SIM, Accelerator()), max_steps=2, max_epochs=-1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, gradient_clip_val=1.0,
-        val_check_interval=2, check_val_every_n_epoch=None, limit_val_batches=1,
-        callbacks=[watch, ExportHead(str(tmp_path / "head")), DecodedTau(prompts=2, max_new_tokens=4)],
-    )  # fmt: skip
+    options = {**TRAINER, "default_root_dir": tmp_path, "val_check_interval": 2, "limit_val_batches": 1}
+    callbacks = [watch, ExportHead(str(tmp_path / "head")), DecodedTau(prompts=2, max_new_tokens=4)]
+    options.update(accelerator="auto", devices="auto", strategy=SingleDeviceStrategy(SIM, Accelerator()))
+    trainer = Trainer(max_steps=2, gradient_clip_val=1.0, callbacks=callbacks, **options)
     module = eagle(toys)
     features = str(toys / "features") if cached else None
     trainer.fit(module, AnswersDataModule([str(toys / "answers.jsonl")], batch_tokens=256, features=features))

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-import fsd_train.eagle_module
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
-from fsd_infer.drafters.vocabulary import NEVER, ContextVocabulary
+from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LMHead
-from tests.families import VOCAB, reference, tiny_model, tiny_prompts
+from tests.families import reference, tiny_model, tiny_prompts
 from tests.train_toys import make_toys
 
 OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's
@@ -49,27 +48,6 @@ def test_entries_are_the_lm_heads_rows(family: str) -> None:
         torch.testing.assert_close(vocabulary.logits(features), target.lm_logits(features)[..., vocabulary.ids])
 
 
-def test_rows_draft_the_ids_of_their_own_texts_only() -> None:
-    target = Target(tiny_model("llama"))
-    vocabulary = vocabulary_of(target, 3)
-    features = torch.randn(3, 2, target.hidden_size)
-    whole = target.lm_logits(features)
-    vocabulary.extend(torch.tensor([[3, 5, 9], [5, 11, 0], [13, 13, 13]]), torch.tensor([3, 2, 0]))
-    assert vocabulary.ids[OWN:].tolist() == [3, 5, 9, 11], "13 is padding: that row has not grown"
-
-    def entries(row: int) -> list[int]:
-        kept = vocabulary.logits(features)[row, 0, OWN:] > NEVER
-        return vocabulary.ids[OWN:][kept].tolist()
-
-    assert [entries(row) for row in range(3)] == [[3, 5, 9], [5, 11], []]
-    torch.testing.assert_close(vocabulary.logits(features)[0, :, OWN : OWN + 3], whole[0][:, [3, 5, 9]])
-    features = features[1:2]
-    vocabulary.select(torch.tensor([1]))
-    assert entries(0) == [5, 11]
-    vocabulary.extend(torch.tensor([[9, 15]]), torch.tensor([2]))
-    assert sorted(entries(0)) == [5, 9, 11, 15]
-
-
 def test_trees_hold_ids_of_the_text() -> None:
     """The head's estimate is replaced by the target's own feature: the tree must then hold what the target wants."""
     target = Target(tiny_model("llama"))
@@ -99,15 +77,8 @@ def test_answers_stay_the_targets_and_do_not_depend_on_the_batch(family: str) ->
     batch = decoder.generate(prompts, **fuzzy)
     assert batch.stats.gate_open_fraction > 0.3
     assert batch.sequences == [decoder.generate([prompt], **fuzzy).sequences[0] for prompt in prompts]
-
-
-def test_only_reduced_vocabularies_are_joined() -> None:
-    target = Target(tiny_model("llama"))
     whole = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target)
-    assert whole.context_vocabulary(1) is None and whole.describe()["context_ids"] is False
-    assert make_drafter(target).describe()["context_ids"] is True
-    assert make_drafter(target, context_ids=False).context_vocabulary(1) is None
-    assert target.vocab_size == VOCAB
+    assert whole.context_vocabulary(1) is None  # there is nothing to join
 
 
 # training ------------------------------------------------------------------------------------------------------------
@@ -128,7 +99,7 @@ def made(toys: Path, **options: Any) -> tuple[EagleModule, dict[str, Any]]:
     return module, next(iter(data.train_dataloader()))
 
 
-def test_training_drafts_the_prompts_ids_too(toys: Path) -> None:
+def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, batch = made(toys)
     module, _ = made(toys, context_ids=True)
     prompt = set(batch["input_ids"][~batch["loss_mask"].bool()].tolist())
@@ -138,10 +109,8 @@ def test_training_drafts_the_prompts_ids_too(toys: Path) -> None:
     new = sorted(prompt - set(own))
     assert new and joined[: len(new)] == new, "the prompts' ids come first"
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
-    module_, _ = made(toys, context_ids=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsd_train.eagle_module, "_CONTEXT_BLOCK", len(new) + 1)
-        blocked = module_.draft(batch, 1)
+    monkeypatch.setattr("fsd_train.eagle_module._CONTEXT_BLOCK", len(new) + 1)
+    blocked = made(toys, context_ids=True)[0].draft(batch, 1)
     assert blocked is not None and blocked.head.ids is not None
     assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]
     expected = LMHead.of(module.target)(after.features)[..., after.head.ids]

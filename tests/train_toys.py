@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,45 @@ def write_answers(path: Path, target: Target, rows: int = 48, seed: int = 0) -> 
             }
             file.write(json.dumps(row) + "\n")
     return path
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same weights, bit by bit."""
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+
+
+def in_bf16(value: torch.Tensor) -> torch.Tensor:
+    """A weight as it is once it was exported."""
+    return value.bfloat16().float() if value.is_floating_point() else value
+
+
+def started(argv: list[str], cwd: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """`fsd-train` in a process of its own, as users start it."""
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fsd_train.cli", *argv]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+TRAINER: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "max_epochs": -1, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0,
+    "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False, "logger": False,
+}  # fmt: skip
+
+
+def in_recipe(class_path: str, **options: Any) -> dict[str, Any]:
+    """A callback or logger of Lightning's, or of ours, as recipes write it."""
+    homes = {"ModelCheckpoint": "lightning.pytorch.callbacks", "CSVLogger": "lightning.pytorch.loggers"}
+    home = "" if "." in class_path else homes.get(class_path, "fsd_train.callbacks") + "."
+    return {"class_path": home + class_path, "init_args": options}
+
+
+def fit_command(out: Path, trainer: dict[str, Any], model: dict[str, Any], data: dict[str, Any]) -> list[str]:
+    """`fsd-train fit` by the recipe out/recipe.json, on one CPU unless ``trainer`` says otherwise."""
+    out.mkdir(parents=True, exist_ok=True)
+    sections = {"trainer": {**TRAINER, "default_root_dir": str(out), **trainer}, "model": model, "data": data}
+    (out / "recipe.json").write_text(json.dumps(sections, default=str))
+    return ["fit", "--config", str(out / "recipe.json")]
 
 
 def make_toys(root: Path, rows: int = 48, dtype: torch.dtype | None = None) -> Path:
