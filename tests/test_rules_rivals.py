@@ -20,8 +20,7 @@ from fsd_infer import FsdError
 from fsd_infer.rules import Exact, Fly, Rule, Verification, apply_rules, parse_rule
 from fsd_infer.rules.contexts import Contexts, Evidence
 from fsd_infer.tree import DraftTree
-from tests.rules_toy import Toy, V
-from tests.test_rules_laws import TOYS
+from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
 
 # References take p, q and the children, or None where a draft was sampled from q, and return the law.

@@ -16,13 +16,13 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import Exact, Texts, Tilted, Verification, parse_rule
+from fsd_infer.rules import Exact, Rule, Texts, Tilted, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from fsd_infer.rules.laws import log_excess, tilt
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import clipped
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.tree_rounds import INF, assert_same, chain_round, tree_round, verdict_of
+from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_round, verdict_of
 
 PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -30,6 +30,12 @@ PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 def plain(price: float, **options: Any) -> Tilted:
     """The rule without floor and novelty unless they are given."""
     return Tilted(price, **{"floor": 0.0, "novel": 0, **options})
+
+
+def law_table(rule: Rule, round: Verification) -> np.ndarray:
+    """[B, N, V] what the rule emits from at every node."""
+    at = Evidence(round, at_once=True).whole
+    return rule.charged_law(at).log_probs(at).double().exp().view(*round.scores.shape).numpy()
 
 
 def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
@@ -65,12 +71,14 @@ def value(round: Verification, row: int, price: float, node: int = 0) -> float:
 def test_its_law_reaches_the_value_that_the_recursion_promises(price: float) -> None:
     for seed in range(6):
         round = tree_round(seed, batch=2, nodes=6, vocab=5, mask=seed % 2 == 1)
-        at = Evidence(round, at_once=True).whole
-        law = plain(price).charged_law(at).log_probs(at).double().exp().view(*round.scores.shape).numpy()
+        law = law_table(plain(price), round)
         np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
         for row in range(2):
             drafts, nats = outcome(round, row, law[row])
             assert drafts - price * nats == pytest.approx(value(round, row, price), abs=2e-5)
+            for spec in SPECS:  # no rule reaches more
+                drafts, nats = outcome(round, row, law_table(parse_rule(spec), round)[row])
+                assert drafts - price * nats <= value(round, row, price) + 2e-5
 
 
 def ways(tree: DraftTree, row: int) -> list[list[int]]:

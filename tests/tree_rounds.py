@@ -141,3 +141,20 @@ def assert_same(a: Verdict, b: Verdict) -> None:
 
 def inner_of(round: Verification, row: int) -> set[int]:
     return set(round.tree.parents[row, 1:].tolist())
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Parents come before children, siblings differ, depths, ancestors and scores are what they say."""
+    batch, nodes = tree.tokens.shape
+    assert tree.scores is not None
+    for row in range(batch):
+        parents, tokens, scores = tree.parents[row].tolist(), tree.tokens[row].tolist(), tree.scores[row].tolist()
+        assert parents[0] == 0
+        assert scores[0] == 0.0
+        assert all(parents[node] < node for node in range(1, nodes))
+        assert len({(parents[node], tokens[node]) for node in range(1, nodes)}) == nodes - 1
+        assert all(scores[node] <= scores[parents[node]] for node in range(nodes))
+        assert all(tree.depths[row, node] == tree.depths[row, parents[node]] + 1 for node in range(1, nodes))
+    assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
+    leaves = torch.ones_like(tree.parents, dtype=torch.bool).scatter_(1, tree.parents[:, 1:], False)
+    assert bool((tree.q_index[leaves] == -1).all())
