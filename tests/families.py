@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -189,3 +191,18 @@ class _OracleSession(DraftSession):
                 depths.append(depths[on_path] + 1)
             on_path = len(tokens) - 1
         return tokens, parents, depths
+
+
+def recorded_drafts(
+    kind: type[DraftSession], look: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, DraftTree]]:
+    """Will hold what ``look`` says of each session of a kind as it drafts, and the tree."""
+    found: list[tuple[Any, DraftTree]] = []
+    draft = kind.draft
+
+    def recorded(session: DraftSession, roots: Tensor) -> DraftTree:
+        found.append((look(session), draft(session, roots)))
+        return found[-1][1]
+
+    monkeypatch.setattr(kind, "draft", recorded)
+    return found

@@ -139,7 +139,7 @@ def test_wide_trees_of_a_head(target: Target) -> None:
     assert tree.tokens.shape == (2, 20) and tree.tokens[:, 0].tolist() == [4, 7]
     assert torch.equal(tree.q_index >= 0, torch.zeros(2, 20, dtype=torch.bool).scatter(1, tree.parents[:, 1:], True))
     for row in range(2):
-        log_q, scores = tree.q_logits[row].log_softmax(-1), [0.0]
+        log_q, scores = tree.q_logits[row].detach().log_softmax(-1), [0.0]
         for parent, token in zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist()):
             scores.append(scores[parent] + float(log_q[tree.q_index[row, parent], token]))
         assert tree.scores is not None and tree.scores[row].tolist() == pytest.approx(scores, abs=1e-4)

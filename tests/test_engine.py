@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -365,7 +366,7 @@ SYNTHID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         ([[1] * 256], {}, ContextLengthError, "256"),
         ([[1, 2], [3, -1]], {}, FsdError, f"whole numbers from 0 to {VOCAB - 1}, got -1"),
         ([[1, 2], [3, VOCAB]], {}, FsdError, f"whole numbers from 0 to {VOCAB - 1}, got {VOCAB}"),
-        ([[1, 2], [3]], dict(streamer=object()), FsdError, "one prompt"),
+        ([[1, 2], [3]], dict(streamer=SimpleNamespace(put=print, end=list)), FsdError, "one prompt"),
         ([[1, 2]], dict(do_sample=True, watermarking_config=SYNTHID), FsdError, "SynthID.*cannot be applied to a"),
     ],
 )

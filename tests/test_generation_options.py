@@ -296,7 +296,7 @@ def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder
             run(failing, **options)
         assert failing.ended == 1, "whoever waits for the text must not wait for ever"
     with pytest.raises(FsdError, match="streamer and stream_to"):
-        model.generate(torch.tensor([PROMPT]), streamer=streamer, stream_to=_Recorder(), **hook)
+        model.generate(torch.tensor([PROMPT]), streamer=_Recorder(), stream_to=_Recorder(), **hook)
 
 
 @pytest.mark.parametrize("argument", ["streamer", "stream_to"])

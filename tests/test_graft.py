@@ -20,7 +20,16 @@ from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.families import VOCAB, OracleDrafter, circling_model, reference, tiny_head, tiny_model, tiny_prompts
+from tests.families import (
+    VOCAB,
+    OracleDrafter,
+    circling_model,
+    recorded_drafts,
+    reference,
+    tiny_head,
+    tiny_model,
+    tiny_prompts,
+)
 from tests.rules_enumeration import RULES, Enumeration
 from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, plain_rule, simulate
 from tests.tree_rounds import check_tree, tree_round
@@ -240,21 +249,15 @@ def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytes
     """Where the text goes on with a grafted token, the small model must not take its own draft for read."""
     target, small = Target(tiny_model("llama")), Target(tiny_model("llama", seed=5))
     drafter = GraftedDrafter(LMDrafter(small, target, depth=3), OracleDrafter(target), nodes=16)
-    drawn: list[tuple[list[int], list[int]]] = []
-    draft = LMSession.draft
-
-    def recorded(session: LMSession, roots: Tensor) -> DraftTree:
-        tree = draft(session, roots)
-        for row, length in enumerate(session.lengths.tolist()):
-            drawn.append((session.text[row, :length].tolist(), tree.tokens[row, 1:].tolist()))
-        return tree
-
-    monkeypatch.setattr(LMSession, "draft", recorded)
+    texts = recorded_drafts(
+        LMSession, lambda at: [text[:length].tolist() for text, length in zip(at.text, at.lengths)], monkeypatch
+    )
     out = FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=16, do_sample=False)
     assert out.stats.tau > 2  # the oracle's tokens were taken
-    for text, drafts in drawn:
-        expected = small.model.generate(torch.tensor([text]), max_new_tokens=3, do_sample=False, eos_token_id=None)
-        assert drafts == expected[0, len(text) :].tolist()
+    for rows, tree in texts:
+        for text, drafts in zip(rows, tree.tokens[:, 1:].tolist(), strict=True):
+            expected = small.model.generate(torch.tensor([text]), max_new_tokens=3, do_sample=False, eos_token_id=None)
+            assert drafts == expected[0, len(text) :].tolist()
 
 
 def test_sampled_chains_are_left_alone() -> None:

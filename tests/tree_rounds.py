@@ -103,9 +103,11 @@ def any_round(shape: str, seed: int, greedy: bool = False) -> Verification:
 
 def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     """The trees of some rows, in any number."""
-    fields = ("tokens", "parents", "depths", "ancestors", "q_logits", "q_index", "q_scores")
+    fields = ("tokens", "parents", "depths", "ancestors", "q_logits", "q_index", "q_scores", "scores")
     values = {name: getattr(tree, name) for name in fields}
-    return DraftTree(**{name: x if x is None else x[rows] for name, x in values.items()}, draft_ids=tree.draft_ids)
+    of_rows = None if tree.rows is None else [tree.rows[row] for row in rows.tolist()]
+    taken = {name: x if x is None else x[rows] for name, x in values.items()}
+    return DraftTree(**taken, draft_ids=tree.draft_ids, rows=of_rows)
 
 
 def one_row(round: Verification, row: int) -> Verification:
