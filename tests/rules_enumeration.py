@@ -144,7 +144,7 @@ class Enumeration:
             "random": [(self.rate, True), (1 - self.rate, False)],
             "draft-only": [(1.0, True)],
         }.get(self.kind, [(1.0, bool(self.wants[context]))])
-        if self.tree_at(place[0]).q_index[0, place[1]] < 0:  # no q is known, so no gate opens
+        if self.kind != "tilted" and self.tree_at(place[0]).q_index[0, place[1]] < 0:  # no q, so no gate opens
             opens = [(1.0, False)]
         found: Kernel = []
         for weight, gate in opens:
