@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsd_infer import Drafter, Target
+from fsd_infer import Drafter, EagleDrafter, Target, TreeShape
 from fsd_infer.drafters import DraftRequest, DraftSession
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for
 from fsd_infer.tree import DraftTree, ancestors_of
 
@@ -71,6 +74,22 @@ def noisy_model(family: str) -> Any:
         for parameter in noisy.parameters():
             parameter.add_(0.1 * parameter.std(unbiased=False) * torch.randn_like(parameter))
     return noisy
+
+
+def circling_model() -> Any:
+    """A model whose next token depends on the last one alone: sooner or later its greedy answers are periodic."""
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    return model
+
+
+def tiny_head(target: Target, shape: TreeShape | None = None, **options: Any) -> EagleDrafter:
+    """A random head, which is of little use: the same one each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = EagleHead(EagleConfig.for_target(target, **options))
+    return EagleDrafter(head, target, shape or TreeShape(depth=3, width=3, nodes=8))
 
 
 def tiny_prompts(lengths: tuple[int, ...] = (5, 13, 9, 21), seed: int = 0) -> list[list[int]]:
@@ -172,3 +191,18 @@ class _OracleSession(DraftSession):
                 depths.append(depths[on_path] + 1)
             on_path = len(tokens) - 1
         return tokens, parents, depths
+
+
+def recorded_drafts(
+    kind: type[DraftSession], look: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, DraftTree]]:
+    """Will hold what ``look`` says of each session of a kind as it drafts, and the tree."""
+    found: list[tuple[Any, DraftTree]] = []
+    draft = kind.draft
+
+    def recorded(session: DraftSession, roots: Tensor) -> DraftTree:
+        found.append((look(session), draft(session, roots)))
+        return found[-1][1]
+
+    monkeypatch.setattr(kind, "draft", recorded)
+    return found

@@ -1,4 +1,4 @@
-"""Which tests of our CPU kernels run on this machine."""
+"""Which tests of our CPU kernels run on this machine, and a forward whose logits they compare."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ import os
 import shutil
 
 import pytest
+import torch
+from torch import Tensor
 
+from fsd_infer import Target
 from fsd_infer.cpu.kernels import NEEDED, cpu_flags
 from fsd_infer.cpu.packing import can_pack
+from tests.families import tiny_prompts
 
 CAN = can_pack() and NEEDED <= cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
 TURNED_OFF = os.environ.get("FSD_KERNELS") == "0"
 needs_kernels = pytest.mark.skipif(not CAN or TURNED_OFF, reason="needs AVX512-BF16 and a C++ compiler")
+
+
+def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Tensor:
+    """Logits [1, nodes, V] of a tree of siblings and chains after a text longer than the tested window."""
+    tokens = torch.tensor(tiny_prompts((length + nodes,)))
+    text, cache = torch.arange(length)[None], target.new_cache(1, length + nodes)
+    cache.set_write_slots(text, 0, length)
+    target.forward(tokens[:, :length], text, text[:, None] <= text[..., None], cache)
+    slots = torch.arange(length, length + nodes)[None]
+    positions = length + torch.tensor([[0, 1, 1, 2, 2, 3]])
+    parents = [0, 0, 0, 1, 2, 3]
+    sees = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        sees[node] |= sees[parents[node]]
+    visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), sees], dim=1)[None]
+    cache.set_write_slots(slots, length, length + nodes)
+    return target.forward(tokens[:, length:], positions, visible, cache)[0].float()

@@ -53,23 +53,16 @@ def test_the_hosts_clock_adds_up_laps() -> None:
     assert sum(phases.values()) <= clock.seconds
 
 
-def test_on_cuda_laps_are_events_on_the_devices_stream(cuda: None) -> None:
-    clock = clock_of(torch.device("cuda", 1))
-    for phase in ("draft", "target", "rule", "draft"):
-        clock.lap(phase)
-    assert clock.seconds < 1
-    assert clock.phases() == {"draft": 2.0, "target": 1.0, "rule": 1.0}
-    assert {event.stream for event in Event.made} == {"stream of cuda:1"}
-
-
 def test_a_decoding_reports_the_devices_phases_and_the_hosts_seconds(
     cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target(tiny_model("llama"))
+    assert type(clock_of(torch.device("cuda", 1))) is DeviceClock
     monkeypatch.setattr("fsd_infer.engine.loop.clock_of", DeviceClock)
     prompts: Any = tiny_prompts()[:2]
     stats = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(prompts, max_new_tokens=4, do_sample=False).stats
     rounds = stats.rows[0].target_forwards
     assert stats.phases == {"prefill": 1.0, "draft": 3.0 * rounds, "target": rounds, "rule": rounds, "cache": rounds}
+    assert {event.stream for event in Event.made[1:]} == {"stream of cpu"}
     assert 0 < stats.prefill_seconds < stats.seconds < rounds
     assert all(row.seconds <= stats.seconds for row in stats.rows)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 import fsd_infer.device.transfer
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
+from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules import apply_rules, parse_rule
-from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 from tests.test_engine import SAMPLES, assert_one_law
 
 pytestmark = pytest.mark.gpu
@@ -31,8 +30,8 @@ def drafter_of(kind: str, target: Target) -> Drafter:
         return OracleDrafter(target)
     if kind == "lm":
         return LMDrafter(cuda_target("llama"), target, depth=3)
-    config = EagleConfig.for_target(target, draft_vocab_size=VOCAB // 2 if kind == "reduced" else None)
-    eagle = EagleDrafter(EagleHead(config), target, TreeShape(depth=4, width=4, nodes=20))
+    options = {"draft_vocab_size": VOCAB // 2} if kind == "reduced" else {}
+    eagle = tiny_head(target, TreeShape(depth=4, width=4, nodes=20), **options)
     return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
 
 
@@ -52,18 +51,14 @@ def test_greedy_tokens_are_those_of_generate(family: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["oracle", "eagle", "graft", "lm"])
 def test_replayed_forwards_give_the_tokens_of_generate(family: str, kind: str) -> None:
     target = cuda_target(family)
-    prompts = tiny_prompts()
     decoder = FuzzyDecoder(target, drafter_of(kind, target))
     decoder.use_graphs()
-    expected = reference(target.model, prompts)
-    for _ in range(3):
-        assert decoder.generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
+    for length in (24, 180):  # other memory, hence other recordings
+        expected = reference(target.model, tiny_prompts(), max_new_tokens=length)
+        for _ in range(3):
+            assert decoder.generate(tiny_prompts(), max_new_tokens=length, do_sample=False).sequences == expected
+        assert decoder.generate(tiny_prompts()[:1], max_new_tokens=length, do_sample=False).sequences == expected[:1]
     assert target.graphs is not None and target.graphs.refused is None
-    assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]
-    longer = reference(target.model, prompts, max_new_tokens=180)  # other memory, hence other recordings
-    for _ in range(2):
-        assert decoder.generate(prompts, max_new_tokens=180, do_sample=False).sequences == longer
-    assert target.graphs.refused is None
 
 
 def test_a_mixture_of_experts_that_cannot_be_recorded_decodes_as_ever() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsd_infer.divergence import DIVERGENCES, Divergence, divergence, expand_draft, reduced
+from fsd_infer.divergence import Divergence, divergence, expand_draft, reduced
 from fsd_infer.errors import FsdError, UnknownNameError, VocabularyMismatchError
 
 INF = math.inf
 PLAIN = ["kl", "reverse_kl", "js", "ag", "tv"]
 NAMES = [*PLAIN, *(f"top_k_{name}:3" for name in PLAIN)]
+SOME = ["kl", "reverse_kl", "js", "tv", "top_k_ag:3"]
 FULL_SUPPORT = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -81,53 +83,21 @@ def test_agrees_with_float64_reference_and_stays_in_range(name: str, pair: tuple
 
 
 @pytest.mark.parametrize("name", NAMES)
-@FULL_SUPPORT
-@given(pair=pairs())
-def test_zero_exactly_where_equal_and_only_there(name: str, pair: tuple[Tensor, Tensor]) -> None:
-    p, q = pair
-    measure = divergence(name)
-    assert measure(p, p).item() == 0.0
-    assert measure(p.log_softmax(-1), p.log_softmax(-1), log_probs=True).item() == 0.0
-    if not name.startswith("top_k") and np.abs(probabilities(p) - probabilities(q)).max() > 0.01:
-        assert measure(p, q).item() > 0.0
+def test_equal_rows_give_exactly_zero(name: str) -> None:
+    for size in (5, 4099):
+        logits = torch.randn(3, size, generator=torch.Generator().manual_seed(1)) * 5
+        logits[1, ::3] = -INF
+        assert divergence(name)(logits, logits.clone()).tolist() == [0.0, 0.0, 0.0]
+        log_p = logits.log_softmax(-1)
+        assert divergence(name)(log_p, log_p, log_probs=True).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_rows_of_a_large_vocabulary_give_exactly_zero(name: str) -> None:
-    logits = torch.randn(3, 4099, generator=torch.Generator().manual_seed(1)) * 5
-    assert divergence(name)(logits, logits.clone()).tolist() == [0.0, 0.0, 0.0]
-
-
-@FULL_SUPPORT
-@given(pair=pairs())
-def test_symmetries(pair: tuple[Tensor, Tensor]) -> None:
-    p, q = pair
-    for name in PLAIN:
-        measure = divergence(name)
-        assert measure.symmetric == (name in ("js", "ag", "tv"))
-        if measure.symmetric:
-            assert measure(p, q).item() == pytest.approx(measure(q, p).item(), rel=1e-5, abs=1e-6)
-    assert divergence("kl")(p, q).item() == divergence("reverse_kl")(q, p).item()
-
-
-def test_directions() -> None:
-    p = torch.tensor([0.9, 0.1]).log()
-    q = torch.tensor([0.5, 0.5]).log()
-    draft_from_target = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)  # 0.5108
-    target_from_draft = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)  # 0.3681
-    assert divergence("kl")(p, q).item() == pytest.approx(draft_from_target, abs=1e-6)
-    assert divergence("reverse_kl")(p, q).item() == pytest.approx(target_from_draft, abs=1e-6)
-    assert "KL(q||p)" in divergence("kl").direction
-    assert "KL(p||q)" in divergence("reverse_kl").direction
-
-
-@FULL_SUPPORT
-@given(pair=pairs(masked=False))
-def test_ag_is_mean_kl_over_two_less_js(pair: tuple[Tensor, Tensor]) -> None:
-    p, q = (x.double() for x in pair)
-    kl, reverse_kl, js, ag = (divergence(name)(p, q) for name in ("kl", "reverse_kl", "js", "ag"))
-    assert ag.item() == pytest.approx(((kl + reverse_kl) / 4 - js).item(), rel=1e-7, abs=1e-7)
-    assert ag.item() >= js.item() - 1e-7
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_the_registry_says_of_symmetry_and_direction(name: str) -> None:
+    measure, (p, q) = divergence(name), torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(2))
+    assert measure.symmetric == (name in ("js", "ag", "tv")) == torch.allclose(measure(p, q), measure(q, p))
+    directions = {"kl": "KL(q||p), draft from target", "reverse_kl": "KL(p||q), target from draft"}
+    assert measure.direction == directions.get(name, "symmetric")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,16 +109,6 @@ def test_disjoint_supports_give_the_upper_bound(name: str) -> None:
     assert measure(p, q).item() == pytest.approx(expected, abs=1e-6)
     if not name.startswith("top_k"):  # one bin for the rest may be shared
         assert measure(p, q).item() == pytest.approx(measure.bounds[1], abs=1e-6)
-
-
-@pytest.mark.parametrize("zero", [-INF, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("name", NAMES)
-def test_shared_zeros_change_nothing(name: str, zero: float) -> None:
-    generator = torch.Generator().manual_seed(2)
-    p, q = torch.randn(2, 5, 6, generator=generator)
-    padding = torch.full((5, 3), zero)
-    with_zeros = divergence(name)(torch.cat([padding, p], -1), torch.cat([padding, q], -1))
-    torch.testing.assert_close(with_zeros, divergence(name)(p, q))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,6 +153,8 @@ def test_gradients_are_finite_and_agree_with_float64(name: str, pair: tuple[Tens
 def test_any_leading_shape_any_chunk(name: str) -> None:
     generator = torch.Generator().manual_seed(4)
     p, q = torch.randn(2, 2, 3, 4, 9, generator=generator)
+    p[..., 0] = q[..., 0] = torch.finfo(torch.float32).min  # zeros that both share change nothing
+    torch.testing.assert_close(divergence(name)(p, q), divergence(name)(p[..., 1:], q[..., 1:]))
     whole, whole_grad = value_and_gradients(name, p, q, None)
     assert whole.shape == (2, 3, 4)
     for chunk_size in (1, 5, 24, 1000):
@@ -208,18 +170,6 @@ def value_and_gradients(name: str, p: Tensor, q: Tensor, chunk_size: int | None)
     value = divergence(name)(p, q, chunk_size=chunk_size)
     weights = torch.arange(value.numel(), dtype=value.dtype).view(value.shape)
     return value.detach(), torch.autograd.grad((value * weights).sum(), (p, q))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_logits_are_computed_in_fp32(dtype: torch.dtype) -> None:
-    p, q = (torch.randn(2, 8, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
-    p.requires_grad_()
-    value = divergence("js")(p, q)
-    torch.testing.assert_close(value, divergence("js")(p.float(), q.float()), rtol=0, atol=0)
-    assert value.dtype == torch.float32
-    value.backward()
-    assert p.grad is not None
-    assert p.grad.dtype == dtype
 
 
 class LargestOutputs(TorchDispatchMode):
@@ -241,7 +191,7 @@ class LargestOutputs(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_memory_is_that_of_a_chunk(name: str) -> None:
     rows, size, chunk = 32, 50, 2
     p, q = torch.randn(2, rows, size, generator=torch.Generator().manual_seed(6))
@@ -259,17 +209,11 @@ def test_memory_is_that_of_a_chunk(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_top_k_forms(name: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    p, q = torch.randn(2, 6, 80, generator=generator, dtype=torch.float64) * 2
+def test_lumping_never_adds_divergence(name: str) -> None:
+    p, q = torch.randn(2, 6, 80, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
     plain = divergence(name)(p, q)
     for k in (1, 7, 50):
-        lumped = divergence(f"top_k_{name}:{k}")(p, q)
-        expected = [
-            reference(f"top_k_{name}:{k}", probabilities(a), probabilities(b)) for a, b in zip(p, q, strict=True)
-        ]
-        torch.testing.assert_close(lumped, torch.tensor(expected, dtype=torch.float64))
-        assert (lumped <= plain + 1e-12).all()  # lumping never adds divergence
+        assert (divergence(f"top_k_{name}:{k}")(p, q) <= plain + 1e-12).all()
     torch.testing.assert_close(divergence(f"top_k_{name}")(p, q), divergence(f"top_k_{name}:50")(p, q))
     torch.testing.assert_close(divergence(f"top_k_{name}:80")(p, q), plain)
 
@@ -282,15 +226,16 @@ def test_reduced_drafter_vocabulary_is_exact(name: str) -> None:
     q = torch.randn(2, 3, 5, generator=generator) * 3
     p[0, 0, 0], p[0, 1, 5], q[0, 2, 1] = -INF, -INF, -INF
     p[1, 2] = expand_draft(q[1, 2] + 0.5, draft_ids, 12)  # no target mass outside, either
+    p[1, 1, draft_ids], p[1, 0, 3] = -200.0, 90.0  # none inside, all on one token outside
     whole = expand_draft(q, draft_ids, 12)
     assert whole.softmax(-1)[..., draft_ids].sum(-1).allclose(torch.ones(2, 3))
     expected = divergence(name)(p, whole)
     torch.testing.assert_close(divergence(name).with_reduced_drafter(p, q, draft_ids), expected)
     if not name.startswith("top_k"):
         torch.testing.assert_close(divergence(name)(*reduced(p, q, draft_ids), log_probs=True), expected)
-    torch.testing.assert_close(
-        divergence(name).with_reduced_drafter(p, whole, None), divergence(name)(p, whole), rtol=0, atol=0
-    )
+        logs, logs_with_gradient = (reduced(x, q, draft_ids)[0] for x in (p, p.clone().requires_grad_()))
+        torch.testing.assert_close(logs, logs_with_gradient.detach())
+    assert torch.equal(divergence(name).with_reduced_drafter(p, whole, None), divergence(name)(p, whole))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -343,55 +288,40 @@ def test_gradients_through_the_reduced_vocabulary(name: str) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_reduction_with_and_without_gradient_agree() -> None:
-    generator = torch.Generator().manual_seed(10)
-    draft_ids = torch.tensor([3, 4, 17, 40])
-    p, q = torch.randn(5, 60, generator=generator) * 8, torch.randn(5, 4, generator=generator)
-    p[0, 7], p[1, 4], p[2, draft_ids] = -INF, -INF, -200.0
-    rest = [i for i in range(60) if i not in draft_ids.tolist()]
-    p[3, rest], p[4, rest] = -INF, p[4, draft_ids].max() - 60.0
-    for plain, differentiable in zip(
-        reduced(p, q, draft_ids), reduced(p.clone().requires_grad_(), q, draft_ids), strict=True
-    ):
-        torch.testing.assert_close(plain, differentiable.detach())
-
-
-def test_bad_input() -> None:
-    with pytest.raises(UnknownNameError, match="unknown divergence 'jss'.*Did you mean 'js'"):
-        divergence("jss")
-    for name in ("top_k_js:0", "top_k_js:x", "top_k_js:-3", "top_k_js:", "top_k_js:2.5"):
-        with pytest.raises(FsdError, match="k must be a whole number from 1"):
-            divergence(name)
-    with pytest.raises(FsdError, match="takes no parameter"):
-        divergence("js:3")
-    with pytest.raises(VocabularyMismatchError, match="p has 4 entries per row, q has 5"):
-        divergence("js")(torch.zeros(4), torch.zeros(5))
-    with pytest.raises(FsdError, match="shapes"):
-        divergence("js")(torch.zeros(2, 4), torch.zeros(3, 4))
-    with pytest.raises(FsdError, match="chunk_size is 0"):
-        divergence("js")(torch.zeros(4), torch.zeros(4), chunk_size=0)
-    with pytest.raises(VocabularyMismatchError, match="3 logits but draft_ids names 2"):
-        reduced(torch.zeros(4), torch.zeros(3), torch.tensor([0, 1]))
-
-
-def test_rows_that_are_no_distribution_give_nan_and_leave_their_neighbours_alone() -> None:
-    p = torch.tensor([[0.0, math.nan], [-INF, -INF], [0.0, 1.0]])
-    q = torch.zeros(3, 2)
+def test_types_and_rows_that_are_no_distribution() -> None:
+    p, q = (torch.randn(2, 8, generator=torch.Generator().manual_seed(5)) * 3).bfloat16()
+    p.requires_grad_()
+    value = divergence("js")(p, q)
+    assert value.dtype == torch.float32 and torch.equal(value, divergence("js")(p.float(), q.float()))
+    value.backward()
+    assert p.grad is not None and p.grad.dtype == torch.bfloat16
+    broken = torch.tensor([[0.0, math.nan], [-INF, -INF], [0.0, 1.0]])
     for name in PLAIN:
-        value = divergence(name)(p, q)
-        assert value.isnan().tolist() == [True, True, False]
+        assert divergence(name)(broken, torch.zeros(3, 2)).isnan().tolist() == [True, True, False]
 
 
-def test_registry_and_records() -> None:
-    assert DIVERGENCES.names() == sorted([*PLAIN, *(f"top_k_{name}" for name in PLAIN)])
-    measure = divergence("top_k_js:20")
-    assert measure.name == "top_k_js:20"
-    assert measure.k == 20
-    assert divergence(measure) is measure
-    assert divergence("kl").describe() == {
-        "divergence": "kl",
-        "direction": "KL(q||p), draft from target",
-        "formula": "sum q ln(q/p)",
-        "unit": "nats",
-    }
-    assert divergence("tv").describe()["unit"] == "dimensionless"
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: divergence("jss"), UnknownNameError, "unknown divergence 'jss'.*Did you mean 'js'"),
+        (lambda: divergence("top_k_js:0"), FsdError, "k must be a whole number from 1"),
+        (lambda: divergence("top_k_js:2.5"), FsdError, "k must be a whole number from 1"),
+        (lambda: divergence("top_k_js:"), FsdError, "k must be a whole number from 1"),
+        (lambda: divergence("js:3"), FsdError, "takes no parameter"),
+        (
+            lambda: divergence("js")(torch.zeros(4), torch.zeros(5)),
+            VocabularyMismatchError,
+            "p has 4 entries per row, q has 5",
+        ),
+        (lambda: divergence("js")(torch.zeros(2, 4), torch.zeros(3, 4)), FsdError, "shapes"),
+        (lambda: divergence("js")(torch.zeros(4), torch.zeros(4), chunk_size=0), FsdError, "chunk_size is 0"),
+        (
+            lambda: reduced(torch.zeros(4), torch.zeros(3), torch.tensor([0, 1])),
+            VocabularyMismatchError,
+            "3 logits but draft_ids names 2",
+        ),
+    ],
+)
+def test_bad_input(make: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
+from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
+# Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
 
 
@@ -19,10 +19,11 @@ def test_greedy_equals_generate(family: str) -> None:
     prompts = tiny_prompts()
     expected = reference(model, prompts)
     assert len({token for row in expected for token in row}) > 3, "degenerate model: the comparison would be hollow"
-    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64))
+    head = tiny_head(target, draft_vocab_size=64)
+    assert head.head.config.layer["model_type"] == (family if family in OWN_LAYER else "llama")
     drafters = {
         "plain": NoDrafter(VOCAB),
-        "eagle": EagleDrafter(head, target, TreeShape(depth=3, width=3, nodes=8)),
+        "eagle": head,
         "oracle": OracleDrafter(target),
         "self": LMDrafter(target, target, depth=3),
     }
@@ -36,13 +37,6 @@ def test_greedy_equals_generate(family: str) -> None:
             assert batch.stats.tau > 2, "the oracle's right paths were not accepted"
         if name == "self":
             assert batch.stats.tau > 3, "the target as its own drafter must be accepted nearly always"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_head_layer_kind(family: str) -> None:
-    """The head's layer is of the target's own kind where that works, a Llama layer otherwise."""
-    config = EagleConfig.for_target(Target(tiny_model(family)))
-    assert config.layer["model_type"] == (family if family in OWN_LAYER else "llama")
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])

@@ -16,10 +16,9 @@ from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import SLOTS, Graphs
-from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
+from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
 from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError
-from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import VOCAB, OracleDrafter, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=14, do_sample=False)
 
@@ -50,10 +49,7 @@ def drafter_of(kind: str, target: Target) -> Drafter:
         return OracleDrafter(target)
     if kind == "lm":
         return LMDrafter(Target(tiny_model("llama")), target, depth=3)
-    config = EagleConfig.for_target(target, draft_vocab_size=VOCAB // 2 if kind == "reduced" else None)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        eagle = EagleDrafter(EagleHead(config), target, TreeShape(depth=3, width=3, nodes=9))
+    eagle = tiny_head(target, draft_vocab_size=VOCAB // 2 if kind == "reduced" else None)
     return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
 
 
@@ -69,7 +65,7 @@ def recorded(kind: str, family: str = "llama") -> tuple[FuzzyDecoder, Traces]:
 
 
 KINDS = ["none", "eagle", "reduced", "graft", "lm"]
-FAMILIES = ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "cohere"]
+FAMILIES = ["llama", "gemma2", "gemma3_text", "mistral", "gpt2"]
 
 
 @pytest.mark.parametrize("kind, family", [*((kind, "llama") for kind in KINDS), *(("oracle", f) for f in FAMILIES)])
@@ -88,7 +84,7 @@ def test_greedy_tokens_are_those_of_generate(kind: str, family: str) -> None:
     assert decoder.generate(prompts[:1], **GREEDY).sequences == expected[:1]
 
 
-@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.4"])
+@pytest.mark.parametrize("rule", ["exact", "fuzzy-strict:tv:0.4"])
 @pytest.mark.parametrize("kind", ["reduced", "lm"])
 def test_draws_and_trees_are_those_without(rule: str, kind: str) -> None:
     options: dict[str, Any] = dict(max_new_tokens=14, do_sample=True, temperature=0.8, seed=3)
@@ -165,7 +161,7 @@ def test_an_answer_that_ended_in_nan_leaves_none_behind() -> None:
     assert found == reference(decoder.target.model, tiny_prompts((5,)), **GREEDY)
 
 
-def test_memory_is_kept_for_the_next_request_and_no_more_of_it() -> None:
+def test_memory_is_kept_for_the_next_request_and_no_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, _ = recorded("eagle")
     small = decoder.generate(tiny_prompts((5,)), **GREEDY).stats.cache_bytes
     assert decoder.target.held_bytes + decoder.drafter.held_bytes == small
@@ -175,13 +171,8 @@ def test_memory_is_kept_for_the_next_request_and_no_more_of_it() -> None:
     assert decoder.target.held_bytes + decoder.drafter.held_bytes == large
     with pytest.raises(CacheMemoryError, match=f"{large} bytes"):
         decoder.generate(tiny_prompts(), max_cache_bytes=large - 1, **GREEDY)
-
-
-def test_held_memory_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, _ = recorded("none")
-    decoder.generate(tiny_prompts(), **GREEDY)
     monkeypatch.setattr("fsd_infer.device.memory.free_bytes", lambda device: 10)
-    decoder.generate(tiny_prompts(), **GREEDY)
+    decoder.generate(tiny_prompts(), **GREEDY)  # what is held counts as free
     with pytest.raises(CacheMemoryError):
         decoder.generate(tiny_prompts((5, 5, 5, 5, 5)), **GREEDY)
 
@@ -198,13 +189,11 @@ def test_keys_and_values_are_freed_with_the_last_reference(graphs: bool) -> None
     assert gone() is None
 
 
-def test_a_cpu_has_no_cuda_graphs() -> None:
+def test_a_cpu_has_no_cuda_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = decoder_of("none")
     with pytest.raises(FsdError, match="CUDA graphs need CUDA, but the target is on cpu"):
-        decoder_of("none").use_graphs()
-
-
-def test_the_command_line_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
+        decoder.use_graphs()
+    decoder.target.model.save_pretrained(tmp_path)
     argv = ["generate", "--target", str(tmp_path), "--drafter", "none", "--device", "cpu", "--prompt", "x"]
     assert main([*argv, "--cuda-graphs"]) == 2
     assert "CUDA graphs need CUDA, but the target is on cpu" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +21,7 @@ from fsd_infer.errors import CheckpointError, FsdError
 from fsd_infer.heads.checkpoint import is_head, load_head, save_head
 from fsd_infer.heads.export import export_head
 from tests.families import VOCAB, tiny_model
+from tests.fuzzing import FUZZ, one_line
 from tests.test_head_formats import LAYERS, facts, make_head
 
 IDS = torch.arange(0, VOCAB, 3)
@@ -59,8 +60,8 @@ def check(directory: Path, target: Target) -> str | None:
             load()
         except FsdError as error:
             message = str(error)
-            assert len(message.splitlines()) <= 2 and len(message) < 900, message  # two where a command follows
-            assert "Traceback" not in message
+            one_line(message)
+            assert len(message) < 900, message
     return message
 
 
@@ -89,9 +90,6 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     else:
         inner[path[-1]] = new
     return made
-
-
-FUZZ = settings(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
 
 
 @settings(FUZZ, max_examples=250)
@@ -172,7 +170,6 @@ def config_with(path: tuple[str, ...], value: Any) -> Callable[[Path], None]:
 DRAFTED = len(IDS)
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no object": (text("[1, 2]"), "holds list, not an object"),
-    "a number": (text("7"), "holds int, not an object"),
     "not UTF-8": (text(b"\xff\xfe{}"), "not UTF-8"),
     "too deep": (text("[" * 100_000 + "]" * 100_000), "nested too deep"),
     "a number of 5000 digits": (text('{"version": ' + "9" * 5000 + "}"), "cannot be read"),
@@ -180,14 +177,13 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         config_with(("target",), {}),
         "target does not say its hidden_size, vocab_size",
     ),
+    "a newer version": (config_with(("version",), 99), "is of version 99, newer than this program reads"),
     "another format": (text('{"format": "other"}'), "is not an fsd-eagle-head checkpoint|without|has no"),
-    "fractional draft ids": (reshaped("draft_ids", lambda ids: ids.float()), "draft_ids is of type F32"),
     "draft ids of NaN": (reshaped("draft_ids", lambda ids: ids.float() * torch.nan), "draft_ids is of type F32"),
     "negative draft ids": (reshaped("draft_ids", lambda ids: ids - 5), "distinct ids from 0 to 96"),
     "draft ids beyond V": (reshaped("draft_ids", lambda ids: ids + 50), "distinct ids from 0 to 96"),
     "the same draft id twice": (reshaped("draft_ids", lambda ids: ids // 4), "distinct ids from 0 to 96"),
     "too few draft ids": (reshaped("draft_ids", lambda ids: ids[:-1].clone()), rf"wanted are {DRAFTED} ids"),
-    "no draft ids": (reshaped("draft_ids", lambda ids: None), rf"wanted are {DRAFTED} ids"),
     "int8 weights": (reshaped("fc.weight", lambda w: w.to(torch.int8)), "quantised heads are not read"),
     "another width": (reshaped("fc.weight", lambda w: w[:, :-1].clone()), r"wrong shape \['fc.weight'\]"),
     "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "has no model.safetensors"),
@@ -215,10 +211,7 @@ def test_faults_are_named(fault: str, heads: Path, target: Target, tmp_path: Pat
     [
         (("head", "num_layers"), 10**9),
         (("head", "hidden_size"), 2**31 - 1),
-        (("head", "vocab_size"), 10**12),
         (("head", "layer", "intermediate_size"), 2**30),
-        (("head", "layer", "num_attention_heads"), 2**24),
-        (("head", "layer", "head_dim"), 2**30),
         (("head", "fused_layers"), list(range(10_000))),
         (("head", "draft_vocab_size"), 2**30),
     ],

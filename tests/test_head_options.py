@@ -19,12 +19,8 @@ from tests.test_training import make, toys  # noqa: F401  (fixtures)
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
 EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
 CASES: dict[str, dict[str, Any]] = {
-    "two layers": {"head": {"num_layers": 2}},
     "initial layers": {"initial_layers": [1]},
-    "fused layers": {"head": {"fused_layers": [0, 1]}},
     "draft vocabulary with context ids": {"draft_vocab_size": 30, "context_ids": True},
-    "narrow MLP": {"head": {"intermediate_size": 16}},
-    "unrolled": {"unroll_steps": 7},
     "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, "draft_vocab_size": 30},
     "layout eagle3": {"head": {"layout": "eagle3"}, "draft_vocab_size": 30, **EAGLE3},
     "layout eagle3, whole vocabulary": {"head": {"layout": "eagle3"}, **EAGLE3},

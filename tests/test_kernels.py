@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
-import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import build
 from fsd_infer.cpu import kernels as module
 from fsd_infer.cpu import stack as stack_module
-from fsd_infer.cpu.kernels import MOST_ROWS, Kernels, kernels
+from fsd_infer.cpu.kernels import MOST_ROWS, Kernels
 from fsd_infer.cpu.ops import restore, speed_up, stack_of
 from fsd_infer.cpu.packing import Packed, fp8_panels, fp8_values, packed_of
 from fsd_infer.device.cache import SlotCache
@@ -28,8 +27,7 @@ from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
-from tests.kernel_toys import CAN, needs_kernels
-from tests.test_packing import logits_through_cache
+from tests.kernel_toys import logits_through_cache, needs_kernels
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
@@ -44,25 +42,13 @@ def fitting_model(family: str, **options: Any) -> Any:
     return model
 
 
-def runs_by_kernels(owner: Any) -> bool:
-    """Does ``owner`` run its decoder layers by the kernels."""
-    return stack_of(owner) is not None
-
-
 @needs_kernels
-def test_they_are_there_where_they_can_be() -> None:
-    assert kernels() is not None
-    assert Packed(torch.nn.Linear(96, 128, dtype=torch.bfloat16)).native, "oneDNN's layout is the one they read"
-
-
-@needs_kernels
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 13, 16, 33])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "bias"), [(1, True), (5, True), (6, False), (7, True), (16, False), (33, True)])
 def test_products(rows: int, bias: bool) -> None:
     layer = torch.nn.Linear(96, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(1, rows, 96).bfloat16()
     made = Packed(layer)
-    assert made.native
+    assert made.native, "oneDNN's layout is the one they read"
     expected = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
     torch.testing.assert_close(made(x).double(), expected, atol=1e-4, rtol=2**-8)  # rounded once
     assert torch.equal(made(x)[:, -1], made(x[:, -1:])[:, 0]), "a row does not depend on the others"
@@ -71,8 +57,7 @@ def test_products(rows: int, bias: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows", [1, 5, 6, 7, 16, 33, MOST_ROWS + 1])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "bias"), [(1, False), (6, True), (7, False), (33, True), (MOST_ROWS + 1, False)])
 def test_products_of_fp8_weights(rows: int, bias: bool) -> None:
     layer = torch.nn.Linear(96, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
     layer.weight[3], layer.weight[4, 7] = 0.0, 2.0  # nothing, and one that dwarfs the others
@@ -87,9 +72,6 @@ def test_products_of_fp8_weights(rows: int, bias: bool) -> None:
     expected = F.linear(x.double(), made.dense().double(), None if layer.bias is None else layer.bias.double())
     torch.testing.assert_close(made(x).double(), expected, atol=2e-2, rtol=2**-8)
     assert torch.equal(made(x)[-1], made(x[-1:])[0]), "a row does not depend on the others"
-    numbers, scales, address = made.weight, made.scales, made.weight.data_ptr()
-    made.quantize()
-    assert made.weight is numbers and made.scales is scales and address == made.weight.data_ptr(), "once is enough"
 
 
 def test_numbers_of_fp8() -> None:
@@ -130,14 +112,13 @@ def test_more_rows_than_they_take_and_other_types_go_through_onednn(monkeypatch:
 
 @needs_kernels
 @pytest.mark.parametrize("family", KNOWN)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (16, 2)])
-@pytest.mark.parametrize("length", [20, 75])
+@pytest.mark.parametrize(("heads", "length"), [((4, 4), 20), ((4, 2), 75), ((16, 2), 75)])
 def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int, int], length: int) -> None:
     model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     target = Target(model)
     plain = logits_through_cache(target, length=length)
     speed_up(model, release=True)
-    assert runs_by_kernels(target.decoder)
+    assert stack_of(target.decoder) is not None
     for parameter in model.parameters():  # as where memory is handed back: no address may point there
         if not parameter.is_meta:
             old, parameter.data = parameter.data, parameter.data.clone()
@@ -175,6 +156,14 @@ def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     assert table.weight.shape == (192, model.config.hidden_size), "only where the model is ours"
 
 
+def forward(target: Target, length: int) -> tuple[Tensor, Tensor]:
+    """Logits and features of a prompt."""
+    ids, where = torch.tensor(tiny_prompts((length,))), torch.arange(length)[None]
+    cache = target.new_cache(1, length)
+    cache.set_write_slots(where, 0, length)
+    return target.forward(ids, where, where[:, None] <= where[..., None], cache)
+
+
 def calls_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each call of the kernels' decoder layers has from now on."""
     made, own = list[int](), Kernels.stack
@@ -188,26 +177,27 @@ def calls_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", KNOWN)
-def test_a_forward_is_one_call_and_returns_watched_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fitting_model(family, num_hidden_layers=4)
-    target, ids = Target(model), torch.tensor(tiny_prompts((11,)))
+def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fitting_model("llama", num_hidden_layers=4)
+    target = Target(model)
     target.watch([0, 2, 3])
-    expected = target.features(ids).float()
+    expected = target.features(torch.tensor(tiny_prompts((11,)))).float()
     speed_up(model)
     calls = calls_of_kernels(monkeypatch)
-    slots, cache = torch.arange(11)[None], target.new_cache(1, 11)
-    cache.set_write_slots(slots, 0, 11)
-    logits, found = target.forward(ids, slots, slots[:, None] <= slots[..., None], cache)
+    logits, found = forward(target, 11)
     assert calls == [11]
     for part, whole in zip(found.float().chunk(4, -1), expected.chunk(4, -1), strict=True):
         assert float((part - whole).norm()) < 0.03 * float(whole.norm())
     assert torch.equal(found.chunk(4, -1)[0], found.chunk(4, -1)[3]), "the last layer's is after the final norm"
     assert torch.equal(logits, target.lm_logits(target.features_of(found)))
+    model = fitting_model("llama")
+    model.config._attn_implementation = "eager"  # which is not theirs
+    speed_up(model)
+    assert stack_of(model.model) is None
 
 
 @needs_kernels
-@pytest.mark.parametrize("layout", ["llama", "mistral", "qwen2", "qwen3", "eagle3", "eagle3 with the norm before"])
+@pytest.mark.parametrize("layout", ["qwen3", "eagle3", "eagle3 with the norm before"])
 def test_the_kernels_layers_are_those_of_torch(layout: str) -> None:
     target = Target(fitting_model(layout if layout in KNOWN else "llama", num_hidden_layers=3))
     owner: Any = target.decoder
@@ -273,29 +263,21 @@ def test_threads_run_forwards_of_one_target_at_once() -> None:
     speed_up(model)
     target = Target(model)
     target.watch([1])
-    prompts = [prompt * 4 for prompt in tiny_prompts((5, 13, 9, 21))]
-    decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
 
-    def features(prompt: list[int]) -> list[Tensor]:
-        made = []
-        for length in range(1, len(prompt)):
-            ids, slots = torch.tensor([prompt[:length]]), torch.arange(length)[None]
-            cache = target.new_cache(1, length)
-            cache.set_write_slots(slots, 0, length)
-            made.append(target.forward(ids, slots, slots[:, None] <= slots[..., None], cache)[1])
-        return made
+    @torch.inference_mode()
+    def features(longest: int) -> list[Tensor]:
+        return [forward(target, length)[1] for length in range(1, longest)]
 
-    with torch.inference_mode():
-        expected = [features(prompt) for prompt in prompts]
-    assert decoder.target is target
+    lengths = [20, 52, 36, 84]
+    expected = list(map(features, lengths))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(torch.inference_mode()(features), prompts))
+        found = list(pool.map(features, lengths))
     for one, other in zip(expected, found, strict=True):
         assert all(map(torch.equal, one, other))
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
 def test_ragged_batches(family: str) -> None:
     model = fitting_model(family)
     prompts = tiny_prompts((5, 13, 30))
@@ -313,7 +295,7 @@ def test_ragged_batches(family: str) -> None:
 @pytest.mark.usefixtures("builtin_target_dir")
 def test_exact_in_bf16_emits_what_the_plain_loop_emits() -> None:
     decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=TreeShape(5, 6, 16))
-    assert runs_by_kernels(decoder.target.decoder)
+    assert stack_of(decoder.target.decoder) is not None
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
     for asked in (prompts[:1], prompts[1:]):
@@ -340,93 +322,56 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
 
 
 @needs_kernels
-def test_a_heads_own_layer() -> None:
-    target = Target(fitting_model("llama"))
-    head = EagleHead(EagleConfig.for_target(target, final_norm=True, feature_scale=True))
-    head.initialise_from(target)
-    drafter = EagleDrafter(head, target, TreeShape(3, 3, 8))
-    slow = FuzzyDecoder(target, drafter).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
-    for part in (target.model, *drafter.modules()):
-        speed_up(part)
-    assert runs_by_kernels(drafter.head)
-    fast = FuzzyDecoder(target, drafter).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
-    assert len(fast.sequences[0]) == len(slow.sequences[0]) == 16
-    plain = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((9,)), max_new_tokens=16, do_sample=False)
-    assert fast.sequences == plain.sequences
-
-
-@needs_kernels
 def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
-    target = Target(fitting_model("llama"))
+    target, shape = Target(fitting_model("llama")), TreeShape(3, 3, 8)
     head = EagleHead(EagleConfig.for_target(target, final_norm=True, draft_vocab_size=64))
     head.initialise_from(target)
     path = save_head(tmp_path / "head", head, target.fingerprint())
     decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
-    made = decoder.load_drafter(path, TreeShape(3, 3, 8))
-    assert isinstance(made, EagleDrafter) and made.describe()["weights"] == "fp8" and runs_by_kernels(made.head)
-    plain = FuzzyDecoder(target, NoDrafter(VOCAB), quantize=False).load_drafter(path, TreeShape(3, 3, 8))
-    handed = EagleDrafter(copy.deepcopy(head), target, TreeShape(3, 3, 8))
+    made = decoder.load_drafter(path, shape)
+    assert isinstance(made, EagleDrafter) and made.describe()["weights"] == "fp8" and stack_of(made.head) is not None
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB), quantize=False).load_drafter(path, shape)
+    handed = EagleDrafter(copy.deepcopy(head), target, shape)
     assert decoder.load_drafter(handed) is handed
     for other in (plain, handed):
         assert isinstance(other, EagleDrafter) and "weights" not in other.describe()
+    torch.manual_seed(0)
+    features = torch.randn(1, 9, 128).bfloat16()
 
     def logits(drafter: EagleDrafter) -> Tensor:
         session = EagleSession(drafter, DraftRequest(1, 20))
-        torch.manual_seed(0)
-        features = torch.randn(1, 9, 128).bfloat16()
         session.extend(torch.arange(9)[None], features, torch.tensor([9]))
         assert session.last is not None
         return drafter.q_logits(session.last[:, None], session.vocabulary).float()
 
     with torch.inference_mode():
         expected, found = logits(plain), logits(made)
-    off = float((found - expected).norm() / expected.norm())
-    assert 1e-3 < off < 0.1  # of random weights, through five products
-    asked = tiny_prompts((9,))
-    answers = [
-        decoder.generate(asked, drafter=drafter, max_new_tokens=16, do_sample=False).sequences
-        for drafter in (made, plain, decoder.drafter)
-    ]
-    assert answers[0] == answers[1] == answers[2], "whatever is drafted"
+    assert 1e-3 < float((found - expected).norm() / expected.norm()) < 0.1  # of random weights, through five products
+    options: dict[str, Any] = dict(max_new_tokens=16, do_sample=False)
+    wanted = decoder.generate(tiny_prompts((9,)), **options).sequences
+    for drafter in (made, plain):  # whatever is drafted
+        assert decoder.generate(tiny_prompts((9,)), drafter=drafter, **options).sequences == wanted
     restore(made.head)
     for name, value in plain.head.state_dict().items():
         assert made.head.state_dict()[name].shape == value.shape
 
 
 @needs_kernels
-def test_slots_that_are_not_there_are_refused() -> None:
+def test_slots_that_are_not_there_and_numbers_that_are_none_are_not_hidden() -> None:
     model = fitting_model("llama")
     speed_up(model)
     target = Target(model)
     tokens, visible = torch.tensor([[1, 2]]), torch.ones(1, 2, 4, dtype=torch.bool)
-    for first, fits in ((2, True), (3, False), (-1, False)):
+    for first in (2, 3, -1):
         cache = target.new_cache(1, 4)
         slots = torch.tensor([[first, first + 1]])
         cache.set_write_slots(slots, None, 4)
-        if fits:
-            target.forward(tokens, slots, visible, cache)
-        else:
-            with pytest.raises(IndexError, match="a cache with 4 slots"):
-                target.forward(tokens, slots.clamp_min(0), visible, cache)
-
-
-@needs_kernels
-def test_not_a_number_shows() -> None:
-    model = fitting_model("llama")
-    speed_up(model)
-    target = Target(model)
+        with nullcontext() if first == 2 else pytest.raises(IndexError, match="a cache with 4 slots"):
+            target.forward(tokens, slots.clamp_min(0), visible, cache)
     assert not logits_through_cache(target).isnan().any()
     with torch.no_grad():
-        model.model.embed_tokens.weight[:] = float("nan")
+        model.model.embed_tokens.weight[:] = torch.nan
     assert logits_through_cache(target).isnan().all()
-
-
-@needs_kernels
-def test_attention_by_other_means_than_sdpa_is_left_alone() -> None:
-    model = fitting_model("llama")
-    model.config._attn_implementation = "eager"
-    speed_up(model)
-    assert not runs_by_kernels(model.model)
 
 
 @needs_kernels
@@ -450,59 +395,3 @@ def test_angles_from_a_table(scaling: str) -> None:
         expected = rotary(torch.zeros(1, dtype=torch.bfloat16), positions)
         tables = stack._tables(int(positions.max()) + 1)
         assert all(torch.equal(table[positions], x) for table, x in zip(tables, expected))
-
-
-def test_they_can_be_turned_off(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("FSD_KERNELS", "0")
-    assert kernels() is None
-    model = fitting_model("llama")
-    speed_up(model)
-    assert not runs_by_kernels(model.model)
-
-
-def test_a_processor_that_lacks_instructions(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setattr(module, "cpu_flags", lambda: {"avx2", "fma"})
-    assert kernels() is None
-
-
-@pytest.mark.parametrize("compiler, said", [(None, "Install g++"), ("false", "slower"), ("/no/such/c++", "slower")])
-def test_without_a_compiler_decoding_runs_and_says_so(
-    compiler: str | None, said: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
-) -> None:
-    fresh.setenv("FSD_CACHE", str(tmp_path))
-    fresh.setattr(module, "cpu_flags", lambda: module.NEEDED)
-    fresh.setattr(shutil, "which", lambda name: None)
-    if compiler:
-        fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.build"):
-        assert kernels() is None
-    assert said in caplog.text
-    model = fitting_model("llama")
-    speed_up(model)
-    target = Target(model)
-    assert FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
-
-
-def test_a_compiler_that_knows_no_amx(fresh: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    if not CAN:
-        pytest.skip("needs AVX512-BF16 and a C++ compiler")
-    flags = module.cpu_flags() | {"no such"}
-    fresh.setattr(module, "cpu_flags", lambda: flags)
-    fresh.setattr(build, "cpu_flags", lambda: flags)
-    fresh.setattr(build, "_TILES", {"no such"})  # asked for by "-mno such", which no compiler knows
-    fresh.setenv("FSD_CACHE", str(tmp_path))
-    made = kernels()
-    assert made is not None and made.panel == 64
-
-
-def test_source_that_does_not_compile(
-    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
-) -> None:
-    if not shutil.which("g++"):
-        pytest.skip("needs g++")
-    fresh.setattr(module, "cpu_flags", lambda: module.NEEDED)
-    fresh.setattr(build, "_FLAGS", ["-std=c++17", "-shared", "--no-such-option"])
-    fresh.setenv("FSD_CACHE", str(tmp_path))
-    assert kernels() is None
-    assert "no-such-option" in caplog.text
-    assert not list(tmp_path.rglob("*.so")), "nothing half made is left"

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession, warn_context
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
-from tests.families import noisy_model, reference, tiny_model, tiny_prompts
+from tests.families import noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
 
 DEPTH = 5
 
@@ -31,26 +29,18 @@ def models() -> tuple[Target, Target]:
     return Target(model), Target(small)
 
 
-def drafted(drafter: LMDrafter, target: Target, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[DraftTree]:
-    """The trees of a decoding."""
-    trees: list[DraftTree] = []
-    draft = LMSession.draft
-
-    def kept(self: LMSession, roots: Tensor) -> DraftTree:
-        trees.append(draft(self, roots))
-        return trees[-1]
-
-    monkeypatch.setattr(LMSession, "draft", kept)
-    FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=40, **options)
-    return trees
-
-
 @pytest.mark.parametrize("greedy", [True, False])
 def test_drafting_ends_where_the_chain_is_not_believed_in(
     models: tuple[Target, Target], greedy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, small = models
-    trees = drafted(LMDrafter(small, target, DEPTH, 0.3), target, monkeypatch, do_sample=not greedy, seed=0)
+    drawn = recorded_drafts(LMSession, lambda session: None, monkeypatch)
+    options: dict[str, Any] = dict(max_new_tokens=40, do_sample=not greedy, seed=0)
+    FuzzyDecoder(target, LMDrafter(small, target, DEPTH, 0.999)).generate(tiny_prompts()[:1], **options)
+    assert all(tree.tokens.shape[1] >= 2 for _, tree in drawn), "one draft where no chance is enough"
+    drawn.clear()
+    FuzzyDecoder(target, LMDrafter(small, target, DEPTH, 0.3)).generate(tiny_prompts()[:1], **options)
+    trees = [tree for _, tree in drawn]
     lengths = {tree.tokens.shape[1] - 1 for tree in trees}
     assert min(lengths) < DEPTH and len(lengths) > 1
     for tree in trees:
@@ -78,12 +68,6 @@ def test_stopping_changes_rounds_and_not_greedy_answers(models: tuple[Target, Ta
     assert found[0.0].stats.target_forwards < found[0.5].stats.target_forwards
 
 
-def test_no_chance_at_all_still_drafts_once(models: tuple[Target, Target], monkeypatch: pytest.MonkeyPatch) -> None:
-    target, small = models
-    trees = drafted(LMDrafter(small, target, DEPTH, 0.999), target, monkeypatch, do_sample=False)
-    assert all(tree.tokens.shape[1] >= 2 for tree in trees)
-
-
 def test_a_name_gets_the_chain_of_its_device_or_of_the_tree(tmp_path: Path, models: tuple[Target, Target]) -> None:
     target, small = models
     small.model.save_pretrained(tmp_path / "small")
@@ -94,6 +78,9 @@ def test_a_name_gets_the_chain_of_its_device_or_of_the_tree(tmp_path: Path, mode
     shaped = load_drafter(str(tmp_path / "small"), target, TreeShape(3, 2, 8))
     assert isinstance(shaped, LMDrafter)
     assert (shaped.depth, shaped.stop_below) == (3, 0.0)
+    for stop in (-0.1, 1.0):
+        with pytest.raises(FsdError, match="stop_below"):
+            LMDrafter(small, target, DEPTH, stop)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -105,14 +92,7 @@ def test_drafting_ends_with_the_small_models_context(
     context = 24
     target, small = models[0], Target(tiny_model(family, max_position_embeddings=context))
     decoder = FuzzyDecoder(target, LMDrafter(small, target, DEPTH))
-    trees: list[tuple[list[int], DraftTree]] = []
-    draft = LMSession.draft
-
-    def kept(self: LMSession, roots: Tensor) -> DraftTree:
-        trees.append((self.lengths.tolist(), draft(self, roots)))
-        return trees[-1][1]
-
-    monkeypatch.setattr(LMSession, "draft", kept)
+    trees = recorded_drafts(LMSession, lambda session: session.lengths.tolist(), monkeypatch)
     warn_context.cache_clear()
     prompts = tiny_prompts()[:batch]
     with pytest.warns(UserWarning, match="context of 24") as warned:
@@ -128,9 +108,3 @@ def test_drafting_ends_with_the_small_models_context(
     for prompt, record in zip(prompts, gated.records, strict=True):
         assert any(record.gates), "the chain is taken as far as it goes"
         assert not any(record.gates[context + 1 - len(prompt) :])
-
-
-@pytest.mark.parametrize("stop", [-0.1, 1.0])
-def test_a_threshold_is_a_probability(models: tuple[Target, Target], stop: float) -> None:
-    with pytest.raises(FsdError, match="stop_below"):
-        LMDrafter(models[1], models[0], DEPTH, stop)

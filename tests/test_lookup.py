@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import DraftRequest, LookupDrafter
 from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, ChanceTable, TextIndex
 from fsd_infer.rules import parse_rule
-from fsd_infer.tree import DraftTree, ancestors_of
-from tests.families import VOCAB, reference, tiny_model, tiny_prompts
-from tests.rules_toy import Enumeration, Toy, V, simulate
-from tests.test_rules_laws import ALARM, ROWS, p_value
+from fsd_infer.tree import DraftTree
+from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
+from tests.rules_enumeration import Enumeration
+from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, simulate, text_of
+from tests.tree_rounds import check_tree
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -87,23 +87,6 @@ def test_old_evidence_fades() -> None:
     assert 0 < table.chance(0, 3) < 0.01
 
 
-def check_tree(tree: DraftTree) -> None:
-    """Parents come before children, siblings differ, depths, ancestors and scores are what they say."""
-    batch, nodes = tree.tokens.shape
-    assert tree.scores is not None
-    for row in range(batch):
-        parents, tokens, scores = tree.parents[row].tolist(), tree.tokens[row].tolist(), tree.scores[row].tolist()
-        assert parents[0] == 0
-        assert scores[0] == 0.0
-        assert all(parents[node] < node for node in range(1, nodes))
-        assert len({(parents[node], tokens[node]) for node in range(1, nodes)}) == nodes - 1
-        assert all(scores[node] <= scores[parents[node]] for node in range(nodes))
-        assert all(tree.depths[row, node] == tree.depths[row, parents[node]] + 1 for node in range(1, nodes))
-    assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
-    leaves = torch.ones_like(tree.parents, dtype=torch.bool).scatter_(1, tree.parents[:, 1:], False)
-    assert bool((tree.q_index[leaves] == -1).all())
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 6))
 def test_trees_are_trees(texts: list[list[int]], nodes: int, depth: int) -> None:
@@ -160,72 +143,28 @@ def test_rows_leave() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 def test_greedy_equals_generate(family: str) -> None:
-    model = tiny_model(family)
+    model = tiny_model(family) if family != "llama" else circling_model()
     decoder = FuzzyDecoder(Target(model), LookupDrafter(VOCAB))
     prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
-    expected = reference(model, prompts, max_new_tokens=32)
-    for prompt, answer in list(zip(prompts, expected))[:2]:
-        assert decoder.generate([prompt], max_new_tokens=32, do_sample=False).sequences == [answer]
+    expected = reference(model, prompts, max_new_tokens=48)
+    assert decoder.generate(prompts[:1], max_new_tokens=48, do_sample=False).sequences == expected[:1]
     for rule in ("exact", "draft-only"):  # no distribution is known, so nothing but the target decides
-        out = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
+        out = decoder.generate(prompts, rule=rule, max_new_tokens=48, do_sample=False)
         assert out.sequences == expected
         assert out.stats.divergence_spent == 0
-
-
-def circling_model() -> Any:
-    """A model whose next token depends on the last one alone: sooner or later its greedy answers are periodic."""
-    model = tiny_model("llama")
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-    return model
-
-
-def test_repetitive_answers_take_few_forwards() -> None:
-    """A model that answers in circles is followed around them."""
-    model = circling_model()
-    prompt = tiny_prompts((9,))[0]
-    expected = reference(model, [prompt], max_new_tokens=96)
-    out = FuzzyDecoder(Target(model), LookupDrafter(VOCAB)).generate([prompt], max_new_tokens=96, do_sample=False)
-    assert out.sequences == expected
-    assert out.stats.tau > 3
+    assert out.stats.tau > 2.5 or family != "llama", "answers that go in circles are followed around them"
 
 
 @dataclass(frozen=True)
-class LookupToy(Toy):
+class LookupToy(TextToy):
     """Drafts by lookup in a fixed prompt and what the context says was emitted."""
 
     prompt: tuple[int, ...] = (0, 1, 2, 3, 0, 2, 1, 3, 3, 0, 1, 0, 2, 2, 0)
 
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        different, row = contexts.unique(return_inverse=True)
-        texts = [[*self.prompt, *emitted(context)] for context in different.tolist()]
+    def trees(self, contexts: Tensor) -> DraftTree:
+        texts = [[*self.prompt, *text_of(context)] for context in contexts.tolist()]
         rows = [index_of(text).tree(text[-1], 7, 3, 0.01) for text in texts]
-        tree = DraftTree.from_rows(rows, torch.empty(len(texts), 0, V))
-        return take(tree, row), contexts_in(tree, different)[row]
-
-
-def take(tree: DraftTree, rows: Tensor) -> DraftTree:
-    """The trees of some rows, in any number."""
-    fields = {field: getattr(tree, field)[rows] for field in ("tokens", "parents", "depths", "ancestors", "q_index")}
-    return DraftTree(q_logits=tree.q_logits[rows], draft_ids=tree.draft_ids, **fields)
-
-
-def emitted(context: int) -> list[int]:
-    """The tokens that lead to a heap-numbered context."""
-    tokens: list[int] = []
-    while context:
-        context, token = divmod(context - 1, V)
-        tokens.append(token)
-    return tokens[::-1]
-
-
-def contexts_in(tree: DraftTree, contexts: Tensor) -> Tensor:
-    """[B, N] heap number of every node's context, the roots at ``contexts`` [B]."""
-    where = [contexts]
-    for node in range(1, tree.tokens.shape[1]):
-        above = torch.stack(where, 1).gather(1, tree.parents[:, node : node + 1])[:, 0]
-        where.append(V * above + 1 + tree.tokens[:, node])
-    return torch.stack(where, 1)
+        return DraftTree.from_rows(rows, torch.empty(len(texts), 0, V))
 
 
 @pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "fuzzy-strict:js:inf", "random:1.0", "draft-only"])
@@ -233,9 +172,8 @@ def contexts_in(tree: DraftTree, contexts: Tensor) -> Tensor:
 def test_every_rules_law_is_the_targets(spec: str, processed: bool) -> None:
     plain = Toy.make(21, processed=processed)
     toy = LookupToy(plain.p, plain.q, processed=processed)
-    law = Enumeration(toy, "exact").target_law()
     got = simulate(toy, parse_rule(spec), ROWS // 4, seed=5)
-    assert p_value(got.codes, law) > ALARM
+    assert p_value(got.codes, Enumeration(toy, "exact").target_law()) > ALARM
     assert got.spent.sum() == 0
     assert got.gates.sum() == 0
 

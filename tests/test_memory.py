@@ -12,11 +12,10 @@ import torch
 import fsd_infer
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.memory import free_bytes, give_back
-from fsd_infer.drafters import Drafter, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
+from fsd_infer.device.memory import free_bytes
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.errors import CacheMemoryError
-from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
+from tests.families import FAMILIES, VOCAB, tiny_head, tiny_model, tiny_prompts
 
 
 @pytest.fixture
@@ -34,28 +33,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
     return made
 
 
-def drafter_of(kind: str, target: Target) -> Drafter:
-    if kind == "lm":
-        return LMDrafter(Target(tiny_model("llama", num_hidden_layers=1)), target, depth=3)
-    head = EagleHead(EagleConfig.for_target(target, num_layers=2))
-    eagle = EagleDrafter(head, target, TreeShape(depth=3, width=4, nodes=12))
-    return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
-
-
-def test_what_loading_has_freed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    asked = []
-    library = SimpleNamespace(malloc_trim=asked.append)
-    monkeypatch.setattr("fsd_infer.device.memory.ctypes", SimpleNamespace(CDLL=lambda name: library))
-    decoder = FuzzyDecoder.from_pretrained(str(tmp_path), "none", dtype=torch.float32, device="cpu")
-    assert set(asked) == {0}
-    asked.clear()
-    decoder.load_drafter("lookup")
-    assert asked == [0]
-    del library.malloc_trim  # another C library
-    give_back()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_stated_as_they_are_taken(family: str, caches: list[SlotCache]) -> None:
     target = Target(tiny_model(family))
@@ -64,21 +41,23 @@ def test_bytes_are_stated_as_they_are_taken(family: str, caches: list[SlotCache]
     assert stats.to_dict()["cache_bytes"] == stats.cache_bytes
 
 
-@pytest.mark.parametrize("kind", ["eagle", "lm", "graft"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_drafters_caches_count(kind: str, dtype: torch.dtype, caches: list[SlotCache]) -> None:
+def test_a_drafters_caches_count(dtype: torch.dtype, caches: list[SlotCache]) -> None:
     target = Target(tiny_model("llama").to(dtype))
-    drafter = drafter_of(kind, target)
-    stats = FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=9, do_sample=False).stats
-    assert [cache.nbytes > 0 for cache in caches] == [True, True]
-    assert stats.cache_bytes == sum(cache.nbytes for cache in caches)
+    eagle = tiny_head(target, num_layers=2)
+    small = LMDrafter(Target(tiny_model("llama", num_hidden_layers=1)), target, depth=3)
+    for drafter in (eagle, small, GraftedDrafter(eagle, LookupDrafter(VOCAB))):
+        caches.clear()
+        stats = FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=9, do_sample=False).stats
+        assert [cache.nbytes > 0 for cache in caches] == [True, True]
+        assert stats.cache_bytes == sum(cache.nbytes for cache in caches)
 
 
 def test_too_large_a_request_is_refused_before_it_is_allocated(
     caches: list[SlotCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target(tiny_model("llama"))
-    decoder = FuzzyDecoder(target, drafter_of("eagle", target))
+    decoder = FuzzyDecoder(target, tiny_head(target))
     options: dict[str, Any] = dict(max_new_tokens=9, do_sample=False)
     found = decoder.generate(tiny_prompts(), **options)
     needed = found.stats.cache_bytes
@@ -98,19 +77,15 @@ def test_too_large_a_request_is_refused_before_it_is_allocated(
 
 
 def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = "MemTotal:  900 kB\nMemAvailable:     700 kB\n"
-    monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: SimpleNamespace(read_text=lambda: meminfo))
+    meminfo = SimpleNamespace(read_text=lambda: "MemTotal:  900 kB\nMemAvailable:     700 kB\n")
+    monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: meminfo)
     assert free_bytes(torch.device("cpu")) == 700 * 1024
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
     assert free_bytes(torch.device("cuda", 1)) == 120
     assert free_bytes(torch.device("meta")) is None
-
-    def missing() -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: SimpleNamespace(read_text=missing))
+    monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: Path("/nowhere/meminfo"))
     assert free_bytes(torch.device("cpu")) is None
 
 

@@ -16,16 +16,14 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.base import DraftRequest, DraftSession
+from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
 from fsd_infer.drafters.loading import choose_trees, head_of
 from fsd_infer.drafters.online import RETRY, Choice, RoundChoice
 from fsd_infer.drafters.shape import AUTO, parse_tree
-from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.heads.checkpoint import save_head
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.families import VOCAB, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------
 
@@ -217,9 +215,7 @@ CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even 
 
 
 def make_drafter(kind: str) -> EagleDrafter | GraftedDrafter:
-    target = Target(tiny_model("llama"))
-    torch.manual_seed(0)
-    head = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target, TreeShape(3, 3, 8))
+    head = tiny_head(Target(tiny_model("llama")))
     return head if kind == "head" else GraftedDrafter(head, LookupDrafter(VOCAB))
 
 
@@ -243,16 +239,15 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
     assert len(sizes) > 2 if seed is None else clock.reads == 0
 
 
-@pytest.mark.parametrize("rule", ["exact", "tilted:2", "fuzzy:js:0.4"])
-def test_texts_sampled_with_a_seed_come_again(rule: str) -> None:
+def test_texts_sampled_with_a_seed_come_again() -> None:
     drafter = choose_trees(make_drafter("head"))
     assert drafter.target is not None and drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
     decoder = FuzzyDecoder(drafter.target, drafter)
-    options: dict[str, Any] = {"temperature": 1.0, "do_sample": True, "seed": 3}
-    first = decoder.generate(tiny_prompts((7,)), rule, max_new_tokens=24, **options).sequences
-    decoder.generate(tiny_prompts((19,)), rule, max_new_tokens=24)  # what this one teaches is not used
-    assert decoder.generate(tiny_prompts((7,)), rule, max_new_tokens=24, **options).sequences == first
+    options: dict[str, Any] = dict(rule="tilted:2", max_new_tokens=24, temperature=1.0, do_sample=True, seed=3)
+    first = decoder.generate(tiny_prompts((7,)), **options).sequences
+    decoder.generate(tiny_prompts((19,)), "tilted:2", max_new_tokens=24)  # what this one teaches is not used
+    assert decoder.generate(tiny_prompts((7,)), **options).sequences == first
 
 
 def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
@@ -290,20 +285,30 @@ def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
 # names ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_reaches_the_head_in_a_graft_and_nothing_else() -> None:
+def test_names() -> None:
     drafter = make_drafter("head")
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
     assert head_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
     assert drafter.choice is None and twice.nodes == drafter.shape.nodes, "one choice for all"
-    with pytest.raises(FsdError, match="auto"):
-        choose_trees(NoDrafter(VOCAB))
-    assert drafter.target is not None
-    plain = FuzzyDecoder(drafter.target, NoDrafter(VOCAB)).load_drafter("lookup", "auto")
-    assert isinstance(plain, LookupDrafter) and plain.choice is None
-    with pytest.raises(FsdError, match="automatic"):
-        FuzzyDecoder(drafter.target, NoDrafter(VOCAB)).load_drafter("lookup", "automatic")
     choose_trees(drafter)
     assert drafter.reshaped(TreeShape(1, 1, 2)).choice is None, "a tree that is asked for is what is used"
+    assert drafter.target is not None
+    plain = FuzzyDecoder(drafter.target, NoDrafter(VOCAB))
+    lookup = plain.load_drafter("lookup", "auto")
+    assert isinstance(lookup, LookupDrafter) and lookup.choice is None
+    assert parse_tree("auto") == AUTO and parse_tree(None) is None
+    assert parse_tree("2,2,4") == TreeShape(2, 2, 4) and parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: choose_trees(NoDrafter(VOCAB)), "auto"),
+        (lambda: plain.load_drafter("lookup", "automatic"), "automatic"),
+        (lambda: parse_tree("car"), "auto"),
+        (lambda: parse_tree("2,2,4,high"), "stop_below"),
+        (lambda: TreeShape(2, 2, 4, stop_below=1.0), "stop_below"),
+        (lambda: TreeShape(2, 2, 4, stop_below=-0.1), "stop_below"),
+    ]
+    for make, words in refused:
+        with pytest.raises(FsdError, match=words):
+            make()
 
 
 def test_warmup_reads_a_heads_files_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,54 +324,18 @@ def test_warmup_reads_a_heads_files_and_measures_nothing(tmp_path: Path, capsys:
     assert decoder.drafter.choice is not None, "the default on a CPU"
 
 
-def test_drafting_stops_where_depth_is_not_worth_it() -> None:
+def test_drafting_stops_where_depth_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make_drafter("head")
     assert isinstance(drafter, EagleDrafter)
-    expected = reference(drafter.target.model, tiny_prompts())
-    trees: dict[float, list[list[float]]] = {}
+    expected, trees = reference(drafter.target.model, tiny_prompts()), {}
     for stop in (0.0, 1e-30, 0.5, 0.99):
-        recorder = Recorder(drafter.reshaped(TreeShape(4, 3, 20, stop_below=stop)))
-        out = FuzzyDecoder(drafter.target, recorder).generate(tiny_prompts(), max_new_tokens=24, do_sample=False)
-        assert out.sequences == expected
-        trees[stop] = recorder.scores
+        with monkeypatch.context() as patch:
+            drawn = recorded_drafts(EagleSession, lambda session: None, patch)
+            decoder = FuzzyDecoder(drafter.target, drafter.reshaped(TreeShape(4, 3, 20, stop_below=stop)))
+            assert decoder.generate(tiny_prompts(), max_new_tokens=24, do_sample=False).sequences == expected
+        trees[stop] = [scores for _, tree in drawn if tree.scores is not None for scores in tree.scores.tolist()]
     assert trees[1e-30] == trees[0.0], "a threshold that is never reached changes nothing"
     assert min(map(len, trees[0.99])) == 4, "the root and its children"
-    for scores in trees[0.5]:
-        if len(scores) == 4:
-            assert sum(math.exp(score) for score in scores[1:]) < 0.5
+    short = [scores for scores in trees[0.5] if len(scores) == 4]
+    assert all(sum(map(math.exp, scores[1:])) < 0.5 for scores in short)
     assert len(trees[0.5]) >= len(trees[0.0])
-
-
-class Recorder(WrappedDrafter):
-    """Remembers the scores of a drafter's trees."""
-
-    def __init__(self, drafter: EagleDrafter) -> None:
-        super().__init__(drafter)
-        self.scores: list[list[float]] = []
-
-    def start(self, first_tokens: torch.Tensor, request: DraftRequest) -> DraftSession:
-        return RecorderSession(self, self.drafter.start(first_tokens, request))
-
-
-class RecorderSession(WrappedSession):
-    def __init__(self, recorder: Recorder, session: DraftSession) -> None:
-        super().__init__(session)
-        self.recorder = recorder
-
-    def draft(self, roots: torch.Tensor) -> DraftTree:
-        tree = super().draft(roots)
-        assert tree.scores is not None
-        self.recorder.scores += tree.scores.tolist()
-        return tree
-
-
-def test_bad_thresholds_and_names() -> None:
-    for stop in (-0.1, 1.0):
-        with pytest.raises(FsdError, match="stop_below"):
-            TreeShape(2, 2, 4, stop_below=stop)
-    assert parse_tree("auto") == AUTO and parse_tree(None) is None
-    assert parse_tree("2,2,4") == TreeShape(2, 2, 4) and parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
-    with pytest.raises(FsdError, match="stop_below"):
-        parse_tree("2,2,4,high")
-    with pytest.raises(FsdError, match="auto"):
-        parse_tree("car")

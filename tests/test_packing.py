@@ -6,52 +6,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, pack_linears
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
+from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
+from tests.kernel_toys import logits_through_cache
+
+needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
 
 
-def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Tensor:
-    """Logits [1, nodes, V] of a tree of siblings and chains after a text longer than the tested window."""
-    tokens = torch.tensor(tiny_prompts((length + nodes,)))
-    text, cache = torch.arange(length)[None], target.new_cache(1, length + nodes)
-    cache.set_write_slots(text, 0, length)
-    target.forward(tokens[:, :length], text, text[:, None] <= text[..., None], cache)
-    slots = torch.arange(length, length + nodes)[None]
-    positions = length + torch.tensor([[0, 1, 1, 2, 2, 3]])
-    parents = [0, 0, 0, 1, 2, 3]
-    sees = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        sees[node] |= sees[parents[node]]
-    visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), sees], dim=1)[None]
-    cache.set_write_slots(slots, length, length + nodes)
-    return target.forward(tokens[:, length:], positions, visible, cache)[0].float()
-
-
-@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+@needs_packing
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_features_are_close(family: str) -> None:
     model = tiny_model(family, scale=2.0).to(torch.bfloat16)
     target, ids = Target(model), torch.tensor(tiny_prompts((20,)))
     plain = logits_through_cache(target), target.features(ids), model(ids).logits
+    linears = sum(type(part) is torch.nn.Linear for part in model.modules())
     speed_up(model, release=True)
-    assert bool(packed_products(model)) == any(type(part) is torch.nn.Linear for part in model.modules())
+    assert len(packed_products(model)) == linears
+    assert pack_linears(model) == 0, "nothing is done twice"
     fast = logits_through_cache(target), target.features(ids), model(ids).logits
     for one, other in zip(fast, plain, strict=True):
         assert float((one - other).float().norm()) < 0.03 * float(other.float().norm())
     assert reference(model, tiny_prompts((5,)), max_new_tokens=4)[0], "with transformers' own loop and cache"
-
-
-@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
-def test_every_linear_layer_is_packed_once() -> None:
-    model = tiny_model("llama").to(torch.bfloat16)
-    assert pack_linears(model) == len(packed_products(model)) == 7 * model.config.num_hidden_layers + 1
-    assert pack_linears(model) == 0, "nothing is done twice"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,8 +52,8 @@ def test_restore_undoes_everything(dtype: torch.dtype) -> None:
     assert all(torch.equal(value, before[name][1]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "phi3", "gpt2", "opt"])
+@needs_packing
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3", "gpt2", "opt"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -> None:
     model: Any = tiny_model(family, scale=2.0, tie_word_embeddings=tied).to(torch.bfloat16)
@@ -101,7 +81,7 @@ def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 
 
-@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+@needs_packing
 def test_a_drafter_that_is_handed_over_keeps_its_weights(tmp_path: Any) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "target")
     target = Target(tiny_model("llama").to(torch.bfloat16))
@@ -114,13 +94,5 @@ def test_a_drafter_that_is_handed_over_keeps_its_weights(tmp_path: Any) -> None:
     own = EagleDrafter(head, decoder.target, TreeShape(2, 2, 4))
     decoder.load_drafter(own)
     assert not any(weight.is_meta for weight in head.parameters())
-
-
-@pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
-@pytest.mark.parametrize("pack", [True, False])
-def test_from_pretrained_packs_unless_it_is_asked_not_to(pack: bool, tmp_path: Any) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    decoder = FuzzyDecoder.from_pretrained(str(tmp_path), "none", device="cpu", pack=pack)
-    assert bool(packed_products(decoder.target.model)) == pack
-    assert isinstance(decoder.drafter, NoDrafter) and decoder.target.vocab_size == VOCAB
-    assert decoder.generate(tiny_prompts((7,)), max_new_tokens=10, do_sample=False).sequences[0]
+    plain = FuzzyDecoder.from_pretrained(str(tmp_path / "target"), "none", device="cpu", pack=False)
+    assert packed_products(decoder.target.model) and not packed_products(plain.target.model)

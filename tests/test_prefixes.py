@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.errors import FsdError
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
-from tests.families import tiny_model, tiny_prompts
+from tests.families import tiny_head, tiny_model, tiny_prompts
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss", "cohere"]  # sliding windows and learned positions too
 
@@ -19,9 +18,7 @@ FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss", "cohere"]  # sli
 def decoder_of(family: str, prefixes: PrefixCache | None) -> FuzzyDecoder:
     target = Target(tiny_model(family))
     target.prefixes = prefixes
-    torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64))
-    return FuzzyDecoder(target, EagleDrafter(head, target, TreeShape(3, 3, 8)))
+    return FuzzyDecoder(target, tiny_head(target, draft_vocab_size=64))
 
 
 def turns(decoder: FuzzyDecoder, **options: Any) -> tuple[list[list[list[int]]], list[int], list[float]]:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fsd_bench.engine import EngineMethod
-from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.recycle import BUCKET_NATS, BUCKETS, PRIORS, Recycled
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
-from tests.families import VOCAB, reference, tiny_model, tiny_prompts
-from tests.rules_toy import Enumeration, Toy, V, simulate
-from tests.test_lookup import check_tree, circling_model, contexts_in, emitted, take
-from tests.test_rules_laws import ALARM, ROWS, p_value
+from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
+from tests.tree_rounds import check_tree
 
 
 def logs(*chances: float) -> list[float]:
@@ -129,39 +125,9 @@ def test_greedy_equals_generate(family: str, keep: bool) -> None:
 
 
 def test_without_keep_an_answer_depends_on_its_request_alone() -> None:
-    target = Target(circling_model())
-    decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB, keep=False))
-    prompts = tiny_prompts((9, 5))
-    first = decoder.generate(prompts, max_new_tokens=64, do_sample=False)
-    again = decoder.generate(prompts, max_new_tokens=64, do_sample=False)
+    decoder = FuzzyDecoder(Target(circling_model()), RecycleDrafter(VOCAB, keep=False))
+    first, again = (decoder.generate(tiny_prompts((9, 5)), max_new_tokens=64, do_sample=False) for _ in range(2))
     assert again.sequences == first.sequences and again.stats.tau == first.stats.tau > 2
-    assert first.sequences == FuzzyDecoder(target, NoDrafter(VOCAB)).generate(
-        prompts, max_new_tokens=64, do_sample=False
-    ).sequences  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RecycleToy(Toy):
-    """Drafts from a fixed memory and what the context says was emitted."""
-
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        memory = Recycled(width=3, most=100)
-        for first in range(V):
-            for second in range(V):
-                memory.remember([first, second], [second, (first + 1) % V, (second + 2) % V], logs(0.5, 0.3, 0.2))
-        different, row = contexts.unique(return_inverse=True)
-        rows = [memory.tree([0, *emitted(context)][-2:], 7, 3, 0.01) for context in different.tolist()]
-        tree = DraftTree.from_rows(rows, torch.empty(len(rows), 0, V))
-        return take(tree, row), contexts_in(tree, different)[row]
-
-
-@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf"])
-def test_every_rules_law_is_the_targets(spec: str) -> None:
-    plain = Toy.make(22)
-    toy = RecycleToy(plain.p, plain.q)
-    got = simulate(toy, parse_rule(spec), ROWS // 4, seed=6)
-    assert p_value(got.codes, Enumeration(toy, "exact").target_law()) > ALARM
-    assert got.spent.sum() == 0
 
 
 def test_names() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("several_threads")
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_kernels), False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [5, 16, 32, 97, 4096])
+@pytest.mark.parametrize("columns", [5, 32, 97, 4096])
 def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("FSD_KERNELS", str(int(compiled)))
     x = torch.randn(2, 7, columns).mul(2).round().to(dtype)  # many equals
@@ -67,7 +67,7 @@ def test_the_likeliest_of_each_row(columns: int, count: int, dtype: torch.dtype)
             assert places.tolist() == order.sort(descending=True, stable=True).indices[:count].tolist()
 
 
-@pytest.mark.parametrize("columns, count", [(5, 5), (16, 1), (97, 6), (8192, 50), (8192, 300)])
+@pytest.mark.parametrize("columns, count", [(5, 5), (97, 6), (8192, 300)])
 def test_the_largest_are_kept_as_transformers_does_it(columns: int, count: int) -> None:
     scores = 4 * torch.randn(2, 6, columns)
     scores[0, 1] = scores[0, 1].round()  # many equals

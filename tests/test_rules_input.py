@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from fsd_infer.errors import FsdError, NonFiniteLogitsError, UnknownNameError
+from fsd_infer.divergence import divergence
+from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.rules import (
     DraftOnly,
     Exact,
     Fuzzy,
     FuzzyStrict,
+    Law,
     RandomGate,
     Rule,
+    Tilted,
     gates,
     parse_rule,
 )
-from tests.tree_rounds import INF, SPECS, tree_round
+from fsd_infer.rules.contexts import Evidence
+from tests.tree_rounds import INF, SPECS, chain_round, tree_round
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -40,13 +44,6 @@ def test_broken_logits_name_who_broke_them(bad: float, spec: str, greedy: bool) 
     q_logits[1, 0, entries] = bad  # type: ignore[index]
     with pytest.raises(NonFiniteLogitsError, match="the drafter's logits in row 1"):
         rule(replace(round, tree=replace(round.tree, q_logits=q_logits)))
-
-
-def test_missing_uniforms() -> None:
-    with pytest.raises(FsdError, match="temperature above 0 needs uniforms"):
-        Exact()(tree_round(0, uniforms=None))
-    with pytest.raises(FsdError, match="draws at random at every temperature"):
-        RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None))
 
 
 @pytest.fixture
@@ -69,64 +66,72 @@ def test_a_gate_that_the_reduced_vocabulary_keeps_shut_says_so_once(name: str) -
         Fuzzy(name, 0.3)(tree_round(0))
 
 
+BAD: dict[str, str] = {
+    "fuzzy:js:-0.1": "threshold must be at least 0, not -0.1",
+    "fuzzy:js:nan": "threshold must be a number that fits a float, not 'nan'",
+    "fuzzy:js:1e-400": "threshold must be a number that fits a float, not '1e-400'",
+    "fuzzy:js:much": "threshold must be a number that fits a float, not 'much'",
+    "fuzzy:js:0.3:budget=-1": "budget must be at least 0",
+    "fuzzy:js:0.3:gate=both": "gate_on must be 'raw' or 'processed', not 'both'",
+    "fuzzy:js:0.3:size=2": "cannot use 'size=2'; fuzzy takes divergence, threshold",
+    "fuzzy:tv:2": "threshold must be at most 1, the largest tv, not 2",
+    "fuzzy-strict:top_k_js:20:0.7": "at most 0.6931, the largest top_k_js:20, not 0.7",
+    "fuzzy:jensen:0.3": "unknown divergence 'jensen'",
+    "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
+    "random": "rate is missing",
+    "random:1.1": "rate must be between 0 and 1",
+    "random:0.1:rate=0.2": "rate is given twice",
+    "exact:0.3": "block must be true or false",
+    "tilted:0": "price must be at least 0.001, not 0",
+    "tilted:1:floor=inf": "floor must be between 0 and 1, not inf",
+    "tilted:1:no_repeat=4": "no_repeat is now novel, and counts the prompt too",
+    "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
+    "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
+    "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
+    "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
+    "threshold:2": "single must be between 0 and 1, not 2",
+    "threshold:acc=0": "acc must be",
+    "typical:-1": "epsilon must be at least 0",
+    "relaxed:3:2": "delta must be between 0 and 1",
+    "cactus:inf": "delta must be between 0 and 1e.06, not inf",
+    "cascade-token:1.1": "alpha must be at most 1",
+    "ensemble:0": "weight must be",
+    "fly:0": "window must be between 1 and 1024",
+    "fly:6:-1": "entropy must be at least 0",
+}
+
+
+@pytest.mark.parametrize("spec", BAD)
+def test_bad_parameters_are_named(spec: str) -> None:
+    with pytest.raises(FsdError, match=BAD[spec]):
+        parse_rule(spec)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Fuzzy("js", -0.1), "threshold must be at least 0, not -0.1"),
         (lambda: Fuzzy("js", math.nan), "threshold must be at least 0, not nan"),
-        (lambda: FuzzyStrict("js", "0.3"), "threshold must be a number"),
-        (lambda: Fuzzy("js", 0.3, budget=-1), "budget must be at least 0"),
-        (lambda: FuzzyStrict("js", 0.3, budget=math.nan), "budget must be at least 0"),
-        (lambda: Fuzzy("js", 0.3, gate_on="both"), "gate_on must be 'raw' or 'processed', not 'both'"),
-        (lambda: RandomGate(-0.1), "rate must be between 0 and 1"),
-        (lambda: RandomGate(1.1), "rate must be between 0 and 1"),
-        (lambda: RandomGate(math.nan), "rate must be between 0 and 1"),
-        (lambda: RandomGate(0.1, budget=-2), "budget must be at least 0"),
-        (lambda: DraftOnly(budget=-2), "budget must be at least 0"),
-        (lambda: parse_rule("fuzzy:js:-1"), "threshold must be at least 0"),
-        (lambda: parse_rule("fuzzy:js:1e-400"), "threshold must be a number that fits a float, not '1e-400'"),
-        (lambda: Fuzzy("tv", 2), "threshold must be at most 1, the largest tv, not 2"),
-        (
-            lambda: parse_rule("fuzzy-strict:top_k_js:20:0.7"),
-            "at most 0.6931, the largest top_k_js:20, not 0.7",
-        ),
-        (lambda: parse_rule("tilted:2:gate=30"), "gate must be at most 0.6931, the largest js, not 30"),
-        (lambda: parse_rule("fuzzy:js:much"), "threshold must be a number that fits a float, not 'much'"),
-        (lambda: parse_rule("fuzzy:js:0.3:size=2"), "cannot use 'size=2'; fuzzy takes divergence, threshold"),
-        (lambda: parse_rule("exact:0.3"), "block must be true or false"),
-        (lambda: parse_rule("random"), "rate is missing"),
-        (lambda: parse_rule("random:0.1:rate=0.2"), "rate is given twice"),
+        (lambda: FuzzyStrict("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
+        (lambda: Exact()(tree_round(0, uniforms=None)), "temperature above 0 needs uniforms"),
+        (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
+        (lambda: Law.tilted(Evidence(chain_round(0), at_once=True).whole, 1.0), "these drafts were sampled"),
     ],
 )
-def test_bad_parameters(make: object, message: str) -> None:
+def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> None:
     with pytest.raises(FsdError, match=message):
-        make()  # type: ignore[operator]
-
-
-def test_unknown_names() -> None:
-    with pytest.raises(UnknownNameError, match="unknown rule 'fuzy'.*Did you mean 'fuzzy'"):
-        parse_rule("fuzy:js:0.3")
-    with pytest.raises(UnknownNameError, match="unknown divergence 'jensen'"):
-        parse_rule("fuzzy:jensen:0.3")
-    with pytest.raises(UnknownNameError, match="unknown divergence 'jensen'"):
-        Fuzzy("jensen", 0.3)
+        make()
 
 
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [
-        ("exact", Exact()),
         ("fuzzy", Fuzzy()),
-        ("fuzzy:js:0.3", Fuzzy("js", 0.3)),
         ("fuzzy:threshold=0.2:divergence=tv", Fuzzy("tv", 0.2)),
         ("fuzzy:js:0.3:budget=2:gate=processed", Fuzzy("js", 0.3, budget=2.0, gate_on="processed")),
         ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)),
-        ("fuzzy:top_k_js:0.3", Fuzzy("top_k_js", 0.3)),
         ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
         ("fuzzy:kl:inf", Fuzzy("kl", INF)),
-        ("fuzzy-strict:tv:0.2", FuzzyStrict("tv", 0.2)),
         ("random:0.25", RandomGate(0.25)),
-        ("draft-only", DraftOnly()),
         ("draft-only:budget=3", DraftOnly(budget=3.0)),
     ],
 )
@@ -137,21 +142,11 @@ def test_rules_as_text(spec: str, rule: Rule) -> None:
 
 def test_records_say_everything() -> None:
     assert Fuzzy("kl", 0.5, budget=2, gate_on="processed").describe() == {
-        "rule": "fuzzy",
-        "divergence": "kl",
-        "direction": "KL(q||p), draft from target",
-        "formula": "sum q ln(q/p)",
-        "unit": "nats",
-        "threshold": 0.5,
-        "gate_on": "processed",
-        "floor": 0.0,
-        "budget": 2.0,
-        "novel": 0,
+        "rule": "fuzzy", "divergence": "kl", "direction": "KL(q||p), draft from target", "formula": "sum q ln(q/p)",
+        "unit": "nats", "threshold": 0.5, "gate_on": "processed", "floor": 0.0, "budget": 2.0, "novel": 0,
         "budget_unit": "nats",
-    }
-    assert FuzzyStrict("tv", 0.5).describe()["rule"] == "fuzzy-strict"
-    assert RandomGate(0.5).describe() == {
-        "rule": "random", "rate": 0.5, "budget": None, "novel": 0, "budget_unit": "nats",
     }  # fmt: skip
-    assert DraftOnly().describe()["rule"] == "draft-only"
-    assert Exact().describe() == {"rule": "exact", "block": False}
+    assert Tilted(2, novel=4, gate=0.3).describe() == {
+        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.25, "gate": 0.3, "novel": 4, "budget_unit": "nats",
+        "price_unit": "accepted drafts per nat", **divergence("js").describe(),
+    }  # fmt: skip

@@ -1,6 +1,6 @@
-"""The published rules beside ours: their laws and bounds in closed form, where they are exact, and what they refuse.
+"""The laws of published rules and ours in closed form.
 
-Laws are compared at every node of toy rounds with formulas in numpy that are written from the papers and share no code
+They are compared at every node of toy rounds with formulas in numpy that are written from the papers and share no code
 with the package; that tokens are drawn from laws, and what they cost, is tested in ``test_rules_laws.py``.
 """
 
@@ -15,17 +15,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import rel_entr, softmax
-from scipy.stats import norm
 
-from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, Target
+from fsd_infer import FsdError
 from fsd_infer.rules import Exact, Fly, Rule, Verification, apply_rules, parse_rule
 from fsd_infer.rules.contexts import Contexts, Evidence
 from fsd_infer.tree import DraftTree
-from tests.families import noisy_model, tiny_model, tiny_prompts
-from tests.rules_toy import Enumeration, Toy, V, simulate
-from tests.test_rules_chain import chain_round
-from tests.test_rules_laws import ALARM, p_value
-from tests.tree_rounds import assert_same, inner_of, tree_round, verdict_of
+from tests.rules_toy import TOYS, Toy, V
+from tests.tree_rounds import tree_round
 
 # References take p, q and the children, or None where a draft was sampled from q, and return the law.
 
@@ -110,17 +106,12 @@ REFERENCES: dict[str, partial[np.ndarray]] = {
     "cascade-token:0.3": partial(cascade, alpha=0.3),
     "cascade-token:1": partial(cascade, alpha=1.0),
     "ensemble:0.7": partial(ensemble, weight=0.7),
+    "fuzzy:js:inf": partial(passing, passes=lambda p: p >= 0),
+    "fuzzy-strict:js:inf": partial(ensemble, weight=0.0),
     "fuzzy:js:inf:floor=0.3": partial(passing, passes=lambda p: p >= 0.3 * p.max()),
     "fuzzy-strict:js:inf:floor=0.3": partial(cascade, alpha=0.7),
 }
-TOYS = {
-    "tree": Toy.make(1),
-    "tree-processed": Toy.make(2, processed=True),
-    "tree-reduced": Toy.make(3, reduced=True),
-    "chain": Toy.make(5, sampled=True),
-    "chain-processed": Toy.make(6, sampled=True, processed=True),
-    "chain-reduced": Toy.make(7, sampled=True, reduced=True),
-}
+SHAPES = ["tree", "tree-processed", "tree-reduced", "chain", "chain-processed", "chain-reduced"]
 
 
 def contexts_of(round: Verification) -> Contexts:
@@ -149,7 +140,7 @@ def inner_contexts(toy: Toy, greedy: bool = False):  # type: ignore[no-untyped-d
     return round, found
 
 
-@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize("toy", SHAPES)
 @pytest.mark.parametrize("spec", REFERENCES)
 def test_law(spec: str, toy: str) -> None:
     round, inner = inner_contexts(TOYS[toy])
@@ -181,91 +172,6 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_law(spec: str) -> Non
                 assert verdict.tokens[row, 0] == choice
                 changed += choice != p.argmax()
         assert changed or spec == "lenient:0.9" or spec == "cactus:0.02"
-
-
-def test_bounds_of_the_sources() -> None:
-    for toy in TOYS.values():
-        for _, p, q, children in inner_contexts(toy)[1]:
-            drafts = None if toy.sampled else children
-            assert (lenient(p, q, drafts, 0.5) <= p / 0.5 + 1e-9).all()  # Leviathan et al.
-            mixed = ensemble(p, q, drafts, 0.7)
-            assert np.abs(mixed - p).sum() == pytest.approx(0.3 * np.abs(q - p).sum())
-            trusting = cascade(p, q, drafts, 0.3)
-            assert (trusting[p < 0.7 * p.max()] <= p[p < 0.7 * p.max()] + 1e-12).all()
-            if not toy.sampled:
-                assert rel_entr(cactus(p, q, drafts, 0.1), p).sum() <= math.log(1 + 2 * 0.1) + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("spec", "toy"),
-    [("threshold:0.4:0.8", "tree"), ("cascade-token:0.3", "tree"), ("lenient:0.5", "chain"), ("cactus:0.5", "chain")],
-)
-def test_sequences_and_what_they_cost(spec: str, toy: str) -> None:
-    wanted = Enumeration(TOYS[toy], REFERENCES[spec])
-    got = simulate(TOYS[toy], parse_rule(spec), 5000, seed=11)
-    assert p_value(got.codes, wanted.sequence_law()) > ALARM
-    assert p_value(got.codes, wanted.target_law()) < ALARM
-    error = got.spent.std() / math.sqrt(5000)
-    assert abs(got.spent.mean() - wanted.expected_spent) <= norm.isf(ALARM / 2) * error
-
-
-EXACT_AT = [
-    "exact:block=true",
-    "lenient:1",
-    "threshold",
-    "typical:inf:inf",
-    "relaxed:0",
-    "cactus:0",
-    "cascade-token:-0.1",
-    "ensemble:1",
-    "fly:entropy=inf",
-]
-
-
-@pytest.mark.parametrize("spec", EXACT_AT)
-def test_exact_token_for_token_at_the_setting_that_its_help_names(spec: str) -> None:
-    rule = parse_rule(spec)
-    assert rule.name == "exact" or "Exact at" in " ".join((rule.__doc__ or "").split())
-    for seed in range(4):
-        for greedy in (True, False):
-            rounds = [tree_round(seed, greedy=greedy, mask=seed % 2 == 0)]
-            if "block" not in spec or greedy:
-                rounds.append(chain_round(seed, greedy=greedy, mask=seed % 2 == 0))
-            for round in rounds:
-                if greedy or not isinstance(rule, Fly):
-                    assert_same(rule(round), Exact()(round))
-    if spec == "relaxed:0":  # and at temperature 0 where no other token can pass
-        for other in ("relaxed:1:1", "relaxed:10:0"):
-            round = tree_round(5, greedy=True)
-            assert torch.equal(parse_rule(other)(round).tokens, Exact()(round).tokens)
-
-
-@pytest.mark.parametrize("spec", [*REFERENCES, "exact:block=true"])
-def test_all_nodes_at_once_are_the_same(spec: str) -> None:
-    rule = parse_rule(spec)
-    for seed in range(3):
-        for round in (tree_round(seed, reduced=seed == 1), tree_round(seed, greedy=True), chain_round(seed)):
-            assert_same(verdict_of(rule, round, True), verdict_of(rule, round, False))
-
-
-@pytest.mark.parametrize("spec", ["lenient:0.3", "threshold:0.2:0.5", "cactus:1", "cascade-token:0.9", "typical:0:0"])
-def test_budgets_hold_and_forbidden_tokens_stay_forbidden(spec: str) -> None:
-    rule = parse_rule(f"{spec}:budget=0.4")
-    spent = 0.0
-    for seed in range(4):
-        for round in (
-            tree_round(seed, mask=True),
-            tree_round(seed, mask=True, greedy=True),
-            chain_round(seed, mask=True),
-        ):
-            verdict = rule(round)
-            assert (verdict.spent.double().sum(-1) <= 0.4 + 1e-6).all()
-            spent += float(verdict.spent.sum())
-            for row in range(round.tree.tokens.shape[0]):
-                for step in range(int(verdict.accepted[row]) + 1):
-                    node = int(verdict.path[row, step])
-                    assert round.scores[row, node, verdict.tokens[row, step]] > -math.inf
-    assert spent > 0
 
 
 # fly --------------------------------------------------------------------------------------------------------------
@@ -305,11 +211,7 @@ def test_fly_lets_a_mismatch_through_where_the_target_agrees_with_what_follows()
             wanted = fly_reference(round, row, window, 0.8)
             assert verdict.tokens[row, : int(verdict.accepted[row]) + 1].tolist() == wanted
             let_through += window > 1 and int(verdict.accepted[row]) > int(exact.accepted[row])
-            assert len(inner_of(round, row))
     assert let_through > 5
-
-
-def test_fly_is_refused_above_temperature_zero() -> None:
     with pytest.raises(FsdError, match="rule 'fly'.*needs temperature 0"):
         Fly()(tree_round(0))
 
@@ -370,16 +272,16 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
                 accepted += here
                 code = code * V + int(round.tree.tokens[row, i + 1])
     np.testing.assert_allclose(law, continued(0, length + 1), atol=1e-6)
-    by_token = softmax(models.scores(models.full_q()).double().numpy(), axis=-1)
+    q = softmax(models.scores(models.full_q()).double().numpy(), axis=-1)
     one_by_one = 0.0
-    prefixes = {(): 1.0}
+    reached = {0: 1.0}  # the chance that token by token a context is accepted
     for _ in range(length):
-        prefixes = {
-            (*text, x): reach * min(p[context_of(text), x], by_token[context_of(text), x])
-            for text, reach in prefixes.items()
+        reached = {
+            V * context + 1 + x: chance * min(p[context, x], q[context, x])
+            for context, chance in reached.items()
             for x in range(V)
         }
-        one_by_one += sum(prefixes.values())
+        one_by_one += sum(reached.values())
     assert accepted >= one_by_one - 1e-6
     if length > 1:
         assert accepted > one_by_one + 0.005
@@ -387,55 +289,7 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
         assert accepted == pytest.approx(one_by_one, abs=1e-6)
 
 
-def context_of(text: tuple[int, ...]) -> int:
-    context = 0
-    for token in text:
-        context = V * context + 1 + token
-    return context
-
-
-def test_block_verification_walks_by_its_tests() -> None:
-    """The mean accepted length of the walk over many rounds is the expected one, and above that token by token."""
-    generator = torch.Generator().manual_seed(8)
-    toy = Toy.make(5, sampled=True)
-    round = toy.round(torch.zeros(3000, dtype=torch.long), generator)
-    block, plain = Exact(block=True)(round), Exact()(round)
-    at = contexts_of(round)
-    acceptance = Exact(block=True).law(at).closed_acceptance
-    assert acceptance is not None
-    wanted = acceptance.chance.view(3000, -1)[:, :-1].cumprod(-1).sum(-1).mean().item()
-    assert block.accepted.double().mean().item() == pytest.approx(wanted, abs=5 * 0.9 / math.sqrt(3000))
-    assert wanted > plain.accepted.double().mean().item()
-    assert not block.gate_open.any()
-
-
-# parameters and batches --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("lenient", "lenience is missing"),
-        ("lenient:0", "lenience must be above 0 and at most 1, not 0.0"),
-        ("lenient:1.5", "lenience must be"),
-        ("threshold:2", "single must be between 0 and 1, not 2"),
-        ("threshold:acc=0", "acc must be"),
-        ("typical:-1", "epsilon must be at least 0"),
-        ("relaxed:0.5", "k must be a whole number"),
-        ("relaxed:3:2", "delta must be between 0 and 1"),
-        ("relaxed:3:0.2:maybe", "relative must be true or false"),
-        ("cactus:-0.1", "delta must be between 0 and 1e.06"),
-        ("cactus:inf", "delta must be between 0 and 1e.06, not inf"),
-        ("cascade-token:1.1", "alpha must be at most 1"),
-        ("ensemble:0", "weight must be"),
-        ("fly:0", "window must be between 1 and 1024"),
-        ("fly:6:-1", "entropy must be at least 0"),
-        ("exact:block=2", "block must be true or false"),
-    ],
-)
-def test_bad_parameters_are_named(spec: str, message: str) -> None:
-    with pytest.raises(FsdError, match=message):
-        parse_rule(spec)
+# batches -----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_a_batch_have_rules_of_their_own() -> None:
@@ -446,18 +300,3 @@ def test_rows_of_a_batch_have_rules_of_their_own() -> None:
         for row, rule in enumerate(rules):
             assert together.tokens[row].tolist() == rule(round).tokens[row].tolist()
             assert together.accepted[row] == rule(round).accepted[row]
-
-
-def test_prompts_of_one_request_have_rules_of_their_own() -> None:
-    target = Target(tiny_model("llama"))
-    decoder = FuzzyDecoder(target, LMDrafter(Target(noisy_model("llama")), target, depth=4))
-    prompts = tiny_prompts()
-    specs = ["exact", "draft-only", "lenient:0.05", "typical:0.001:0.01"]
-    options = dict(max_new_tokens=16, do_sample=False)
-    together = decoder.generate(prompts, rule=specs, **options)
-    alone = [decoder.generate([prompt], rule=spec, **options) for prompt, spec in zip(prompts, specs)]
-    assert together.sequences == [one.sequences[0] for one in alone]
-    assert together.sequences[1:] != decoder.generate(prompts[1:], **options).sequences  # the rules matter
-    for batch in (specs[:2], []):
-        with pytest.raises(FsdError, match="one rule, or one per prompt|one per prompt"):
-            decoder.generate(prompts, rule=batch, **options)

@@ -1,10 +1,10 @@
-"""The optimal rule: optimality, limits, options, numbers. What is sampled: tests/test_rules_laws.py."""
+"""The optimal rule: optimality, options, numbers. What is sampled: tests/test_rules_laws.py."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import mpmath
@@ -16,34 +16,15 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import RULES, Exact, Fuzzy, Law, Rule, Texts, Tilted, Verification, parse_rule
+from fsd_infer.rules import Exact, Rule, Texts, Tilted, Verification, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from fsd_infer.rules.laws import log_excess, tilt
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import clipped
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.test_rules_chain import chain_round
-from tests.tree_rounds import INF, assert_same, tree_round, verdict_of
+from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_round, verdict_of
 
 PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
-# Every registered rule, over its parameters' range: none may lie above the frontier.
-SWEEPS = {
-    "exact": ["exact"],
-    "draft-only": ["draft-only"],
-    "fuzzy": [f"fuzzy:{name}:{t}" for name in ("js", "tv", "kl") for t in (0.02, 0.1, 0.3, 0.6, "inf")]
-    + [f"fuzzy:js:inf:floor={floor}" for floor in (0.1, 0.5)],
-    "fuzzy-strict": [f"fuzzy-strict:js:{t}" for t in (0.02, 0.1, 0.3, "inf")],
-    "random": [f"random:{rate}" for rate in (0.2, 0.5, 1)],
-    "tilted": [f"tilted:{price}{options}" for price in PRICES for options in ("", ":gate=0.1", ":floor=0.3")],
-    "lenient": [f"lenient:{x}" for x in (0.1, 0.3, 0.6, 0.9)],
-    "typical": ["typical", *(f"typical:{x}:{y}" for x in (0.01, 0.3) for y in (0.1, 0.5, 1))],
-    "relaxed": [f"relaxed:{k}:{delta}" for k in (1, 2, 4) for delta in (0.05, 0.2, 0.6)],
-    "threshold": [f"threshold:{x}:{y}" for x in (0.1, 0.4, 1) for y in (0.3, 0.8, 1)],
-    "cactus": [f"cactus:{delta}" for delta in (0.01, 0.1, 0.5, 2)],
-    "cascade-token": [f"cascade-token:{alpha}" for alpha in (0, 0.3, 0.8, 1)],
-    "ensemble": [f"ensemble:{weight}" for weight in (0.1, 0.5, 0.9)],
-    "fly": [],  # temperature 0 only
-}
 
 
 def plain(price: float, **options: Any) -> Tilted:
@@ -86,134 +67,18 @@ def value(round: Verification, row: int, price: float, node: int = 0) -> float:
     return price * math.log(sum(terms))
 
 
-def small_round(seed: int, **options: object) -> Verification:
-    return tree_round(seed, batch=2, nodes=6, vocab=5, **options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("price", PRICES)
 def test_its_law_reaches_the_value_that_the_recursion_promises(price: float) -> None:
     for seed in range(6):
-        round = small_round(seed, mask=seed % 2 == 1)
+        round = tree_round(seed, batch=2, nodes=6, vocab=5, mask=seed % 2 == 1)
         law = law_table(plain(price), round)
         np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
         for row in range(2):
             drafts, nats = outcome(round, row, law[row])
             assert drafts - price * nats == pytest.approx(value(round, row, price), abs=2e-5)
-
-
-def worth_of(round: Verification, logits: Tensor, price: float, node: int = 0) -> Tensor:
-    """E[drafts] - price · KL(law || p) of the law softmax(logits [N, V]) in row 0 from ``node`` on."""
-    below = children_of(round.tree, 0, node)
-    if not below:
-        return logits.new_zeros(())
-    log_r = logits[node].log_softmax(-1)
-    found = -price * (log_r.exp() * (log_r - round.scores[0, node].double().log_softmax(-1))).sum()
-    for token, child in below.items():
-        found = found + log_r[token].exp() * (1 + worth_of(round, logits, price, child))
-    return found
-
-
-@pytest.mark.parametrize("price", [0.2, 1.0, 3.0])
-def test_no_law_that_a_search_finds_is_better(price: float) -> None:
-    """Gradient ascent over all laws of a tree, from p and from a random law; and random laws."""
-    generator = np.random.default_rng(0)
-    for seed in range(2):
-        round = small_round(seed)
-        best, shape = value(round, 0, price), round.scores.shape[1:]
-
-        def loss(
-            logits: np.ndarray, round: Verification = round, shape: torch.Size = shape
-        ) -> tuple[float, np.ndarray]:
-            at = torch.tensor(logits).view(shape).requires_grad_()
-            found = -worth_of(round, at, price)
-            found.backward()
-            assert at.grad is not None
-            return float(found.detach()), at.grad.flatten().numpy()
-
-        for law in generator.dirichlet(np.ones(shape[1]), size=(50, shape[0])):
-            assert -loss(np.log(law.ravel()))[0] <= best
-        found = []
-        for start in (round.scores[0].double().numpy(), generator.normal(size=shape)):
-            found.append(-minimize(loss, start.ravel(), jac=True, method="BFGS", options={"gtol": 1e-8}).fun)
-        assert max(found) <= best + 1e-9
-        assert max(found) == pytest.approx(best, abs=1e-4)  # the bound is reached
-
-
-def test_every_rule_is_in_the_comparison() -> None:
-    assert set(SWEEPS) == set(RULES), "add the new rule to SWEEPS"
-
-
-@pytest.mark.parametrize("name", SWEEPS)
-def test_no_rule_lies_above_the_frontier(name: str) -> None:
-    """At any price λ, E[drafts] - λ·KL of any law is at most V: lines that bound the (KL, drafts) plane from above."""
-    touching = 0
-    for seed in range(8):
-        round = small_round(seed, mask=seed % 2 == 1)
-        for row in range(2):
-            lines = {price: value(round, row, price) for price in (*PRICES, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0)}
-            for spec in SWEEPS[name]:
+            for spec in SPECS:  # no rule reaches more
                 drafts, nats = outcome(round, row, law_table(parse_rule(spec), round)[row])
-                assert all(drafts - price * nats <= bound + 2e-5 for price, bound in lines.items()), spec
-                touching += any(abs(drafts - price * nats - bound) < 2e-5 for price, bound in lines.items())
-    assert touching or name != "tilted"  # which alone is bound to reach it
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_drafts_and_divergence_fall_as_the_price_rises(mask: bool) -> None:
-    for seed in range(6):
-        round = small_round(seed, mask=mask)
-        points = [outcome(round, 0, law_table(plain(price), round)[0]) for price in PRICES]
-        exact = outcome(round, 0, law_table(Exact(), round)[0])
-        for (drafts, nats), (fewer, less) in pairwise([*points, exact]):
-            assert drafts >= fewer - 1e-6 and nats >= less - 1e-6
-        assert points[0][0] > exact[0] and exact[1] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-def test_an_infinite_price_is_the_exact_rule_token_for_token(greedy: bool) -> None:
-    for seed in range(10):
-        for round in (tree_round(seed, greedy=greedy, mask=seed % 2 == 1), chain_round(seed, greedy=greedy)):
-            for options in ("", ":floor=0.1", ":gate=0.3", ":budget=1"):
-                assert_same(parse_rule(f"tilted:inf{options}")(round), Exact()(round))
-            almost = plain(1e9)(round)
-            assert torch.equal(almost.tokens, Exact()(round).tokens)
-            assert float(almost.spent.abs().max()) < 1e-6
-
-
-def no_width(round: Verification) -> Verification:
-    """A sampled chain's round as one of a deterministic chain."""
-    return replace(round, tree=replace(round.tree, q_scores=None))
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-def test_as_the_price_falls_a_chain_is_accepted_as_by_an_open_gate(greedy: bool) -> None:
-    for seed in range(10):
-        round = no_width(chain_round(seed, greedy=greedy))
-        assert_same(plain(1e-3)(round), Fuzzy("js", INF)(round))
-
-
-def reaches(round: Verification, row: int, node: int, depth: int) -> float:
-    """The chance that exact decoding comes from a node to that depth."""
-    if int(round.tree.depths[row, node]) == depth:
-        return 1.0
-    p = softmax(round.scores[row, node].double().numpy())
-    return sum(p[t] * reaches(round, row, c, depth) for t, c in children_of(round.tree, row, node).items())
-
-
-def test_as_the_price_falls_the_law_is_that_of_the_deepest_paths() -> None:
-    """p given that exact decoding accepts as many drafts as the tree is deep."""
-    for seed in range(6):
-        round = small_round(seed)
-        law = law_table(plain(1e-3), round)
-        for row in range(2):
-            deepest = int(round.tree.depths[row].max())
-
-            p = softmax(round.scores[row, 0].double().numpy())
-            wanted = np.zeros_like(p)
-            for token, child in children_of(round.tree, row, 0).items():
-                wanted[token] = p[token] * reaches(round, row, child, deepest) / reaches(round, row, 0, deepest)
-            np.testing.assert_allclose(law[row, 0], wanted, atol=1e-5)
-            assert plain(1e-3)(round).accepted[row] == deepest
+                assert drafts - price * nats <= value(round, row, price) + 2e-5
 
 
 def ways(tree: DraftTree, row: int) -> list[list[int]]:
@@ -398,20 +263,17 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
 )
 def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_it(spec: str, greedy: bool) -> None:
     """One child per node, each of which completes a known n-gram, of the prompt or of the answer: the law is p."""
-    round = no_width(chain_round(0, length=3, vocab=6, greedy=greedy))
+    round = chain_round(0, length=3, vocab=6, greedy=greedy)
+    round = replace(round, tree=replace(round.tree, q_scores=None))
     roots = round.tree.tokens[:, :1].tolist()
     copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
     repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
+    with pytest.raises(FsdError, match="looks at prompt and answer; pass texts"):
+        parse_rule(f"{spec}:novel=2")(replace(round, texts=None))
     for texts in (copied, repeated):
         found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))
         assert_same(found, Exact()(round))
         assert parse_rule(f"{spec}:novel=0")(round).accepted.sum() > found.accepted.sum()
-
-
-def test_a_rule_that_looks_at_texts_needs_them() -> None:
-    round = tree_round(0)
-    with pytest.raises(FsdError, match="looks at prompt and answer; pass texts"):
-        plain(1.0, novel=2)(replace(round, texts=None))
 
 
 def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
@@ -447,38 +309,3 @@ def test_what_only_fills_a_tree_up_wins_nothing() -> None:
         one, two = (verdict_of(plain(0.1, novel=0), round, step_by_step) for round in (single, together))
         assert two.tokens[1, :2].tolist() == one.tokens[0].tolist()
         torch.testing.assert_close(two.spent[1, :2], one.spent[0])
-
-
-def test_sampled_drafts_take_no_law_over_children() -> None:
-    at = Evidence(chain_round(0), at_once=True).whole
-    with pytest.raises(FsdError, match="these drafts were sampled"):
-        Law.tilted(at, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tilted:0", "price must be at least 0.001, not 0"),
-        ("tilted:-1", "price must be at least 0.001, not -1"),
-        ("tilted:nan", "price must be a number that fits a float, not 'nan'"),
-        ("tilted:1e400", "price must be a number that fits a float, not '1e400'"),
-        ("tilted:1:floor=2", "floor must be between 0 and 1, not 2"),
-        ("tilted:1:floor=inf", "floor must be between 0 and 1, not inf"),
-        ("tilted:1:no_repeat=4", "no_repeat is now novel, and counts the prompt too"),
-        ("tilted:1:novel=2.5", "novel must be a whole number, not '2.5'"),
-        ("tilted:1:novel=-1", "novel must be between 0 and 64, not -1"),
-        ("tilted:1:gate=-1", "gate must be at least 0, not -1"),
-        ("tilted:1:budget=-1", "budget must be at least 0, not -1"),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(FsdError, match=message):
-        parse_rule(text)
-
-
-def test_records_say_what_it_is() -> None:
-    assert Tilted(2, novel=4).describe() == {
-        "rule": "tilted", "price": 2.0, "budget": None, "floor": 0.25, "gate": None, "divergence": "js", "novel": 4,
-        "budget_unit": "nats", "price_unit": "accepted drafts per nat",
-    }  # fmt: skip
-    assert Tilted(2, gate=0.3).describe()["unit"] == "nats"

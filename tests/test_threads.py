@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import fsd_infer
-from fsd_infer import Drafter, EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer import Drafter, FuzzyDecoder, LMDrafter, NoDrafter, Target
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lookup import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from scripts.check_threads import RULES, all_cases, compare
-from tests.families import tiny_model
+from tests.families import tiny_head, tiny_model
 from tests.text_toys import tiny_tokenizer
 
 
@@ -34,20 +33,12 @@ def drafters(decoder: FuzzyDecoder) -> dict[str, Drafter]:
     """One of each kind; heads that read different layers of the target, one of them over a part of the vocabulary."""
     target = decoder.target
     small = Target(tiny_model("llama", seed=1, vocab_size=target.vocab_size), target.tokenizer)
-    shape = TreeShape(3, 3, 9)
-    whole = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target, shape)
-    fused = EagleDrafter(
-        EagleHead(EagleConfig.for_target(target, draft_vocab_size=50, fused_layers=[0, 1])), target, shape
-    )
-    lookup, recycle = LookupDrafter(target.vocab_size), RecycleDrafter(target.vocab_size, keep=False)
-    made = [
-        NoDrafter(target.vocab_size),
-        whole,
-        lookup,
-        recycle,
-        LMDrafter(small, target),
-        GraftedDrafter(whole, lookup),
+    lookup, whole = LookupDrafter(target.vocab_size), tiny_head(target)
+    made: list[Drafter] = [
+        *(NoDrafter(target.vocab_size), whole, lookup, RecycleDrafter(target.vocab_size, keep=False)),
+        *(LMDrafter(small, target), GraftedDrafter(whole, lookup)),
     ]
+    fused = tiny_head(target, draft_vocab_size=50, fused_layers=[0, 1])
     return {**{drafter.name: drafter for drafter in made}, "fused": fused}
 
 
@@ -59,43 +50,43 @@ def test_answers_do_not_depend_on_who_else_asks(decoder: FuzzyDecoder, drafters:
     assert found["answers"] == 32 and 0 < found["streamed"] < 32
 
 
-def test_a_drafter_is_loaded_while_others_decode(decoder: FuzzyDecoder, drafters: dict[str, Drafter]) -> None:
+def in_threads(count: int, ask: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None) -> list[Any]:
+    """What so many threads get, as something else happens."""
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(ask())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    meanwhile()
+    for thread in threads:
+        thread.join()
+    assert len(found) == count
+    return found
+
+
+def test_a_drafter_is_loaded_while_others_decode(decoder: FuzzyDecoder) -> None:
     """A head with layers of its own widens what the target hands to every drafter: not within a request."""
     target = Target(decoder.target.model, decoder.tokenizer)
     fresh = FuzzyDecoder(target, LookupDrafter(target.vocab_size))
     options: dict[str, Any] = dict(max_new_tokens=40, do_sample=False)
     expected = fresh.generate([5, 6, 7], **options).sequences
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(fresh.generate([5, 6, 7], **options))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    with target.lock:
-        target.watch([0])
-    for thread in threads:
-        thread.join()
-    assert [made.sequences for made in found] == [expected] * 3
+
+    def watch() -> None:
+        with target.lock:
+            target.watch([0])
+
+    assert in_threads(3, lambda: fresh.generate([5, 6, 7], **options).sequences, watch) == [expected] * 3
 
 
 def test_threads_share_a_model_through_the_hook() -> None:
-    model = tiny_model("llama")
-    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 5, 6]])
     options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
+    hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter="lookup", rule="exact")
     expected = model.generate(ids, **options)
-    found: list[Any] = []
-
-    def ask() -> None:
-        hook = dict(custom_generate=fsd_infer.generate, drafter="lookup", rule="exact")
-        found.append(model.generate(ids, **hook, **options))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8 and all(torch.equal(ids, expected) for ids in found)
+    for found in in_threads(8, lambda: model.generate(ids, **hook, **options)):
+        assert torch.equal(found, expected)
 
 
-def test_a_copied_model_has_a_lock_of_its_own(tmp_path: Path) -> None:
+def test_a_copied_model_has_a_lock_of_its_own() -> None:
     """Also where its lock is held, and by pickling, as other processes get it."""
     target = Target(tiny_model("llama"))
     with target.lock:

@@ -1,4 +1,4 @@
-"""Random rounds on deterministic trees for the tests of rules, and comparisons of verdicts."""
+"""Random rounds on deterministic trees and on sampled chains for the tests of rules, and comparisons of verdicts."""
 
 from __future__ import annotations
 
@@ -6,31 +6,21 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fsd_infer.rules import Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, ancestors_of
 
 INF = math.inf
+# Every kind of rule, most with and without their options.
 SPECS = [
-    "exact",
-    "fuzzy:js:0.1",
-    "fuzzy:top_k_js:3:0.1",
-    "fuzzy:tv:inf",
-    "fuzzy:kl:0.2:gate=processed",
-    "fuzzy-strict:js:0.1",
-    "random:0.5",
-    "draft-only",
-    "fuzzy:js:0.3:budget=0.4",
-    "draft-only:budget=0.5",
-    "tilted:1",
-    "tilted:0.3:budget=0.4",
-    "tilted:0.5:floor=0.2:gate=0.1",
-    "threshold:0.4:0.8",
-    "typical",
-    "cascade-token",
-    "ensemble:0.7",
+    *("exact", "exact:block=true", "fuzzy:js:0.1", "fuzzy:top_k_js:3:0.1", "fuzzy:tv:inf", "fuzzy:js:inf:floor=0.3"),
+    *("fuzzy:kl:0.2:gate=processed", "fuzzy:js:0.3:budget=0.4", "fuzzy-strict:js:0.1", "random:0.5", "draft-only"),
+    *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:floor=0.2:gate=0.1", "lenient:0.5"),
+    *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7"),
 ]
+KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
 
 
 def tree_round(
@@ -71,35 +61,66 @@ def tree_round(
     q_logits[row_index, q_index[row_index, node_index]] = q[row_index, node_index]
     ancestors = ancestors_of(parents)
     tree = DraftTree(tokens, parents, ancestors.sum(-1) - 1, ancestors, q_logits, q_index, draft_ids)
-    scores = logits
-    if mask:
-        kth = logits.topk(vocab // 2, dim=-1).values[..., -1:]
-        scores = (logits / 0.7).masked_fill(logits < kth, -INF)
+    scores = masked(logits, 0.7) if mask else logits
     uniforms = torch.rand(batch, nodes, 3, generator=generator)
     texts = Texts(tokens[:, :1].tolist())
     return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **fields)  # type: ignore[arg-type]
 
 
+def chain_round(
+    seed: int,
+    batch: int = 8,
+    length: int = 4,
+    vocab: int = 10,
+    greedy: bool = False,
+    mask: bool = False,
+    noise: float = 0.8,
+) -> Verification:
+    """Chains of drafts that are sampled from q."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, length + 1, vocab, generator=generator) * 1.5
+    q_logits = logits[:, :-1] + torch.randn(batch, length, vocab, generator=generator) * noise
+    scores, q_scores = (masked(x, 0.8) if mask else x for x in (logits, q_logits))
+    drafts = torch.multinomial(q_scores.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, length)
+    tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
+    texts = Texts(tree.tokens[:, :1].tolist())
+    uniforms = torch.rand(batch, length + 1, 3, generator=generator)
+    return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
+
+
+def masked(logits: Tensor, temperature: float) -> Tensor:
+    """Processed as by a request with a temperature and a top-k mask that leaves half of the tokens."""
+    kth = logits.topk(logits.shape[-1] // 2, dim=-1).values[..., -1:]
+    return (logits / temperature).masked_fill(logits < kth, -INF)
+
+
+def any_round(shape: str, seed: int, greedy: bool = False) -> Verification:
+    """A tree or a chain, every other one with masked scores, and every other pair of trees with a reduced drafter."""
+    if shape == "chain":
+        return chain_round(seed, greedy=greedy, mask=seed % 2 == 1)
+    return tree_round(seed, greedy=greedy, mask=seed % 2 == 1, reduced=seed % 4 > 1)
+
+
+def take(tree: DraftTree, rows: Tensor) -> DraftTree:
+    """The trees of some rows, in any number."""
+    fields = ("tokens", "parents", "depths", "ancestors", "q_logits", "q_index", "q_scores", "scores")
+    values = {name: getattr(tree, name) for name in fields}
+    of_rows = None if tree.rows is None else [tree.rows[row] for row in rows.tolist()]
+    taken = {name: x if x is None else x[rows] for name, x in values.items()}
+    return DraftTree(**taken, draft_ids=tree.draft_ids, rows=of_rows)
+
+
 def one_row(round: Verification, row: int) -> Verification:
-    tree = round.tree
-    part = slice(row, row + 1)
-    return Verification(
-        tree=DraftTree(
-            tree.tokens[part],
-            tree.parents[part],
-            tree.depths[part],
-            tree.ancestors[part],
-            tree.q_logits[part],
-            tree.q_index[part],
-            tree.draft_ids,
-            None if tree.q_scores is None else tree.q_scores[part],
-        ),
-        logits=round.logits[part],
-        scores=round.logits[part] if round.scores is round.logits else round.scores[part],
-        greedy=round.greedy,
-        uniforms=None if round.uniforms is None else round.uniforms[part],
-        budget_left=None if round.budget_left is None else round.budget_left[part],
-        texts=Texts(tree.tokens[part, :1].tolist()),
+    rows = torch.tensor([row])
+    logits = round.logits[rows]
+    return replace(
+        round,
+        tree=take(round.tree, rows),
+        logits=logits,
+        scores=logits if round.scores is round.logits else round.scores[rows],
+        uniforms=None if round.uniforms is None else round.uniforms[rows],
+        budget_left=None if round.budget_left is None else round.budget_left[rows],
+        texts=Texts(round.tree.tokens[rows, :1].tolist()),
     )
 
 
@@ -122,3 +143,20 @@ def assert_same(a: Verdict, b: Verdict) -> None:
 
 def inner_of(round: Verification, row: int) -> set[int]:
     return set(round.tree.parents[row, 1:].tolist())
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Parents come before children, siblings differ, depths, ancestors and scores are what they say."""
+    batch, nodes = tree.tokens.shape
+    assert tree.scores is not None
+    for row in range(batch):
+        parents, tokens, scores = tree.parents[row].tolist(), tree.tokens[row].tolist(), tree.scores[row].tolist()
+        assert parents[0] == 0
+        assert scores[0] == 0.0
+        assert all(parents[node] < node for node in range(1, nodes))
+        assert len({(parents[node], tokens[node]) for node in range(1, nodes)}) == nodes - 1
+        assert all(scores[node] <= scores[parents[node]] for node in range(nodes))
+        assert all(tree.depths[row, node] == tree.depths[row, parents[node]] + 1 for node in range(1, nodes))
+    assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
+    leaves = torch.ones_like(tree.parents, dtype=torch.bool).scatter_(1, tree.parents[:, 1:], False)
+    assert bool((tree.q_index[leaves] == -1).all())

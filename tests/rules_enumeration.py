@@ -1,0 +1,262 @@
+"""An exact enumeration of what a rule emits on toy models.
+
+It is written from the rules' definitions in float64 probabilities and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from scipy.special import rel_entr, softmax
+
+from fsd_infer.tree import DraftTree
+from tests.rules_toy import LENGTH, Toy, V
+
+# What it is told of the rules.
+RULES = {
+    "exact": {"kind": "exact"},
+    "fuzzy:js:0.08": {"kind": "fuzzy", "threshold": 0.08},
+    "fuzzy:tv:0.25": {"kind": "fuzzy", "divergence": "tv", "threshold": 0.25},
+    "fuzzy:kl:0.25:gate=processed": {"kind": "fuzzy", "divergence": "kl", "threshold": 0.25, "gate_on": "processed"},
+    "fuzzy:js:inf": {"kind": "fuzzy", "threshold": math.inf},
+    "fuzzy:js:0.3:budget=0.5": {"kind": "fuzzy", "threshold": 0.3, "budget": 0.5},
+    "fuzzy-strict:js:0.08": {"kind": "fuzzy-strict", "threshold": 0.08},
+    "fuzzy-strict:js:0.08:gate=processed": {"kind": "fuzzy-strict", "threshold": 0.08, "gate_on": "processed"},
+    "fuzzy-strict:js:0.3:budget=0.3": {"kind": "fuzzy-strict", "threshold": 0.3, "budget": 0.3},
+    "random:0.4": {"kind": "random", "rate": 0.4},
+    "random:0.6:budget=0.4": {"kind": "random", "rate": 0.6, "budget": 0.4},
+    "draft-only": {"kind": "draft-only"},
+    "draft-only:budget=0.3": {"kind": "draft-only", "budget": 0.3},
+    "tilted:1": {"kind": "tilted", "threshold": math.inf},
+    "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "price": 0.2, "budget": 0.5},
+    "tilted:0.5:floor=0.4": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "floor": 0.4},
+    "tilted:0.5:gate=0.08": {"kind": "tilted", "threshold": 0.08, "price": 0.5},
+    "tilted:0.5:novel=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "novel": 2},
+    "tilted:0.3:novel=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "novel": 1},
+    "fuzzy:js:inf:novel=1": {"kind": "fuzzy", "threshold": math.inf, "novel": 1},
+    "draft-only:novel=1": {"kind": "draft-only", "novel": 1},
+    "exact:block=true": {"kind": "exact"},
+}
+
+
+REFERENCE_DIVERGENCES = {
+    "kl": lambda p, q: rel_entr(q, p).sum(),
+    "js": lambda p, q: (rel_entr(p, (p + q) / 2).sum() + rel_entr(q, (p + q) / 2).sum()) / 2,
+    "tv": lambda p, q: np.abs(p - q).sum() / 2,
+}
+
+Kernel = list[tuple[float, int, bool, float]]  # probability, token, does it go down, nats spent
+Place = tuple[int, int]  # context of a round's root, and a node of its tree
+
+
+class Enumeration:
+    """The exact law of the first LENGTH emitted tokens.
+
+    Args:
+        toy: the models.
+        kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
+        divergence, threshold, gate_on, rate, budget, price, floor, novel: the rule's parameters.
+    """
+
+    def __init__(
+        self,
+        toy: Toy,
+        kind: str,
+        divergence: str = "js",
+        threshold: float = 0.0,
+        gate_on: str = "raw",
+        rate: float = 0.0,
+        budget: float = math.inf,
+        price: float = 1.0,
+        floor: float = 0.0,
+        novel: int = 0,
+    ) -> None:
+        self.toy, self.kind, self.rate, self.budget = toy, kind, rate, budget
+        self.price, self.floor, self.novel = price, floor, novel
+        raw_p, raw_q = toy.p.double(), toy.full_q().double()
+        self.p = softmax(toy.scores(raw_p).numpy(), axis=-1)
+        self.q = softmax(toy.scores(raw_q).numpy(), axis=-1)
+        gate_p, gate_q = softmax(raw_p.numpy(), axis=-1), softmax(raw_q.numpy(), axis=-1)
+        if gate_on == "processed":
+            gate_p, gate_q = self.p, self.q
+        measure = REFERENCE_DIVERGENCES[divergence]
+        self.wants = np.array([measure(a, b) <= threshold for a, b in zip(gate_p, gate_q, strict=True)])
+        self.law: dict[tuple[int, ...], float] = defaultdict(float)
+        self.expected_spent = 0.0
+        self.largest_spent = 0.0
+        self.tree_at, self.below = cache(self._tree_at), cache(self._below)
+        self._expand((), 0, (0, 0), 1.0, 0.0)
+
+    def sequence_law(self) -> np.ndarray:
+        """[V ** LENGTH] by code."""
+        return np.array([self.law[self._tokens(code)] for code in range(V**LENGTH)])
+
+    def target_law(self) -> np.ndarray:
+        """[V ** LENGTH] what the target alone would emit."""
+        law = np.ones(V**LENGTH)
+        for code in range(V**LENGTH):
+            context = 0
+            for token in self._tokens(code):
+                law[code] *= self.p[context, token]
+                context = V * context + 1 + token
+        return law
+
+    @staticmethod
+    def _tokens(code: int) -> tuple[int, ...]:
+        return tuple(code // V**k % V for k in reversed(range(LENGTH)))
+
+    def _tree_at(self, root: int) -> DraftTree:
+        return self.toy.draft(torch.tensor([root]), torch.Generator())[0]
+
+    def _below(self, place: Place) -> dict[int, Place]:
+        """The children by token; of a sampled chain, whose token is not known, by any."""
+        tree = self.tree_at(place[0])
+        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+        below = {tokens[child]: (place[0], child) for child in range(1, len(parents)) if parents[child] == place[1]}
+        return {token: child for token in range(V) for child in below.values()} if self.toy.sampled else below
+
+    def _expand(self, tokens: tuple[int, ...], context: int, place: Place, weight: float, spent: float) -> None:
+        if len(tokens) == LENGTH:
+            self.law[tokens] += weight
+            self.expected_spent += weight * spent
+            self.largest_spent = max(self.largest_spent, spent)
+            return
+        below = self.below(place)
+        left = self.budget - spent if math.isfinite(self.budget) else math.inf
+        for chance, token, down, cost in self.kernel(tokens, context, place, left):
+            if chance > 0.0:
+                further = V * context + 1 + token
+                after = below.get(token)
+                self._expand((*tokens, token), further, after if down else (further, 0), weight * chance, spent + cost)
+
+    def kernel(self, text: tuple[int, ...], context: int, place: Place, left: float) -> Kernel:
+        p, q = self.p[context], self.q[context]
+        if not self.below(place):
+            return [(p[y], y, False, 0.0) for y in range(V)]
+        opens = {
+            "exact": [(1.0, False)],
+            "random": [(self.rate, True), (1 - self.rate, False)],
+            "draft-only": [(1.0, True)],
+        }.get(self.kind, [(1.0, bool(self.wants[context]))])
+        if self.kind != "tilted" and self.tree_at(place[0]).q_index[0, place[1]] < 0:  # no q, so no gate opens
+            opens = [(1.0, False)]
+        found: Kernel = []
+        for weight, gate in opens:
+            if self.toy.sampled:
+                drawn = self._chain(text, p, q, gate, left)
+            else:
+                drawn = self._tree(text, context, place, gate, left)
+            found += [(weight * c, y, d, s) for c, y, d, s in drawn]
+        return found
+
+    def _repeats(self, text: tuple[int, ...], token: int) -> bool:
+        """Would the token complete an n-gram of the text."""
+        n, after = self.novel, (*text, token)
+        return n > 0 and after[-n:] in [after[i : i + n] for i in range(len(after) - n)]
+
+    def _held(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray, drafted: Sequence[int]) -> np.ndarray:
+        """The law with p for the drafts that complete a known n-gram, and the rest scaled to what they leave."""
+        known = np.array([token in drafted and self._repeats(text, token) for token in range(V)])
+        rest = law[~known].sum()
+        return np.where(known, p, law * (1 - p[known].sum()) / rest) if rest > 0 else p
+
+    def _clamped(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray) -> np.ndarray:
+        """A law from q: no token that completes a known n-gram gets more than p, what is cut off is drawn from p."""
+        known = np.array([self._repeats(text, token) for token in range(V)])
+        kept = np.where(known, np.minimum(law, p), law)
+        return kept + (law - kept).sum() * p
+
+    def _favoured(self, text: tuple[int, ...], context: int, place: Place) -> dict[int, Place]:
+        """The drafted tokens that a tilted law may favour."""
+        p, drafted = self.p[context], self.below(place)
+        likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.floor * p.max()}
+        return {token: child for token, child in likely.items() if not self._repeats(text, token)}
+
+    def _worth(self, text: tuple[int, ...], context: int, token: int, child: Place) -> float:
+        """v of a drafted token."""
+        return 1 + self.value((*text, token), V * context + 1 + token, child)
+
+    def value(self, text: tuple[int, ...], context: int, place: Place) -> float:
+        """V, by the recursion that defines it."""
+        p, favoured = self.p[context], self._favoured(text, context, place)
+        terms = [1 - sum(p[token] for token in favoured)]
+        terms += [
+            p[token] * math.exp(self._worth(text, context, token, child) / self.price)
+            for token, child in favoured.items()
+        ]
+        return self.price * math.log(sum(terms))
+
+    def _tree(self, text: tuple[int, ...], context: int, place: Place, gate: bool, left: float) -> Iterator:
+        p, q = self.p[context], self.q[context]
+        drafted = list(self.below(place))
+        law, cost = p, 0.0
+        if self.kind == "tilted":
+            tilted = p.copy()
+            for token, child in self._favoured(text, context, place).items():
+                tilted[token] *= math.exp(self._worth(text, context, token, child) / self.price)
+            tilted = self._held(text, p, tilted / tilted.sum(), drafted)
+            if gate and rel_entr(tilted, p).sum() <= left:
+                law, cost = tilted, rel_entr(tilted, p).sum()
+        elif gate and self.kind in ("fuzzy", "random"):
+            inside = np.zeros(V)
+            inside[drafted] = p[drafted]
+            novel = [token for token in drafted if not self._repeats(text, token)]
+            if inside[novel].sum() > 0:
+                held = self._held(text, p, inside / inside.sum(), drafted)
+                if rel_entr(held, p).sum() <= left:
+                    law, cost = held, rel_entr(held, p).sum()
+        else:
+            clamped = self._clamped(text, p, q)
+            if gate and rel_entr(clamped, p).sum() <= left:
+                law, cost = clamped, rel_entr(clamped, p).sum()
+        for y in range(V):
+            yield law[y], y, y in drafted, cost
+
+    def _clipped(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        """The tilted law of a sampled chain."""
+        wins = np.array([not self._repeats(text, token) and p[token] >= self.floor * p.max() for token in range(V)])
+        limit = np.exp(wins / self.price)
+
+        def law(z: float) -> np.ndarray:
+            return np.clip(q, p / z, p * limit / z)
+
+        return law(brentq(lambda z: law(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
+
+    def _chain(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray, gate: bool, left: float) -> Iterator:
+        if self.novel or self.kind == "tilted":  # the exact test against the law
+            if self.kind == "tilted":
+                law = self._clipped(text, p, q)
+            else:
+                kept = np.where(p > 0, q, 0.0) if self.kind == "fuzzy" else q
+                law = kept + (1 - kept.sum()) * np.clip(p - q, 0, None) / np.clip(p - q, 0, None).sum()
+            law = self._clamped(text, p, law)
+            cost = rel_entr(law, p).sum()
+            law, cost = (law, cost) if gate and cost <= left else (p, 0.0)
+            yield from ((min(law[x], q[x]), x, True, cost) for x in range(V))
+            yield from ((max(law[y] - q[y], 0.0), y, False, cost) for y in range(V))
+            return
+        residual = np.clip(p - q, 0, None)
+        residual = residual / residual.sum()
+        if self.kind in ("fuzzy", "random"):
+            law = np.where(p > 0, q, 0.0) + q[p <= 0].sum() * residual
+        else:
+            law = q
+        cost = rel_entr(law, p).sum()
+        is_open = gate and cost <= left
+        for x in range(V):
+            if is_open:
+                keep = 1.0 if self.kind not in ("fuzzy", "random") or p[x] > 0 else 0.0
+            elif self.kind == "fuzzy-strict":
+                yield from ((q[x] * p[y], y, y == x, 0.0) for y in range(V))
+                continue
+            else:
+                keep = min(1.0, p[x] / q[x]) if q[x] > 0 else 0.0
+            spent = cost if is_open else 0.0
+            yield q[x] * keep, x, True, spent
+            yield from ((q[x] * (1 - keep) * residual[y], y, False, spent) for y in range(V))

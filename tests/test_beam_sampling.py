@@ -1,0 +1,185 @@
+"""Sampled beams: their laws by enumeration, also where steps are narrower, and that drafts do not change them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer.beams import BeamOptions, Begun, proposer_of
+from fsd_infer.beams.forest import Node, mixed
+from fsd_infer.beams.plan import Planner
+from fsd_infer.beams.sampling import draw
+from fsd_infer.beams.search import Beam, Terms
+from fsd_infer.beams.width import RACES, chances_of_width, dynamic_width
+from tests.beam_toys import doubled, drafters_for
+from tests.families import tiny_model, tiny_prompts
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(doubled("llama"))
+
+
+Live = tuple[tuple[float, tuple[int, ...]], ...]  # scores and texts, best first
+
+
+def drawn_sets(weights: list[float], count: int) -> dict[frozenset[int], float]:
+    """The chance of each set of ``count`` draws without replacement."""
+    sets = {frozenset[int](): 1.0}
+    for _ in range(min(count, len(weights))):
+        larger: dict[frozenset[int], float] = defaultdict(float)
+        for taken, chance in sets.items():
+            left = sum(weight for place, weight in enumerate(weights) if place not in taken)
+            for place, weight in enumerate(weights):
+                if place not in taken:
+                    larger[taken | {place}] += chance * weight / left
+        sets = larger
+    return sets
+
+
+def following(model: Any, prompt: list[int], steps: int) -> dict[tuple[int, ...], list[float]]:
+    """The log-probabilities of what follows each text of fewer tokens than ``steps``."""
+    found: dict[tuple[int, ...], list[float]] = {}
+    for length in range(steps):
+        texts = list(product(range(model.config.vocab_size), repeat=length))
+        ids = torch.tensor([[*prompt, *text] for text in texts])
+        found |= dict(zip(texts, model(ids).logits[:, -1].double().log_softmax(-1).tolist()))
+    return found
+
+
+def law_of_beam_sampling(
+    known: dict[tuple[int, ...], list[float]], beams: int, steps: int, width: Callable[[int, Live], int] | None = None
+) -> dict[tuple[int, ...], float]:
+    """The best answer's law, by enumeration: under transformers' beam sampling, or with fewer beams after a step.
+
+    Each step draws 2 W candidates without replacement, by the joint weight of beam and token, and keeps the W best of
+    them; at the last step the first W that are drawn are the answers, the best of which is returned.
+    """
+    states: dict[Live, float] = {((0.0, ()),): 1.0}
+    answers: dict[tuple[int, ...], float] = defaultdict(float)
+    for step in range(1, steps + 1):
+        after: dict[Live, float] = defaultdict(float)
+        for live, chance in states.items():
+            candidates = [(score + value, (*text, y)) for score, text in live for y, value in enumerate(known[text])]
+            kept = width(step, live) if width and step < steps else beams
+            sets = drawn_sets([math.exp(score) for score, _ in candidates], kept if step == steps else 2 * kept)
+            for drawn, share in sets.items():
+                best = sorted((candidates[place] for place in drawn), reverse=True)[:kept]
+                if step == steps:
+                    answers[best[0][1]] += chance * share
+                else:
+                    after[tuple(best)] += chance * share
+        states = after
+    return answers
+
+
+def pearson(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Pearson's statistic, less its mean, in standard deviations."""
+    count = found.total()
+    cells = [(found[text], count * share) for text, share in expected.items() if count * share >= 5]
+    total = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    return (total - len(cells)) / math.sqrt(2 * len(cells))
+
+
+TOKENS, ROWS = 6, 500
+
+
+@cache
+def toys() -> tuple[FuzzyDecoder, Any, Any]:
+    """A target over six tokens with a drafter that is often wrong, and what follows each text of either."""
+    models = [tiny_model("llama", vocab_size=TOKENS) for _ in range(2)]
+    with torch.inference_mode():
+        for parameter in models[1].parameters():
+            parameter.add_(0.3 * parameter.std(unbiased=False) * torch.randn_like(parameter))
+        small, other = (Target(model.double()) for model in models)
+        follows = (following(target.model, [1, 2], 3) for target in (small, other))
+        return FuzzyDecoder(small, LMDrafter(other, small)), *follows
+
+
+def dynamic(step: int, live: Live) -> int:
+    """The width that a confidence of one half leaves, from both models' distributions."""
+    if step == 1:  # the prompt is read before anything is drafted
+        return 2
+    lists = [[(follows[text], list(range(TOKENS))) for _, text in live] for follows in toys()[1:]]
+    chances = chances_of_width([score for score, _ in live], *lists, width=2, breadth=2, per_beam=2)
+    return dynamic_width(chances, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "too_far"),
+    [
+        (None, None, 10),
+        (BeamOptions(depth=3, spread=1.0, confidence=0.5), dynamic, 5),
+        (BeamOptions(join_every=2), lambda step, live: 1 if step == 2 else 2, 6),
+    ],
+    ids=["transformers", "dynamic", "joined"],
+)
+def test_law_of_sampled_beams(options: BeamOptions | None, width: Any, too_far: float) -> None:
+    decoder, known, _ = toys()
+    law = law_of_beam_sampling(known, 2, 3, width)
+    assert sum(law.values()) == pytest.approx(1.0)
+    sampling: dict[str, Any] = dict(max_new_tokens=3, do_sample=True, top_k=0, temperature=1.0, num_beams=2)
+    made = decoder.generate([[1, 2]] * ROWS, seed=3, beam_options=options, **sampling)
+    assert made.stats.tau > 1.2, "drafts are of use"
+    found = Counter(map(tuple, made.sequences))
+    assert set(found) <= set(law) and pearson(found, law) < 4
+    another = law_of_beam_sampling(known, 1 if width is None else 2, 3)
+    assert pearson(found, another) > too_far, "the test would not notice another law"
+
+
+@pytest.mark.parametrize(("join_every", "tokens"), [(None, 16), (4, 40)])
+def test_sampled_beams_do_not_depend_on_drafts(target: Target, join_every: int | None, tokens: int) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=tokens, num_beams=4, do_sample=True)
+    options["beam_options"] = BeamOptions(depth=3, join_every=join_every)
+    drafters = drafters_for(target)
+    plain = FuzzyDecoder(target, drafters.pop("none"))
+    expected = plain.generate(tiny_prompts(), seed=1, **options).sequences
+    assert expected != plain.generate(tiny_prompts(), seed=2, **options).sequences
+    for name, drafter in drafters.items():
+        made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), seed=1, **options)
+        assert made.sequences == expected
+        if name == "lookup" and join_every:
+            # longest prompt, one answer, the beams of four steps, twice a round's nodes, and the spare slot
+            slots = 21 + 40 + 4 * 4 + 2 * (3 * 4 + 4) + 1
+            assert made.stats.cache_bytes == 4 * slots * target.cache_bytes_per_token
+
+
+def test_chances_of_width_are_those_of_drafting() -> None:
+    """Drafting by the planner and drawing, with new races each time, agree as often as the estimate says."""
+    generator = torch.Generator().manual_seed(0)
+    beams, tokens, width, breadth = 3, 20, 4, 6
+    scores = [-1.0, -1.4, -2.0]
+    logits = 2 * torch.randn(2, beams, tokens, generator=generator)
+    logits[1] = logits[0] + 0.5 * torch.randn(beams, tokens, generator=generator)
+    target, drafter = ([(row.tolist(), list(range(tokens))) for row in part] for part in logits.log_softmax(-1))
+    chances = chances_of_width(scores, target, drafter, width, breadth, 2)
+    terms = Terms(width, frozenset(), draw=lambda row, live, count: [])
+    options = BeamOptions(depth=1, spread=breadth / width)
+    planner = Planner(terms, options, proposer_of(NoDrafter(tokens), Begun([], 0, *torch.zeros(2, 0))), print, 0)
+    ready = [0] * width
+    trials = 400
+    for trial in range(trials):
+        nodes = [Node(place, None, 0, mixed(1000 * trial + place)) for place in range(beams)]
+        for node, guess in zip(nodes, drafter):
+            node.proposed = guess
+        live = [Beam(node, score) for node, score in zip(nodes, scores)]
+        drafted = {(beam.node.parent, beam.node.token) for beam in planner.next_beams(live, width)}
+        for node, known in zip(nodes, target):
+            node.likely = known
+        for n in range(1, width + 1):
+            kept = sorted(draw(nodes, scores, 2 * n, lambda node: torch.zeros(tokens)), reverse=True)[:n]
+            ready[n - 1] += all((nodes[beam], token) in drafted for _, beam, token in kept)
+    assert [count / trials for count in ready] == pytest.approx(chances, abs=4 * 0.5 / RACES**0.5)
+    assert 0.2 < min(chances) < max(chances) <= 1.0
+    alike = chances_of_width(scores, target, target, width, breadth, 2)
+    assert min(alike) > 0.8 and sum(alike) > sum(chances)
+    other = [([0.0], [tokens])] * beams
+    assert dynamic_width(chances_of_width(scores, target, other, width, breadth, 2), 0.5, 2) == 2
