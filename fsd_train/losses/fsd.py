@@ -16,7 +16,7 @@ from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, Rows, feature_
 from fsd_train.losses.rows import LIVE, check_chunk_size, chunked_rows, divergence_rows, log_overlap
 from fsd_train.losses.schedule import Schedule
 
-RULES = ("exact", "fuzzy", "fuzzy-strict")
+RULES = ("exact", "fuzzy", "fuzzy-strict", "tilted")
 OBJECTIVES = ("log", "log_mean", "linear")
 LIVE_STRICT = 17  # the strict rule looks at q as a law too: up to 21 tensors of a block's size are alive
 _ALMOST_ONE = 1 - 1e-6
@@ -50,6 +50,22 @@ def chain_rows(rows: Rows) -> Tensor:
 def expected_length(acceptance: Tensor) -> Tensor:
     """Σ_k Π_{j≤k} a_j, the expected number of accepted drafts: acceptance [S, C] -> [C]."""
     return acceptance.cumprod(0).sum(0)
+
+
+def optimal_value(coverage: Tensor, nat: float) -> Tensor:
+    """V of the optimal lossy rule at the root of each chain: coverage e = p(C) [S, C] -> [C].
+
+    V_k = λ·ln(1 − e_k + e_k·exp((1 + V_{k+1})/λ)): docs/optimal-rule.md with one V for all children of a node, that of
+    the text's own. As λ → ∞, :func:`expected_length`.
+
+    Args:
+        coverage: chance that a node's children hold the target's draw.
+        nat: λ, accepted drafts that a nat is worth, times the temperature.
+    """
+    value = torch.zeros_like(coverage[0])
+    for covered in coverage.flip(0):
+        value = nat * torch.log1p(covered * torch.expm1((1 + value) / nat))
+    return value
 
 
 def spent_by_chain(acceptance: Tensor, gate: Tensor, cost: Tensor) -> Tensor:
@@ -138,7 +154,8 @@ class FSDLoss:
     :class:`fsd_train.losses.schedule.Schedule`.
 
     Args:
-        rule: "exact", "fuzzy" (the or-rule) or "fuzzy-strict".
+        rule: "exact", "fuzzy" (the or-rule), "fuzzy-strict", or "tilted": L is then V, the value of the optimal rule.
+        tilted_price: its price.
         divergence: D, a name of :mod:`fsd_infer.divergence`; on raw distributions.
         threshold: T, or a distribution of thresholds, since one head serves many settings: the objective is then its
             mean over them. Several numbers, or a range ``{from, to, points}``: see :func:`threshold_points`.
@@ -171,6 +188,7 @@ class FSDLoss:
         temperature: float | Mapping[str, Any] = 1.0,
         price: float | Mapping[str, Any] = 0.0,
         anchor: float | Mapping[str, Any] = 0.1,
+        tilted_price: float = 2.0,
         w_feature: float = 0.0,
         chunk_size: int | None = None,
     ) -> None:
@@ -189,7 +207,8 @@ class FSDLoss:
         self.temperature = _schedule(temperature, "temperature", positive=True)
         self.price = _schedule(price, "price")
         self.anchor = _schedule(anchor, "anchor")
-        self._gated, self._strict = rule != "exact", rule == "fuzzy-strict"
+        self._gated, self._strict = rule.startswith("fuzzy"), rule == "fuzzy-strict"
+        self._tilted_price = tilted_price if rule == "tilted" else math.inf
         self.thresholds, self.shares = (points, shares) if self._gated else ([0.0], [1.0])
         self.objective = objective
         self.width = width
@@ -217,13 +236,17 @@ class FSDLoss:
     def _rows(self, log_p: Tensor, log_q: Tensor, temperature: float) -> Tensor:
         """The values per row that ``_names`` lists, [R, n]."""
         found = {"distance": self._distance(log_p, log_q)} if self._gated else {}
+        raw_p = log_p
         log_p, log_q, drafts = self._compared(log_p, log_q, temperature)
         if self.width is None and not self._strict:
             found["closed"] = log_overlap(log_p, drafts).exp()
         else:  # the draft of a chain is an only child
             # 1−(1−q)^k without loss where q is tiny, as −ln e and its gradient want it; finite where q rounds to 1
             missed = torch.expm1((self.width or 1) * torch.log1p(-drafts.exp().clamp_max(_ALMOST_ONE)))
-            found["closed"] = -torch.linalg.vecdot(log_p.exp(), missed)
+            p = log_p.exp()
+            if math.isfinite(self._tilted_price):  # the rule favours no draft below a quarter of the likeliest one
+                p = p * (raw_p >= raw_p.amax(-1, keepdim=True) + math.log(0.25))
+            found["closed"] = -torch.linalg.vecdot(p, missed)
             if "opened" in self._names:
                 found["opened"] = -torch.linalg.vecdot(log_q.exp(), missed)
         if "cost" in self._names:
@@ -259,7 +282,8 @@ class FSDLoss:
             if self._gated:
                 gate = soft_gate(at["distance"], threshold, softness)
                 accepted, suffix = accepted + (at.get("opened", 1.0) - accepted) * gate, f"_{threshold:g}"
-            lengths = expected_length(accepted)
+            nat = self._tilted_price * temperature
+            lengths = expected_length(accepted) if math.isinf(nat) else optimal_value(accepted, nat)
             losses.append(share * self._objective(lengths, steps))
             if not lengths.numel():
                 continue
