@@ -45,7 +45,7 @@ def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]],
     expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in asked]
     for batch in (1, 4) if count > 4 else (3,):
         for start in range(0, count, batch):
-            out = decoder.generate(asked[start : start + batch], rule="exact", **options)
+            out = decoder.generate(asked[start : start + batch], rule="exact", seed=0, **options)  # no clock
             assert out.sequences == expected[start : start + batch]
             taus.append(out.stats.tau)
     assert sum(taus) / len(taus) > 1.5, "the shipped head was hardly ever accepted"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
@@ -23,6 +23,7 @@ from tests.families import tiny_model, tiny_prompts
 from tests.train_toys import toy_target
 
 PROMPTS = tiny_prompts((7, 12))
+TREE = TreeShape(3, 3, 8)  # not chosen by the clock
 
 
 def make_head(target: Target, layer: str = "llama", **options: Any) -> EagleHead:
@@ -79,7 +80,7 @@ def test_an_export_in_the_public_layout_is_the_same_drafter(
     exported = load_head(ours, target)
     public = write_public(tmp_path / "public", public_config(exported), public_tensors(exported, target))
 
-    one, two = (load_drafter(directory, target) for directory in (ours, public))
+    one, two = (load_drafter(directory, target, TREE) for directory in (ours, public))
     assert isinstance(one, EagleDrafter)
     assert isinstance(two, EagleDrafter)
     assert set(two.head.state_dict()) == set(exported.state_dict())  # no embeddings
