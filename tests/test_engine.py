@@ -318,6 +318,8 @@ def test_every_prompt_may_have_a_rule_of_its_own(temperature: float, target: Tar
     if temperature == 0:
         for row, (prompt, rule) in enumerate(zip(prompts, rules)):
             assert out.sequences[row] == decoder.generate([prompt], rule=rule, **options).sequences[0]
+        ended = decoder.generate(prompts, rule=rules, on_tokens=lambda row, _: row == 0, **options)
+        assert ended.sequences[1:] == out.sequences[1:]  # rules stay with their rows when one leaves
     for some in (["exact", "tilted:1"], []):
         with pytest.raises(FsdError, match="one rule, or one per prompt|one per prompt"):
             decoder.generate(prompts[:3], rule=some, **options)

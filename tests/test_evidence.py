@@ -137,7 +137,7 @@ def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Pat
         ({"temperatures": [-1.0]}, "temperatures must be 0 or above"),
         ({"temperatures": [0.5, 0.5]}, "a temperature is given twice"),
         ({"limit": 0}, "limit must be at least 1"),
-        ({"tree": "auto"}, "tree auto differs from run to run"),
+        ({"tree": "auto"}, "a sweep compares rules on named trees"),
     ],
 )
 def test_options_that_make_no_sense(toy: Toy, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

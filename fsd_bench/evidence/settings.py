@@ -103,7 +103,7 @@ class SweepOptions(ModelOptions):
         super().check()
         self.settings()
         if isinstance(self.tree, str):
-            raise FsdError(f"tree {self.tree} differs from run to run: name a shape, of all or as RULE@8x2x16.")
+            raise FsdError(f"a sweep compares rules on named trees: give a shape for tree {self.tree}, or RULE@8x2x16.")
         check_score(self.score)
         for name in ("limit", "max_new_tokens", "repeats"):
             value = getattr(self, name)
