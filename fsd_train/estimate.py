@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, Trainer
 
 from fsd_bench.estimate import Planned, planned_head, seconds
 from fsd_bench.planned import planned_target
-from fsd_bench.roofline import HARDWARE, Part, Work, devices_for, size
+from fsd_bench.roofline import HARDWARE, Work, devices_for, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
@@ -33,8 +33,7 @@ from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.features import check_disk, is_layers
 from fsd_train.fit import explained, quiet, read_head_recipe
-from fsd_train.losses.rows import default_chunk_size
-from fsd_train.new_recipe import TargetFacts, activation_bytes, facts_of
+from fsd_train.new_recipe import TargetFacts, facts_of, step_memory
 from fsd_train.repository import recipe_errors
 
 _TIMED = 16  # tokens of the answer that is timed
@@ -114,7 +113,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         lines.append(("disk for features", size(needed), f"{recipe.feature_bytes(facts)} B a token"))
     module, step = _train(recipe, data)
     cached = data.features is not None or recipe.cache is not None
-    parts = _memory(
+    parts = step_memory(
         facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
         sum(parameter.numel() for parameter in module.head.parameters()),
         module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.options.unroll_steps,
@@ -179,19 +178,6 @@ def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
     return (time.perf_counter() - start) / ids.shape[1]
 
 
-def _memory(
-    facts: TargetFacts, loaded: int, weights: int, drafted: int, tokens: int, steps: int, device: str
-) -> list[Part]:
-    """What a step holds; see ``new_recipe.memory`` for the formulas. By fsdp several devices share out models."""
-    chunk = default_chunk_size(device, drafted)
-    return [
-        Part("target", 2.0 * loaded, "bf16; embeddings and LM head alone where features are cached", shared=True),
-        Part("head", 18.0 * weights, f"18 B x {weights} weights, their gradients and moments", shared=True),
-        Part("activations", activation_bytes(facts, tokens, steps), f"{tokens} tokens, {steps} runs"),
-        Part("logits", 1.3 * 4 * chunk * drafted, f"{chunk} rows of {drafted}"),
-    ]
-
-
 def on_paper(recipe: Recipe, name: str | None = None) -> str:
     """What a recipe needs by its target's config alone: no weights and no answers are read.
 
@@ -217,7 +203,7 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     total = int(recipe.trainer.get("max_steps") or 0)
     cached = recipe.data.get("features") is not None
     loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
-    parts = _memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
+    parts = step_memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
     # the target's own LM head is not run, but for the draft vocabulary's rows
     read = planned.read_weights - (facts.vocab_size - planned.drafted) * facts.hidden_size
     run = weights + planned.head_rows

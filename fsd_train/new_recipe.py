@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from fsd_bench.planned import planned_target
+from fsd_bench.roofline import Part
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 from fsd_infer.heads.config import usual_layers
@@ -164,7 +165,7 @@ def choose(facts: TargetFacts) -> Choices:
 
 
 def _fits(facts: TargetFacts, choices: Choices, gigabytes: int) -> bool:
-    return 1.1 * sum(size for _, _, size in memory(facts, choices)) <= gigabytes * 1e9
+    return 1.1 * sum(part.bytes for part in memory(facts, choices)) <= gigabytes * 1e9
 
 
 def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
@@ -219,34 +220,38 @@ def activation_bytes(facts: TargetFacts, tokens: int, steps: int) -> float:
     return 2.0 * (20 * facts.hidden_size + 4 * facts.intermediate_size) * tokens * steps
 
 
-def memory(facts: TargetFacts, choices: Choices) -> list[tuple[str, str, float]]:
-    """What fills a device's memory: (name, arithmetic, bytes), with the target in the step and bf16 autocast."""
-    h, vocabulary = facts.hidden_size, choices.draft_vocab_size
-    drafted = vocabulary or facts.vocab_size
-    chunk = default_chunk_size("cpu" if h <= SMALL else "cuda", drafted)
+def memory(facts: TargetFacts, choices: Choices) -> list[Part]:
+    """What fills a device's memory, with the target in the step."""
+    drafted = choices.draft_vocab_size or facts.vocab_size
+    device = "cpu" if facts.hidden_size <= SMALL else "cuda"
     weights = facts.head_parameters(drafted)
-    rows = [
-        ("target", f"2 B x {_count(facts.parameters)} weights (bf16)", 2.0 * facts.parameters),
-        (
-            "head",
-            f"18 B x {_count(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)",
-            18.0 * weights,
-        ),
-        (
-            "activations",
-            f"2 B x (20 x {h} + 4 x {facts.intermediate_size}) x {choices.batch_tokens} tokens x "
-            f"{choices.unroll_steps} steps",
-            activation_bytes(facts, choices.batch_tokens, choices.unroll_steps),
-        ),
-        (
-            "logits",
-            f"1.3 x 4 B x {chunk} rows x {drafted}",
-            1.3 * 4 * chunk * drafted,
-        ),
+    return step_memory(facts, facts.parameters, weights, drafted, choices.batch_tokens, choices.unroll_steps, device)
+
+
+def step_memory(
+    facts: TargetFacts, loaded: int, weights: int, drafted: int, tokens: int, steps: int, device: str
+) -> list[Part]:
+    """What a training step holds under bf16 autocast.
+
+    Args:
+        facts: of the target.
+        loaded: weights of the target that are in memory.
+        weights: of the head.
+        drafted: size of the draft vocabulary.
+        tokens, steps: of a batch, and runs of the head over it.
+        device: its type.
+    """
+    h, chunk = facts.hidden_size, default_chunk_size(device, drafted)
+    head = f"18 B x {_count(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
+    kept = f"2 B x (20 x {h} + 4 x {facts.intermediate_size}) x {tokens} tokens x {steps} steps"
+    parts = [
+        Part("target", 2.0 * loaded, f"2 B x {_count(loaded)} weights (bf16)", shared=True),
+        Part("head", 18.0 * weights, head, shared=True),
+        Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}"),
+        Part("activations", activation_bytes(facts, tokens, steps), kept),
+        Part("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
-    if vocabulary is not None:
-        rows.insert(2, ("target's rows", f"2 B x {vocabulary} x {h}", 2.0 * vocabulary * h))
-    return rows
+    return [part for part in parts if part.name != "target's rows" or drafted < facts.vocab_size]
 
 
 def hardware(facts: TargetFacts, choices: Choices) -> str:
@@ -292,9 +297,9 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note
     """The recipe as YAML, of a run that writes to the directory ``run`` (by default named after the target)."""
     run = run or f"runs/{slug(facts.name)}"
     answers = list(files) or [f"{run}/answers.jsonl"]
-    rows = memory(facts, choices)
-    total = sum(size for _, _, size in rows)
-    table = [f"#   {name:<14}{sum_:<80}= {_gigabytes(size):>8}" for name, sum_, size in rows]
+    parts = memory(facts, choices)
+    total = sum(part.bytes for part in parts)
+    table = [f"#   {part.name:<14}{part.how:<80}= {_gigabytes(part.bytes):>8}" for part in parts]
     table.append(f"#   {'together':<94}= {_gigabytes(total):>8}")
     small = facts.hidden_size <= SMALL
     make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"

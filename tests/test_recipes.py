@@ -233,7 +233,7 @@ def test_choices_follow_the_size_of_the_target(targets: Callable[[str], Path]) -
         head = planned_head(planned_target(facts.name), **options)
         weights = sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
         assert facts.head_parameters(32000) == weights
-        sizes = {name: size for name, _, size in memory(facts, replace(choose(facts), draft_vocab_size=32000))}
+        sizes = {part.name: part.bytes for part in memory(facts, replace(choose(facts), draft_vocab_size=32000))}
         assert sizes["target"] == 2 * facts.parameters and sizes["head"] == 18 * weights
 
 
