@@ -43,7 +43,7 @@ class EagleModule(DistillationModule):
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
             those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
-        unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
+        unroll_steps: how often the head runs in a training step, 1 to 16; from the second time on its own outputs.
         chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
             expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
             less.
@@ -62,6 +62,7 @@ class EagleModule(DistillationModule):
         head: dict[str, Any] | None = None,
         initial_layers: list[int] | None = None,
         initial_head: str | None = None,
+        freeze_initial: bool = False,
         draft_vocab_size: int | None = None,
         context_ids: bool = False,
         unroll_steps: int = 1,
@@ -102,6 +103,12 @@ class EagleModule(DistillationModule):
 
     def _check(self, config: EagleConfig) -> None:
         """Raise DataError if an option of training means nothing to a head of this kind."""
+        block, steps = config.block_size, self.options.unroll_steps
+        if block and (steps != block or self.options.eval_steps > block):
+            raise DataError(
+                f"unroll_steps {steps} and eval_steps {self.options.eval_steps} do not fit the head's block_size "
+                f"{block}: a block is trained whole (unroll_steps equal to it) and has no more steps to look at."
+            )
         if config.layout != "eagle3":
             return
         if self.hparams["noise"]:
@@ -125,7 +132,12 @@ class EagleModule(DistillationModule):
                 target = Target.from_pretrained(self.options.target, dtype=target.dtype, device="cpu")
             self.head.take_layers(target.layers(layers))
         if head:
-            self.head.continue_from(load_head(head, self.target))
+            initial = load_head(head, self.target)
+            self.head.continue_from(initial)
+            if self.hparams["freeze_initial"]:
+                kept = dict(initial.named_parameters())
+                for name, parameter in self.head.named_parameters():
+                    parameter.requires_grad_(name not in kept)
 
     def _choose_draft_ids(self, size: int) -> Tensor:
         data = self._datamodule

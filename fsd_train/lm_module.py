@@ -44,7 +44,7 @@ class LMModule(DistillationModule):
             those steps, so it is loaded with all its layers even where features are cached.
         on_policy_tokens: longest such answer.
         on_policy_temperature: of the sampling.
-        unroll_steps: drafts of a chain that the loss sees together, 1 to 7. The model reads the text itself, so a
+        unroll_steps: drafts of a chain that the loss sees together, 1 to 16. The model reads the text itself, so a
             draft's distribution does not depend on the step; only losses that couple steps (``fsd``) gain by more
             than 1, at that many times the gradient's memory.
         loss: name of a loss or a list as for EagleModule, without the feature term (a small LM has features of its

@@ -9,7 +9,7 @@ from typing import Any
 from fsd_infer.errors import DataError
 from fsd_train.optim import OPTIMIZERS
 
-MAX_UNROLL = 7
+MAX_UNROLL = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class TrainingOptions(ScheduleOptions):
         loss: name of a loss, or a list of ``{name, weight, args}`` (see :class:`fsd_train.losses.MixLoss`). In
             validation schedules are at their end and no tokens are left out, so that ``val_loss`` means one thing.
         loss_args: arguments of a single loss.
-        unroll_steps: how many drafts of a chain the loss sees, 1 to 7.
+        unroll_steps: how many drafts of a chain the loss sees, 1 to 16.
         step_decay: weight of step s is step_decay^s.
         ema_decay: decay of an exponential moving average of the weights, which is then what is validated and
             exported; None for none.

@@ -120,12 +120,17 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots:
     outputs = [head(embeds, features, positions.expand(rows, -1), cache=cache)]
     if steps == 1 or not roots.shape[1]:
         return outputs + [outputs[0][:, :0]] * (steps - 1)
-    source = take(outputs[0], roots)
+    source, read = take(outputs[0], roots), take(features, roots)
     for step in range(1, steps):
         here = (roots + step).clamp_max(length - 1)
         mask = chain_mask(roots, length, step)
-        source = head(take(embeds, here), source, here, attention_mask=mask, cache=cache)
-        outputs.append(source)
+        if head.block is None:
+            source = head(take(embeds, here), source, here, attention_mask=mask, cache=cache)
+            outputs.append(source)
+        else:
+            masks = head.block.masks[step - 1].expand(*here.shape, -1)
+            source = head.block(head(masks, read, here, attention_mask=mask, cache=cache), take(embeds, here), source)
+            outputs.append(source)
     return outputs
 
 

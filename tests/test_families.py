@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer.drafters import BlockDrafter
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
@@ -21,9 +23,11 @@ def test_greedy_equals_generate(family: str) -> None:
     assert len({token for row in expected for token in row}) > 3, "degenerate model: the comparison would be hollow"
     head = tiny_head(target, draft_vocab_size=64)
     assert head.head.config.layer["model_type"] == (family if family in OWN_LAYER else "llama")
+    block = EagleHead(EagleConfig.for_target(target, draft_vocab_size=64, block_size=3, markov_rank=8))
     drafters = {
         "plain": NoDrafter(VOCAB),
         "eagle": head,
+        "block": BlockDrafter(block, target, TreeShape(depth=3, width=3, nodes=8)),
         "oracle": OracleDrafter(target),
         "self": LMDrafter(target, target, depth=3),
     }

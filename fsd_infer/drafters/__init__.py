@@ -1,6 +1,7 @@
 """Drafters: what proposes tokens for the target to verify."""
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.block import BlockDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter
@@ -10,6 +11,7 @@ from fsd_infer.drafters.shape import TreeShape
 
 __all__ = [
     "DRAFTERS",
+    "BlockDrafter",
     "DraftRequest",
     "DraftSession",
     "Drafter",

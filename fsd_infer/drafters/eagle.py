@@ -39,7 +39,7 @@ from fsd_infer.drafters.shape import (
 )
 from fsd_infer.drafters.visits import tilted
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.heads.checkpoint import is_head, is_public, load_head
+from fsd_infer.heads.checkpoint import drafts_blocks, is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
@@ -92,7 +92,7 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        return cls.from_pretrained(name, target, tree) if is_head(name) else None
+        return cls.from_pretrained(name, target, tree) if is_head(name) and not drafts_blocks(name) else None
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
@@ -242,16 +242,28 @@ class EagleSession(DraftSession):
         if self.vocabulary is not None:
             self.vocabulary.extend(tokens, counts)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
+        tokens, features = self._followed(tokens, features, counts)
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
         count = max(READ_AT_ONCE // tokens.shape[0], 1)
         parts = zip(*(whole.split(count, 1) for whole in (tokens, features, positions)), strict=True)
         out = torch.cat([self._read(*part) for part in parts], 1)
-        ends = to_device((counts - 1).clamp_min(0), self.device)
-        last = at_nodes(out, ends[:, None])[:, 0]
-        if self.last is not None and int(counts.min()) == 0:
-            last = torch.where(to_device(counts > 0, self.device)[:, None], last, self.last)
-        self.last = last
+        self._keep(out, counts)
         self.lengths = self.lengths + counts
+
+    def _followed(self, tokens: Tensor, features: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The text's new pairs, and what the same pass of the head reads after them."""
+        return tokens, features
+
+    def _keep(self, outputs: Tensor, counts: Tensor) -> None:
+        """Keep of the outputs what the next draft begins with."""
+        ends = to_device((counts - 1).clamp_min(0), self.device)
+        self.last = self._kept(at_nodes(outputs, ends[:, None])[:, 0], self.last, counts)
+
+    def _kept(self, new: Tensor, old: Tensor | None, counts: Tensor) -> Tensor:
+        """[B, ...], the new where a row's text grew by ``counts`` [B] tokens, and the old where it did not."""
+        if old is None or int(counts.min()) > 0:
+            return new
+        return torch.where(to_device(counts > 0, self.device).view(-1, *[1] * (new.ndim - 1)), new, old)
 
     def _read(self, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
         """The head's outputs over tokens [B, K] of the text, from features [B, K, F], at positions [B, K]."""
@@ -264,10 +276,10 @@ class EagleSession(DraftSession):
         if self.choice is not None and not self.choice.expands():
             return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
         self._read_all()
-        assert self.last is not None, "extend() comes first"
         width, depth = self.drafter.shape.width, self.drafter.shape.depth
         batch, device = roots.shape[0], self.device
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
+        assert self.last is not None, "extend() comes first"
         features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
         path_scores = torch.zeros(batch, 1, device=device)  # their cumulative log q

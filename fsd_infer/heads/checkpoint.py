@@ -160,6 +160,14 @@ def is_head(directory: str | Path) -> bool:
     return (directory / CONFIG).is_file() and _kind(directory, read_config(directory)) is not None
 
 
+def drafts_blocks(directory: str | Path) -> bool:
+    """Is this a head of our own that drafts a block in one pass (:mod:`fsd_infer.heads.block`)?"""
+    if not is_head(directory):
+        return False
+    options = read_config(Path(directory)).get("head")
+    return isinstance(options, dict) and bool(options.get("block_size"))
+
+
 def is_public(directory: str | Path) -> bool:
     """Is this head stored as another program does it?"""
     return read_config(Path(directory)).get("format") != FORMAT

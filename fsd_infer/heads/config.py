@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("fsd", "eagle", "eagle3")
 MOST = 2**31 - 1  # of any size, count or id
+MOST_BLOCK = 32
 # What a layout can express beside the fields that all have.
 _OPTIONS = {
-    "fsd": {"num_layers", "input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
+    "fsd": {"num_layers", "input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers", "block_size"}
+    | {"markov_rank"},
     "eagle": {"num_layers", "fc_bias"},
     "eagle3": {"num_layers", "fused_layers", "fc_norm", "norm_output", "norm_before_residual", "own_lm_head"}
     | {"own_embeddings"},
@@ -59,6 +61,8 @@ class EagleConfig:
             "eagle3", loaded heads only).
         own_lm_head: the head has an LM head of its own, trained with it ("eagle3"). Without, the target's rows serve,
             and the ids of each text can join the draft vocabulary.
+        block_size: K ≥ 2: the head drafts K tokens in one pass, see :mod:`fsd_infer.heads.block` ("fsd"). 0: one token.
+        markov_rank: of the term by which a block's positions know the token before them ("fsd", with ``block_size``).
         own_embeddings: the head has input embeddings of its own instead of the target's ("eagle3", loaded heads only).
 
     Raises:
@@ -83,14 +87,22 @@ class EagleConfig:
     norm_before_residual: bool = False
     own_lm_head: bool = False
     own_embeddings: bool = False
+    block_size: int = 0
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise CheckpointError(f"unknown head layout {self.layout!r:.60}; known: {', '.join(LAYOUTS)}.")
         for name in ("hidden_size", "vocab_size", "num_layers"):
             _check_integer(name, getattr(self, name), 1)
-        for name in ("embed_size", "target_hidden_size"):
+        for name in ("embed_size", "target_hidden_size", "markov_rank"):
             _check_integer(name, getattr(self, name), 0)
+        _check_integer("block_size", self.block_size, 0, MOST_BLOCK)
+        if self.block_size == 1 or bool(self.markov_rank) != bool(self.block_size):
+            raise CheckpointError(
+                f"a head that drafts blocks has block_size from 2 to {MOST_BLOCK} and markov_rank of at least 1, got "
+                f"{self.block_size} and {self.markov_rank}."
+            )
         self.embed_size = self.embed_size or self.hidden_size
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         for name in (each.name for each in fields(self) if each.type == "bool"):

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.errors import CheckpointError
+from fsd_infer.heads.block import Block
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.layers import Eagle3Layer, build_layers, is_eager, mask_for, run_layers
 
@@ -105,6 +106,7 @@ class EagleHead(nn.Module):
             if config.fused_layers:
                 self.fusion = LayerFusion(count, width)
         self.layers = layers
+        self.block = Block(config) if config.block_size else None
         if self.eagle3 or config.final_norm:
             self.norm = norm
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
@@ -276,5 +278,14 @@ class EagleHead(nn.Module):
         return outputs
 
     def embed(self, ids: Tensor, target: Target) -> Tensor:
-        """ids [...] -> embeddings [..., E]: the head's own where it has them, else the target's."""
-        return target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        """ids [...] -> embeddings [..., E]: the head's own where it has them, else the target's.
+
+        -s stands for the s-th mask of a block.
+        """
+        if self.embed_tokens is not None:
+            return self.embed_tokens(ids)
+        if self.block is None:
+            return target.embed(ids)
+        embeds = target.embed(ids.clamp_min(0))
+        masks = self.block.masks[(-ids - 1).clamp_min(0)].to(embeds.dtype)
+        return torch.where((ids < 0)[..., None], masks, embeds)
