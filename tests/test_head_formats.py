@@ -274,6 +274,9 @@ def test_command_converts_there_and_back(layout: str, target: Target, tmp_path: 
         2 if layout == "eagle" else 0
     )
     assert cli(["export", str(tmp_path / "head"), str(tmp_path / "head"), "--to", "vllm"]) == 2  # it is kept
+    for odd in (3, {"hyperparameters": 3}, {"hyperparameters": {"target": 3}}):  # a record is free-form
+        save_head(tmp_path / "head", head, target.fingerprint(), odd)  # type: ignore[arg-type]
+        assert cli(["export", str(tmp_path / "head"), str(tmp_path / "odd"), "--to", "vllm"]) == 2
     assert cli(["export", str(tmp_path / "target"), str(tmp_path / "no")]) == 2
     assert all(
         torch.equal(load_head(tmp_path / "head").state_dict()[name], value) for name, value in head.state_dict().items()
