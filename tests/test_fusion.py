@@ -35,13 +35,13 @@ def test_watched_layers_are_the_models_hidden_states(family: str) -> None:
 
 
 def test_columns_are_chosen_by_layer() -> None:
-    target = toy_target()
-    target.watch([1])
-    target.watch([0, 1])
+    target = Target(tiny_model("llama", num_hidden_layers=3))
+    target.watch([2])
+    target.watch([0, 2])
     found = target.features(IDS)
-    assert target.watched == (0, 1)
-    final, first, second = found.chunk(3, -1)
-    assert torch.equal(target.features_of(found, [1]), torch.cat([final, second], -1))
+    assert target.watched == (0, 2)
+    final, first, third = found.chunk(3, -1)
+    assert torch.equal(target.features_of(found, [2]), torch.cat([final, third], -1))
     assert torch.equal(target.features_of(found, [0]), torch.cat([final, first], -1))
 
 
