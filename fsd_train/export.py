@@ -82,9 +82,12 @@ def export_main(argv: Sequence[str] | None = None) -> int:
 
 def _export_head(args: argparse.Namespace) -> int:
     config = read_config(Path(args.source))
-    record: dict[str, Any] = config.get("training") or {}
-    name = args.target or (record.get("hyperparameters") or {}).get("target") or config.get("target_model")
-    if name is None:
+    found = config.get("training")  # free-form, so it may hold anything
+    record: dict[str, Any] = found if isinstance(found, dict) else {}
+    options = record.get("hyperparameters")
+    trained_for = options.get("target") if isinstance(options, dict) else None
+    name = args.target or trained_for or config.get("target_model")
+    if not isinstance(name, str):
         raise DataError(f"{args.source} does not name its target: give --target.")
     if args.data is None and args.to is not None:
         return _export_to(load_head(args.source), name, args)

@@ -1,7 +1,8 @@
-"""What the fuzz tests share: odd numerals and words, and what an error has to look like."""
+"""What the fuzz tests share: odd numerals, words and JSON, and what an error has to look like."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,39 @@ WORDS = [
     *("lookup+lookup", "+lookup", "none+", "cpu:7", "cpu:-1", "meta", "abacus", "1,2,3", "5,6,16,2", "999999,2,4"),
     *("256,256,2", "0,0,0", "5,6", "1,1,2,inf"),
 ]  # fmt: skip
+values = st.sampled_from(NUMERALS) | st.sampled_from(WORDS) | st.text(max_size=8)
+JUNK: list[Any] = [
+    None, True, -1, 0, 1.5, 10**9, 2**63, 10**40, float("nan"), float("inf"), "", "32", "x" * 300, "\ud800", [], [[]],
+    {}, {"a": 1}, [1, None], -(10**9), 1e308, ["LlamaForCausalLM"], [3, 1], [1, 1], [-2, 1, 2], [0.5], ["1"], [10**9],
+]  # fmt: skip
+_OTHERS = st.sampled_from([*JUNK, KeyError]) | st.recursive(st.none() | st.integers() | st.text(), st.lists)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything inside a JSON value."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found += places(item, (*path, key))
+    return found
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A JSON value with ``new`` at a path; KeyError: nothing is there any more."""
+    made = copy.deepcopy(value)
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    if new is KeyError:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = new
+    return made
+
+
+def spoilt(value: Any, draw: st.DrawFn) -> Any:
+    """A JSON value with something within it replaced or removed."""
+    return changed(value, draw(st.sampled_from(places(value))), draw(_OTHERS))
 
 
 def one_line(message: str) -> None:
@@ -44,6 +78,3 @@ def refusal(what: Callable[[], Any]) -> FsdError | None:
         one_line(str(error))
         return error
     return None
-
-
-values = st.sampled_from(NUMERALS) | st.sampled_from(WORDS) | st.text(max_size=8)

@@ -53,7 +53,6 @@ class Behaviour:
     Attributes:
         answer: prompt ids and a limit -> new ids.
         tells_ids: whether it sends token ids (else a request with ``return_token_ids`` is refused: an unknown field).
-        answers_left: it breaks off in the middle of an answer once it has given so many; None: never.
         burst: tokens per event.
         text: of every event.
         metrics: what it answers at /metrics; None: nothing is there.
@@ -61,7 +60,6 @@ class Behaviour:
 
     answer: Callable[[list[int], int], list[int]]
     tells_ids: bool = True
-    answers_left: int | None = None
     burst: int = 1
     text: str = "x"
     metrics: Callable[[], str] | None = None
@@ -120,11 +118,6 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
             self.end_headers()
             for event in behaviour.events(body):
                 self.chunk(f"data: {json.dumps(event)}\n\n")
-                if behaviour.answers_left == 0:
-                    self.close_connection = True
-                    return None
-            if behaviour.answers_left is not None:
-                behaviour.answers_left -= 1
             self.chunk("data: [DONE]\n\n")
             return self.chunk("")
 

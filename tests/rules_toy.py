@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_infer.rules import Rule, Texts, Verification, parse_rule
 from fsd_infer.tree import DraftTree, ancestors_of
-from tests.tree_rounds import take
+from tests.tree_rounds import masked, take
 
 V = 4
 LENGTH = 3  # emitted tokens that are compared
@@ -28,12 +28,6 @@ CONTEXTS = sum(V**k for k in range(LENGTH + DEPTH + 1))
 
 def child_of(context: Tensor, token: Tensor) -> Tensor:
     return context * V + 1 + token
-
-
-def keep_top(logits: Tensor, keep: int, temperature: float) -> Tensor:
-    """Temperature, then a top-k mask, as a request's processors would."""
-    kth = logits.topk(keep, dim=-1).values[..., -1:]
-    return (logits / temperature).masked_fill(logits < kth, -math.inf)
 
 
 def text_of(context: int) -> list[int]:
@@ -73,13 +67,12 @@ class Toy:
         sampled: bool = False,
         processed: bool = False,
         reduced: bool = False,
-        noise: float = 1.0,
         temperature: float = 1.0,
     ) -> Toy:
         generator = torch.Generator().manual_seed(seed)
         p = torch.randn(CONTEXTS, V, generator=generator) * 1.2
         # every third context's drafter is nearly right, so that gates differ
-        scale = torch.where(torch.arange(CONTEXTS) % 3 == 0, 0.2, noise)[:, None]
+        scale = torch.where(torch.arange(CONTEXTS) % 3 == 0, 0.2, 1.0)[:, None]
         q = p + torch.randn(CONTEXTS, V, generator=generator) * scale
         draft_ids = torch.tensor([0, 1, 3]) if reduced else None
         q = q if draft_ids is None else q[:, draft_ids]
@@ -94,7 +87,7 @@ class Toy:
 
     def scores(self, logits: Tensor) -> Tensor:
         if self.processed:
-            return keep_top(logits, 3, 0.8)
+            return masked(logits, 0.8, keep=3)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:

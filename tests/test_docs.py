@@ -82,8 +82,6 @@ for greedy in (True, False):
     command = [sys.executable, "-c", "\n".join(blocks) + tried]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    textbook = next(block for block in blocks if "Law.passing" in block)
-    assert len([line for line in textbook.splitlines() if line.strip()]) <= 12
 
 
 def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
 from fsd_train.fit import TrainCLI, explained, quiet
-from tests.test_head_malformed import JUNK, places
+from tests.fuzzing import JUNK, places
 from tests.train_toys import in_recipe, make_toys
 
 

@@ -1,14 +1,16 @@
-"""Malformed rules, options and prompt files, by the hundred: each ends in one line, or in an answer.
+"""Malformed rules, options, prompt files and models, by the hundred: each ends in one line, or in an answer.
 
-Rules, divergences and options are read from the registries and the parser, so that new ones are tried too. Heads have
-a suite of their own, tests/test_head_malformed.py.
+Rules, divergences and options are read from the registries and the parsers, so that new ones are tried too. Heads have
+a suite of their own, tests/test_head_malformed.py, and so have the files that commands read, tests/test_fuzz_files.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from fsd_bench.score import asked_options, read_references
 from fsd_infer import FuzzyDecoder
@@ -28,9 +31,9 @@ from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
 from fsd_infer.numerals import read_float
 from fsd_infer.rules import RULES, parse_rule
+from fsd_train.command_lines import PARSERS
 from tests.bench_toys import Toy
-from tests.fuzzing import FUZZ, NUMERALS, one_line, refusal, values
-from tests.test_head_malformed import JUNK, changed, places
+from tests.fuzzing import FUZZ, JUNK, NUMERALS, one_line, refusal, spoilt, values
 
 
 @st.composite
@@ -73,39 +76,38 @@ def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None
     assert error is None or "temperature 0" in str(error)
 
 
-def options_of(command: str) -> list[Any]:
-    """What the parser of a command takes, but what would end it at once (--help)."""
-    [commands] = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
-    assert isinstance(commands.choices, dict)
-    actions = commands.choices[command]._actions
-    return [action for action in actions if action.option_strings and action.dest not in ("help", "debug")]
-
-
 @st.composite
-def command_lines(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """(command, options) with one to three options, each of a value that it may or may not take."""
-    command = draw(st.sampled_from(["generate", "generate", "bench", "warmup"]))
+def arguments(draw: st.DrawFn, parser: argparse.ArgumentParser, least: int) -> list[str]:
+    """Up to four that the parser knows, each of a value that it may or may not take, at times one more."""
+    known = [action for action in parser._actions if action.dest not in ("help", "debug")]
     argv = []
-    for action in draw(st.lists(st.sampled_from(options_of(command)), min_size=1, max_size=3, unique_by=id)):
-        option = draw(st.sampled_from(action.option_strings))
-        value = draw(st.sampled_from(action.choices) if action.choices and draw(st.booleans()) else values)
-        argv.append(option if action.nargs == 0 else f"{option}={value}")
+    for action in draw(st.lists(st.sampled_from(known), min_size=least, max_size=4, unique_by=id)):
+        name = draw(st.sampled_from(action.option_strings)) if action.option_strings else ""
+        value = draw(st.sampled_from(list(action.choices)) if action.choices and draw(st.booleans()) else values)
+        argv.append(name if action.nargs == 0 else f"{name}={value}" if name else str(value))
     if draw(st.integers(0, 19)) == 0:
         argv.append(draw(values))
-    return command, argv
+    return argv
+
+
+def command(name: str) -> argparse.ArgumentParser:
+    """The parser of a command of `fsd-infer`."""
+    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    return commands[name]
 
 
 @settings(FUZZ, max_examples=250)
-@given(line=command_lines())
+@given(data=st.data(), name=st.sampled_from(["generate", "generate", "bench", "warmup"]))
 def test_command_lines(
-    line: tuple[str, list[str]],
+    data: st.DataObject,
+    name: str,
     toy: Toy,
     toy_decoder: FuzzyDecoder,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command, options = line
+    options = data.draw(arguments(command(name), 1))
     load = FuzzyDecoder.from_pretrained
     usual = {"dtype": torch.float32, "device": torch.device("cpu"), "tree": None}
 
@@ -116,10 +118,10 @@ def test_command_lines(
     monkeypatch.setattr(FuzzyDecoder, "from_pretrained", loaded)
     monkeypatch.chdir(tmp_path)  # where records of odd names may be written
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    argv = [command, *toy.models, "--device", "cpu"]
-    argv += {"generate": ["--prompt", "the cat"], "bench": ["--prompts", str(toy.prompts)], "warmup": []}[command]
-    argv += [] if command == "warmup" else ["--max-new-tokens", "3"]
-    argv += ["--methods", "plain", "--limit", "1", "--no-warmup"] if command == "bench" else []
+    argv = [name, *toy.models, "--device", "cpu"]
+    argv += {"generate": ["--prompt", "the cat"], "bench": ["--prompts", str(toy.prompts)], "warmup": []}[name]
+    argv += [] if name == "warmup" else ["--max-new-tokens", "3"]
+    argv += ["--methods", "plain", "--limit", "1", "--no-warmup"] if name == "bench" else []
     try:
         status = main([*argv, *options])
     except SystemExit as stop:
@@ -128,8 +130,26 @@ def test_command_lines(
     assert status in (0, BAD_INPUT), said
     if status == BAD_INPUT:
         lines = [text for text in said.replace("\r", "\n").split("\n") if text.strip()]
-        assert lines[-1].startswith("fsd-infer") and (len(lines) == 1 or command == "bench"), said
+        assert lines[-1].startswith("fsd-infer") and (len(lines) == 1 or name == "bench"), said
         one_line(lines[-1])
+
+
+@settings(FUZZ, max_examples=300)
+@given(data=st.data(), name=st.sampled_from(sorted(PARSERS)))
+def test_options_of_the_training_commands(data: st.DataObject, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = PARSERS[name]()
+    for action in parser._actions:
+        action.required = False  # or most lines would end there, whatever else they hold
+    argv = data.draw(arguments(parser, 0))
+    try:
+        found = parser.parse_args(argv)
+    except SystemExit as stop:
+        said = capsys.readouterr().err
+        assert stop.code == BAD_INPUT and said.startswith(f"fsd-train {name}: ") and said.count("\n") == 1, said
+        one_line(said.strip())
+    else:
+        counts = [value for name, value in vars(found).items() if isinstance(value, int) and name != "seed"]
+        assert all(0 <= value < 2**31 for value in counts)
 
 
 ROWS: list[dict[str, Any]] = [
@@ -149,9 +169,7 @@ def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: 
     """Rows with values replaced, removed or added; lines cut, joined or overwritten; all read as every reader does."""
     rows: list[Any] = data.draw(st.lists(st.sampled_from(ROWS), min_size=1, max_size=3))
     for _ in range(data.draw(st.integers(0, 2))):
-        path = data.draw(st.sampled_from(places(rows)))
-        new = data.draw(st.sampled_from([*JUNK, KeyError]) | st.recursive(st.none() | st.text(), st.lists))
-        rows = changed(rows, path, new) or [None]
+        rows = spoilt(rows, data.draw) or [None]
     suffix = data.draw(st.sampled_from([".jsonl", ".jsonl", ".json", ".parquet", ".jsonl.gz"]))
     text = json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows))
     content = bytearray(text.encode("utf-8", "surrogatepass"))
@@ -179,3 +197,38 @@ def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: 
     for read in (prompts, conversations):
         error = refusal(read)
         assert error is None or isinstance(error, DataError)
+
+
+@settings(FUZZ, max_examples=25)
+@given(data=st.data())
+def test_model_directories(data: st.DataObject, toy: Toy, tmp_path: Path) -> None:
+    """A target whose JSON files hold anything."""
+    directory = tmp_path / "model"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(toy.target, directory)
+    kinds = ["config.json", "config.json", "config.json", "generation_config.json", "tokenizer_config.json"]
+    file = directory / data.draw(st.sampled_from(kinds))
+    config = json.loads(file.read_text())
+    for _ in range(data.draw(st.integers(1, 2))):
+        config = spoilt(config, data.draw) or {"": 1}
+    file.write_text(json.dumps(config))
+    loaded: list[Any] = []
+    load = dict(dtype=torch.float32, device="cpu", pack=False)
+    if refusal(lambda: loaded.append(FuzzyDecoder.from_pretrained(str(directory), "none", **load))) is None:
+        refusal(lambda: loaded[0].generate("the cat", max_new_tokens=2, do_sample=False))
+
+
+ARGUMENTS = ("seed", "chat", "max_cache_bytes", "streamer", "drafter", "prompts", "rule", "beam_options")
+OPTIONS = sorted({*vars(GenerationConfig()), *ARGUMENTS, "logits_processor", "stopping_criteria", "generation_config"})
+VALUES = [
+    *JUNK, [1, 2], ["the"], {"x": 1}, b"x", object(), 2**70, torch.ones(2), ["exact", "exact"], [{"role": "user"}],
+]  # fmt: skip
+
+
+@settings(FUZZ, max_examples=300)
+@given(data=st.data())
+def test_options_in_python(data: st.DataObject, toy_decoder: FuzzyDecoder) -> None:
+    names = data.draw(st.lists(st.sampled_from(OPTIONS), min_size=1, max_size=2, unique=True))
+    given = {name: data.draw(st.sampled_from(VALUES)) for name in names}
+    given = {"prompts": [5, 6, 7], "max_new_tokens": 2, "do_sample": False, **given}
+    refusal(lambda: toy_decoder.generate(**given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import resource
 import shutil
@@ -24,9 +23,8 @@ from fsd_bench.record import write_record
 from fsd_infer.cli.main import main as infer
 from fsd_infer.cli.run import BAD_INPUT
 from fsd_train.cli import main as train
-from tests.fuzzing import FUZZ, one_line
+from tests.fuzzing import FUZZ, changed, one_line, spoilt
 from tests.test_adapters import save_adapter
-from tests.test_head_malformed import JUNK, changed, places
 from tests.text_toys import save_tiny_chat_target, write_rows
 
 MODELS = "--target target --drafter head --dtype fp32"
@@ -142,9 +140,7 @@ def spoil(path: Path, draw: Any) -> None:
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]
         place = draw(st.integers(0, len(lines) - 1))
         value = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(lines[place])
-        new = draw(st.sampled_from([*JUNK, KeyError]) | st.recursive(st.none() | st.integers() | st.text(), st.lists))
-        value = changed(value, draw(st.sampled_from(places(value))), new)
-        path.write_text("\n".join([*lines[:place], json.dumps(value), *lines[place + 1 :], ""]))
+        path.write_text("\n".join([*lines[:place], json.dumps(spoilt(value, draw)), *lines[place + 1 :], ""]))
     elif kind == "directory":
         path.mkdir()
         if draw(st.booleans()):
@@ -205,13 +201,7 @@ def test_recipes_of_wrong_types(
     inner = {"model": "target head head.fused_layers init_args", "trainer": ""}
     inner["data"] = "train_files validation_files features max_length tokenizer"
     for entry in [*inner, *(f"{section}.{name}" for section, names in inner.items() for name in names.split())]:
-        spoilt = copy.deepcopy(recipe)
-        *sections, last = entry.split(".")
-        place = spoilt
-        for section in sections:
-            place = place[section]
-        place[last] = value
-        (root / "recipe.yaml").write_text(yaml.safe_dump(spoilt))
+        (root / "recipe.yaml").write_text(yaml.safe_dump(changed(recipe, tuple(entry.split(".")), value)))
         status, said = call(command)
         assert status in (0, BAD_INPUT) and "Traceback" not in said, f"{entry}: {said}"
 

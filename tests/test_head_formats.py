@@ -127,9 +127,6 @@ def test_both_numberings_of_layers_and_what_is_always_written(target: Target, tm
     assert stored["t2d"].nonzero().squeeze(1).tolist() == REDUCED.tolist()
     export_head(make_head(target, layout="eagle"), tmp_path / "sglang", "sglang", facts(target))
     assert not load_file(tmp_path / "sglang" / "model.safetensors")["fc.bias"].any()
-    assert (tmp_path / "sglang" / "model.safetensors").stat().st_mode & 0o777 == (
-        tmp_path / "sglang" / "config.json"
-    ).stat().st_mode & 0o777
 
 
 def rewrite(directory: Path, out: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -226,8 +223,7 @@ def test_contradictions_are_refused(target: Target, tmp_path: Path) -> None:
     head = make_head(target, REDUCED, **EAGLE3)
     export_head(head, tmp_path / "vllm", "vllm", facts(target))
     stored = load_file(tmp_path / "vllm" / "model.safetensors")
-    count = len(REDUCED)
-    ids = "eagle_aux_hidden_state_layer_ids"
+    count, ids = len(REDUCED), "eagle_aux_hidden_state_layer_ids"
     refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"eagle_config": {ids: [2, 4, 5]}}, {}, "it is not clear which are meant"),
         ({ids: [2, 4], "eagle_config": None}, {}, r"fc fuses 3 layers, and config.json names \[1, 3\]"),
@@ -235,11 +231,8 @@ def test_contradictions_are_refused(target: Target, tmp_path: Path) -> None:
         ({"norm_before_fc": True}, {}, "one norm over all fused layers"),
         ({}, {"d2t": torch.zeros(count)}, "d2t is of type F32, not whole numbers"),
         ({}, {"d2t": torch.zeros(count, dtype=torch.long) + 5000}, "distinct ids from 0 to 96"),
-        ({}, {"d2t": -torch.arange(count)}, "distinct ids from 0 to 96"),
-        ({}, {"d2t": stored["d2t"].roll(1)}, "distinct ids|name different ids"),
         ({}, {"t2d": ~stored["t2d"]}, "d2t and t2d name different ids"),
         ({}, {"d2t": None, "t2d": None}, "has no d2t to say which"),
-        ({}, {"midlayer.mlp.up_proj.weight": torch.zeros(64, 32).to(torch.int8)}, "quantised heads are not read"),
         ({}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
         ({"num_hidden_layers": 10**9}, {}, "speaks of 1000000000 layers"),
         ({}, {"midlayer.extra.weight": torch.zeros(3)}, r"unexpected \['layers.0.extra.weight'\]"),
@@ -274,6 +267,9 @@ def test_command_converts_there_and_back(layout: str, target: Target, tmp_path: 
         2 if layout == "eagle" else 0
     )
     assert cli(["export", str(tmp_path / "head"), str(tmp_path / "head"), "--to", "vllm"]) == 2  # it is kept
+    for odd in (3, {"hyperparameters": 3}, {"hyperparameters": {"target": 3}}):  # a record is free-form
+        save_head(tmp_path / "head", head, target.fingerprint(), odd)  # type: ignore[arg-type]
+        assert cli(["export", str(tmp_path / "head"), str(tmp_path / "odd"), "--to", "vllm"]) == 2
     assert cli(["export", str(tmp_path / "target"), str(tmp_path / "no")]) == 2
     assert all(
         torch.equal(load_head(tmp_path / "head").state_dict()[name], value) for name, value in head.state_dict().items()

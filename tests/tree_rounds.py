@@ -88,9 +88,9 @@ def chain_round(
     return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
 
 
-def masked(logits: Tensor, temperature: float) -> Tensor:
-    """Processed as by a request with a temperature and a top-k mask that leaves half of the tokens."""
-    kth = logits.topk(logits.shape[-1] // 2, dim=-1).values[..., -1:]
+def masked(logits: Tensor, temperature: float, keep: int | None = None) -> Tensor:
+    """Processed as by a request with a temperature and a top-k mask that leaves ``keep`` tokens, by default half."""
+    kth = logits.topk(keep or logits.shape[-1] // 2, dim=-1).values[..., -1:]
     return (logits / temperature).masked_fill(logits < kth, -INF)
 
 
