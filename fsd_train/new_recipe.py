@@ -235,7 +235,7 @@ def step_memory(
 
     Args:
         facts: of the target.
-        loaded: weights of the target that are in memory.
+        loaded: weights of the target in memory; of embeddings and LM head alone where features are cached.
         weights: of the head.
         drafted: size of the draft vocabulary.
         tokens, steps: of a batch, and runs of the head over it.
@@ -244,14 +244,14 @@ def step_memory(
     h, chunk = facts.hidden_size, default_chunk_size(device, drafted)
     head = f"18 B x {_count(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
     kept = f"2 B x (20 x {h} + 4 x {facts.intermediate_size}) x {tokens} tokens x {steps} steps"
-    parts = [
+    rows = Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
+    return [
         Part("target", 2.0 * loaded, f"2 B x {_count(loaded)} weights (bf16)", shared=True),
         Part("head", 18.0 * weights, head, shared=True),
-        Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}"),
+        *([rows] if drafted < facts.vocab_size else []),
         Part("activations", activation_bytes(facts, tokens, steps), kept),
         Part("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
-    return [part for part in parts if part.name != "target's rows" or drafted < facts.vocab_size]
 
 
 def hardware(facts: TargetFacts, choices: Choices) -> str:
