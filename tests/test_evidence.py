@@ -106,9 +106,12 @@ def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> Non
         file.write_bytes(whole[:cut])
         sweep(small, file)
         assert untimed(file) == wanted, f"cut at byte {cut}"
-    file.write_bytes(whole + b"3\n")
-    sweep(small, file)
-    assert untimed(file) == wanted, "what is no line of a sweep is dropped"
+    damaged = whole.replace(b'"sources": "', b'"sources": "x', 1)
+    for content in (whole + b"3\n", damaged):
+        file.write_bytes(content)
+        sweep(small, file)
+        assert untimed(file) == wanted, "what is no line of a sweep is dropped"
+    assert damaged != whole
     before = file.read_bytes()
     sweep(small, file)
     assert file.read_bytes() == before, "a finished sweep is left as it is"

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsd_infer.errors import FsdError
 from fsd_infer.files import append_json, usable_name, writable, write_text
+from fsd_infer.rules import Source
 
 VERSION = 2
 DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
@@ -23,6 +24,7 @@ _ANSWER = {
     **dict.fromkeys(("copied_4grams", "repeated_4grams"), (*_NUMBER, type(None))),
     "final": (str, type(None)),
 }  # fmt: skip
+_SOURCES = {str(int(source)) for source in Source}
 
 
 class SweepFile:
@@ -108,4 +110,6 @@ def _is_line(value: Any, head: dict[str, Any]) -> bool:
         return False
     known = 0 <= value["prompt"] < len(head["prompts"])
     known &= value["temperature"] in (head["settings"].get("temperatures") or ())
-    return known and _has(value, {"js": list} if value["setting"] == DISTANCES else _ANSWER)
+    if value["setting"] == DISTANCES:
+        return known and _has(value, {"js": list})
+    return known and _has(value, _ANSWER) and set(value["sources"]) <= _SOURCES
