@@ -10,9 +10,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,8 @@ from hypothesis import strategies as st
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
 from fsd_train.fit import TrainCLI, explained, quiet
-from tests.fuzzing import JUNK, places
-from tests.train_toys import in_recipe, make_toys
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"), rows=12)
+from tests.fuzzing import JUNK, called, places
+from tests.train_toys import in_recipe
 
 
 def recipe(toys: Path, out: Path) -> dict[str, Any]:
@@ -57,15 +50,7 @@ def recipe(toys: Path, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def call(argv: list[str]) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr)"""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            status = main(argv)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    return status, out.getvalue(), err.getvalue()
+call = partial(called, main)
 
 
 def one_line_or_well(argv: list[str], said: str = "", ends: Callable[[list[str]], tuple[int, str, str]] = call) -> int:
@@ -204,9 +189,7 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
             line.instantiate_classes()
             line.before_fit()
 
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        return run("fsd-train fit", begin), out.getvalue(), err.getvalue()
+    return called(lambda _: run("fsd-train fit", begin), argv)
 
 
 @pytest.mark.parametrize(("cases", "trains"), [(120, False), pytest.param(200, True, marks=pytest.mark.slow)])

@@ -27,25 +27,9 @@ from fsd_train.export import export_main
 from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
-from tests.train_toys import (
-    TRAINER,
-    assert_same,
-    fit_command,
-    in_bf16,
-    in_recipe,
-    logged,
-    make_toys,
-    save_toy_target,
-    started,
-)
+from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 
 STEPS = 24
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with target/, answers.jsonl and features/."""
-    return make_toys(tmp_path_factory.mktemp("toys"))
 
 
 def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:

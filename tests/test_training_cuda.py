@@ -15,15 +15,10 @@ from fsd_infer.heads.checkpoint import load_head
 from fsd_train.cli import main
 from tests.families import reference
 from tests.test_training_waits import LOSSES, eagle, step_of
-from tests.train_toys import fit_command, in_recipe, logged, make_toys
+from tests.train_toys import fit_command, in_recipe, logged
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"))
 
 
 @pytest.mark.parametrize(("cached", "loss"), [(True, "eagle"), (False, "eagle"), (False, "fsd")])
