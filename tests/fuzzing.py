@@ -17,7 +17,7 @@ FUZZ = settings(
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NUMERALS = [
     *("0", "1", "2", "7", "-1", "-0", "+1", "007", "0.3", ".5", "5.", "1e-3", "1e400", "-1e400", "1e-400", "5e-324"),

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
 from fsd_train.fit import TrainCLI, explained, quiet
-from tests.fuzzing import JUNK, called, places
+from tests.fuzzing import FUZZ, JUNK, called, places
 from tests.train_toys import in_recipe
 
 
@@ -200,11 +200,7 @@ def test_spoilt_recipes(
     statuses: Counter[int] = Counter()
     ends = call if trains else partial(read_only, command_line)
 
-    @settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None,
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
+    @settings(FUZZ, max_examples=cases)
     @given(changes=spoilt(KEYS))
     def check(changes: list[tuple[str, tuple[Any, ...], Any]]) -> None:
         out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
