@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+# fields of an answer that are measured of its text
+OF_TEXT = ("score", "copied_4grams", "coverage", "other_language", "repeated_4grams")
+
 
 @dataclass
 class Answer:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
 from fsd_bench.paired import against, intervals
 from fsd_infer.errors import FsdError
@@ -202,11 +202,7 @@ def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None
         "gate_open_fraction": per_token(lambda answer: answer.gate_open_fraction),
         "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
         "divergence_spent": mean([answer.divergence_spent for answer in answers]),
-        "score": mean([answer.score for answer in answers]),
-        "copied_4grams": mean([answer.copied_4grams for answer in answers]),
-        "coverage": mean([answer.coverage for answer in answers]),
-        "other_language": mean([answer.other_language for answer in answers]),
-        "repeated_4grams": mean([answer.repeated_4grams for answer in answers]),
+        **{name: mean([getattr(answer, name) for answer in answers]) for name in OF_TEXT},
         "log_likelihood_per_token": (
             sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
             if likelihoods
@@ -266,11 +262,7 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "gate_accepted_fraction": answer.gate_accepted_fraction,
         "divergence_spent": answer.divergence_spent,
         "log_likelihood_per_token": answer.log_likelihood,
-        "score": answer.score,
-        "copied_4grams": answer.copied_4grams,
-        "coverage": answer.coverage,
-        "other_language": answer.other_language,
-        "repeated_4grams": answer.repeated_4grams,
+        **{name: getattr(answer, name) for name in OF_TEXT},
         "final_answer": answer.final,
         "finish_reason": answer.finish_reason,
         "tokens_sha256": (

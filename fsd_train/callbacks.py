@@ -47,9 +47,7 @@ class ExportHead(Callback):
         self.every_n_train_steps = every_n_train_steps
         self._last = 0
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             self._last = step
@@ -144,9 +142,7 @@ class LossCurve(Callback):
                 if not points or points[-1][0] < trainer.global_step:
                     points.append((trainer.global_step, float(value)))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step % self.every_n_train_steps == 0:
             self._note(trainer, validation=False)
 
@@ -280,9 +276,7 @@ class DecodedTau(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = trainer.global_step  # which the first of accumulated batches still ends with
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             for name, value in self.run(trainer, pl_module).items():

@@ -39,7 +39,6 @@ COMMANDS = {
     "finetune": Command("fsd_train.fit:finetune", "fine-tune a target: --config recipes/smollm2-135m-maths.yaml"),
     "export": Command("fsd_train.export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
     "doctor": Command("fsd_train.doctor:main", "say why a head accepts less than it should"),
-    "label": Command("fsd_train.label:main", "find which tokens of the target's answers matter, by changing them"),
     "estimate": Command("fsd_train.estimate:main", "memory, disk and time of a recipe, before anything long starts"),
 }
 

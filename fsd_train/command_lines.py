@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.cli.options import MOST_COUNT, SCORES, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import MOST_COUNT, positive, real_number, whole_number
 from fsd_infer.cli.run import Parser
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json
@@ -124,40 +124,6 @@ def cache_features() -> argparse.ArgumentParser:
     return parser
 
 
-def label() -> argparse.ArgumentParser:
-    """Options of `fsd-train label`."""
-    p = Parser(
-        prog="fsd-train label",
-        description="Which tokens of the target's answers matter, found by changing them to what a drafter proposes; "
-        "as JSONL. A killed run is continued by the same command.",
-    )
-    p.add_argument("--target", required=True, help="built-in name, directory or hub id")
-    p.add_argument("--drafter", default="shipped", help="what fsd-infer takes (%(default)s)")
-    p.add_argument("--prompts", required=True, nargs="+", metavar="FILE", help="with a reference where --by is score")
-    p.add_argument("--output", required=True, metavar="FILE", help="a .jsonl file")
-    p.add_argument(
-        "--by", choices=("score", "loss"), default="score",
-        help="a change is important if the answer's score falls or it says something else in the end, or if the rest "
-        "of the answer becomes less likely by more than --most-loss (%(default)s)",
-    )  # fmt: skip
-    p.add_argument("--score", choices=SCORES, default="auto", help="kind of reference, as for fsd-infer sweep (auto)")
-    p.add_argument(
-        "--most-regret", type=real_number, default=6.0, metavar="NATS",
-        help="changes that the target finds less likely than its choice by more are not tried (%(default)s)",
-    )  # fmt: skip
-    p.add_argument("--most-loss", type=real_number, default=0.5, metavar="NATS", help="per token (%(default)s)")
-    p.add_argument("--tree", default="10,2,16", help="depth,width,nodes of the draft trees (%(default)s)")
-    p.add_argument("--max-new-tokens", type=positive, default=160, help="of each answer (%(default)s)")
-    p.add_argument("--limit-per-file", type=positive, help="a sample of so many prompts of each file, drawn by --seed")
-    p.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0, help="of that sample (%(default)s)")
-    p.add_argument("--batch-size", type=positive, default=16, help="prompts answered together (%(default)s)")
-    p.add_argument("--dtype", default="bf16", help="(%(default)s)")
-    p.add_argument("--device", help="default CUDA if there is one")
-    p.add_argument("--threads", type=thread_count, help="of the CPU (default: torch's)")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    return p
-
-
 def export() -> argparse.ArgumentParser:
     """Options of `fsd-train export`."""
     parser = Parser(
@@ -255,6 +221,5 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "quickstart": quickstart,
     "export": export,
     "doctor": doctor,
-    "label": label,
     "estimate": estimate,
 }

@@ -216,13 +216,8 @@ def read_answers(
     if not found:
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}).")
     if left_out:
-        log.warning(
-            "%s: %d of %d rows have no answer in their first %d tokens and are left out: see data.max_length",
-            named,
-            left_out,
-            read,
-            max_length,
-        )
+        what = "%s: %d of %d rows have no answer in their first %d tokens and are left out: see data.max_length"
+        log.warning(what, named, left_out, read, max_length)
     points = {point for point, _ in found}
     border = validation_fraction
     if border and len(points) > 1:
@@ -233,12 +228,12 @@ def read_answers(
     return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)
 
 
-def collate(items: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Batch:
+def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
     """Items of a dataset as one right-padded batch."""
     width = max(len(item["input_ids"]) for item in items)
     shape = (len(items), width)
     batch: Batch = {
-        "input_ids": torch.full(shape, pad_id, dtype=torch.long),
+        "input_ids": torch.zeros(shape, dtype=torch.long),
         "attention_mask": torch.zeros(shape, dtype=torch.long),
         "loss_mask": torch.zeros(shape, dtype=torch.long),
         "index": torch.tensor([item["index"] for item in items]),

@@ -158,11 +158,6 @@ class DistillationModule(ScheduledModule, ABC):
         return self._trainer is not None and getattr(self._datamodule, "features", None) is None
 
     @property
-    def _datamodule(self) -> Any:
-        """The trainer's data module, if there is one."""
-        return getattr(self._trainer, "datamodule", None)
-
-    @property
     def _feature_store(self) -> FeatureStore | None:
         """The data module's cached features, if there are any."""
         return getattr(self._datamodule, "feature_store", None)

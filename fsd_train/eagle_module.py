@@ -280,11 +280,8 @@ class EagleModule(DistillationModule):
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write the head where :func:`fsd_infer.heads.checkpoint.load_head` finds it."""
-        record = {
-            "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": {k: v for k, v in self.settings.items() if _is_plain(v)},
-            **(extra or {}),
-        }
+        record = self.record(extra)
+        record["hyperparameters"] = {k: v for k, v in self.settings.items() if _is_plain(v)}
         return save_head(directory, self.head, self.target.fingerprint(), extra=record)
 
 

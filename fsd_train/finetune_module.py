@@ -14,8 +14,7 @@ from fsd_train.data import on_host
 from fsd_train.metrics import StepMean
 from fsd_train.options import ScheduleOptions
 from fsd_train.safety import check_state
-from fsd_train.scheduled_module import ScheduledModule
-from fsd_train.small_lm import SmallLM, trained_state
+from fsd_train.small_lm import SmallLM, SmallLMModule
 
 
 def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -23,7 +22,7 @@ def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
 
 
-class FinetuneModule(ScheduledModule):
+class FinetuneModule(SmallLMModule):
     """Trains a causal LM to give the answers of the data, from its own weights on.
 
     Batches are those of :class:`fsd_train.data.AnswersDataModule`. With ``lora`` the base model is frozen, in bf16
@@ -39,8 +38,6 @@ class FinetuneModule(ScheduledModule):
         schedule: the other options of :class:`fsd_train.options.ScheduleOptions`; optimizer muon with ``lora`` only.
     """
 
-    head: SmallLM
-
     def __init__(
         self,
         target: str,
@@ -51,8 +48,7 @@ class FinetuneModule(ScheduledModule):
         **schedule: Any,
     ) -> None:
         super().__init__(ScheduleOptions(target=target, lr=lr, **schedule))
-        if self.options.optimizer == "muon" and lora is None:
-            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
+        self.check_optimizer(lora)
         if initial_adapter is not None and lora is None:
             raise DataError("initial_adapter is a start for lora: set model.lora, or leave it out.")
         self.val_loss = StepMean(1)
@@ -77,9 +73,8 @@ class FinetuneModule(ScheduledModule):
     def setup(self, stage: str) -> None:
         """Make the model. Raises DataError if the data has token ids that the target lacks."""
         self.configure_model()
-        data: Any = getattr(self._trainer, "datamodule", None)
-        if hasattr(data, "check_ids"):
-            data.check_ids(self.head.vocab_size)
+        if hasattr(self._datamodule, "check_ids"):
+            self._datamodule.check_ids(self.head.vocab_size)
 
     def losses(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy of each answer token of a batch, in nats: [N] for N tokens under the loss mask."""
@@ -102,26 +97,10 @@ class FinetuneModule(ScheduledModule):
         self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
         self.val_loss.reset()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What is trained: all weights, or the adapter's alone."""
-        return trained_state(self, super().state_dict(*args, **kwargs))
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
-        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
-        if strict and wrong:
-            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_state(self, checkpoint)
         super().on_load_checkpoint(checkpoint)
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a target, with a record of the training in training.json."""
-        record = {
-            "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": self.settings,
-            **(extra or {}),
-        }
-        return self.head.export(Path(directory), record)
+        return self.head.export(Path(directory), self.record(extra))

@@ -6,7 +6,6 @@ contexts it drafts in. With probability ``on_policy`` a batch keeps its prompts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from fsd_train.data import keep_on_host, on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
 from fsd_train.options import TrainingOptions
-from fsd_train.small_lm import LogitsHead, SmallLM, trained_state
+from fsd_train.small_lm import LogitsHead, SmallLM, SmallLMModule
 
 
-class LMModule(DistillationModule):
+class LMModule(SmallLMModule, DistillationModule):
     """Distils a small causal LM of the target's vocabulary towards the target.
 
     Batches, schedule, resumption and metrics are those of heads. The rows of a batch are the contexts in which decoding
@@ -53,8 +52,6 @@ class LMModule(DistillationModule):
         training: the other options of :class:`fsd_train.options.TrainingOptions`; optimizer muon with ``lora`` only.
     """
 
-    head: SmallLM
-
     def __init__(
         self,
         target: str,
@@ -74,8 +71,7 @@ class LMModule(DistillationModule):
                 "on_policy is a probability, and on_policy_tokens and on_policy_temperature are positive; got "
                 f"{on_policy}, {on_policy_tokens} and {on_policy_temperature}."
             )
-        if self.options.optimizer == "muon" and lora is None:
-            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
+        self.check_optimizer(lora)
         if self.options.ema_decay is not None and lora is not None:
             raise DataError("ema_decay averages whole models: leave it out with lora.")
         check_loss(self.loss)
@@ -209,28 +205,12 @@ class LMModule(DistillationModule):
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What is trained: all weights, or the adapter's alone."""
-        return trained_state(self, super().state_dict(*args, **kwargs))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
-        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
-        if strict and wrong:
-            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
-
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.
 
         See :meth:`fsd_train.small_lm.SmallLM.export`.
         """
-        record = {
-            "steps": int(self.global_step) if self._trainer is not None else None,
-            "hyperparameters": self.settings,
-            "target": self.target.fingerprint(),
-            **(extra or {}),
-        }
+        record = self.record({"target": self.target.fingerprint(), **(extra or {})})
         return self.head.export(Path(directory), record)
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:

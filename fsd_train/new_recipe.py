@@ -285,15 +285,16 @@ def _yaml(*names: str) -> str:
     return yaml.safe_dump(list(names), default_flow_style=True, allow_unicode=True, width=math.inf).strip()[1:-1]
 
 
-def own_directory(name: str, roots: Sequence[Path] = (SHIPPED.parent.parent, SHIPPED)) -> str:
+def own_directory(name: str) -> str:
     """Where a run for a target writes, unless a shipped recipe's run writes there: then a directory beside it."""
     run = f"runs/{slug(name)}"
-    recipes = [path.read_text(encoding="utf-8") for root in roots for path in sorted(root.glob("recipes/*.yaml"))]
-    taken = any(re.search(rf"^ +default_root_dir: {re.escape(run)}$", text, flags=re.M) for text in recipes)
+    files = [path for root in (SHIPPED.parent.parent, SHIPPED) for path in root.glob("recipes/*.yaml")]
+    line = re.compile(rf"^ +default_root_dir: {re.escape(run)}$", re.M)
+    taken = any(line.search(path.read_text(encoding="utf-8")) for path in files)
     return f"{run}-new" if taken else run
 
 
-def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note: str = "", run: str = "") -> str:
+def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
     """The recipe as YAML, of a run that writes to the directory ``run`` (by default named after the target)."""
     run = run or f"runs/{slug(facts.name)}"
     answers = list(files) or [f"{run}/answers.jsonl"]
@@ -338,7 +339,7 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), note
 # Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are shared out as well.
 # With cached features (`fsd-train cache-features`, then data.features) the target's layers are not loaded; they take
 # {facts.feature_bytes} B a token: {_gigabytes(1e6 * facts.feature_bytes)} of disk per million tokens.
-{note}seed_everything: 0
+seed_everything: 0
 
 trainer:
   accelerator: auto

@@ -48,9 +48,7 @@ class RunProgress(ProgressBar):
         self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         self._open(float(trainer.estimated_stepping_batches), " steps", "training", trainer.global_step)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         done = trainer.global_step
         if done == self._bar.n:
             return

@@ -240,8 +240,7 @@ class StopOnNonFinite(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.settle(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.settle(trainer)
+    on_train_end = on_validation_start
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class ScheduledModule(LightningModule):
         return trainer is not None and "bf16" in str(trainer.precision)
 
     @property
+    def _datamodule(self) -> Any:
+        """The trainer's data module, if there is one."""
+        return getattr(self._trainer, "datamodule", None)
+
+    @property
     def tables(self) -> list[Tensor]:
         """Matrices of ``head`` with a row per token, which optimisers for hidden layers leave alone."""
         return []
@@ -49,6 +54,11 @@ class ScheduledModule(LightningModule):
         """All options by name, defaults included, for records."""
         own = {name: value for name, value in self.hparams.items() if not name.startswith("_")}
         return {**asdict(self.options), **own}
+
+    def record(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+        """What is stored beside exported weights: steps so far, all options, and ``extra``."""
+        steps = int(self.global_step) if self._trainer is not None else None
+        return {"steps": steps, "hyperparameters": self.settings, **(extra or {})}
 
     def configure_callbacks(self) -> list[Callback]:
         return [CheckResume(), StopOnNonFinite()]

@@ -22,6 +22,7 @@ from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
+from fsd_train.scheduled_module import ScheduledModule
 
 EXPORT_DTYPE = torch.bfloat16
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -232,12 +233,30 @@ class SmallLM(nn.Module):
             )
 
 
-def trained_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a module's state that its ``head``, a :class:`SmallLM`, trains: all, or the adapter's alone."""
-    if not hasattr(module, "head") or not hasattr(module.head.model, "peft_config"):
-        return state
-    trained = {f"head.{name}" for name in module.head.trained()}
-    return {name: value for name, value in state.items() if name in trained}
+class SmallLMModule(ScheduledModule):
+    """Trains a :class:`SmallLM` as its ``head``."""
+
+    head: SmallLM
+
+    def check_optimizer(self, lora: Mapping[str, Any] | None) -> None:
+        """Raise DataError for muon without an adapter."""
+        if self.options.optimizer == "muon" and lora is None:
+            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What is trained: all weights, or the adapter's alone."""
+        state = super().state_dict(*args, **kwargs)
+        if not hasattr(self, "head") or not hasattr(self.head.model, "peft_config"):
+            return state
+        trained = {f"head.{name}" for name in self.head.trained()}
+        return {name: value for name, value in state.items() if name in trained}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
+        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
+        if strict and wrong:
+            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:

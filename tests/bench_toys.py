@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,9 +19,14 @@ class Toy:
     prompts: Path
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What a benchmark or a sweep is to load."""
+        return {"target": str(self.target), "drafter": str(self.drafter), "dtype": "fp32"}
+
+    @property
     def models(self) -> list[str]:
-        """Options of the command line."""
-        return ["--target", str(self.target), "--drafter", str(self.drafter), "--dtype", "fp32"]
+        """The same, for the command line."""
+        return [word for name, value in self.options.items() for word in (f"--{name}", value)]
 
 
 def save_toy(directory: Path, hidden_size: int = 32) -> Toy:

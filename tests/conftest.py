@@ -54,6 +54,14 @@ def toy_decoder(toy: Toy) -> FuzzyDecoder:
     return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32, device="cpu")
 
 
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with target/, answers.jsonl and features/."""
+    from tests.train_toys import make_toys  # loads Lightning, which few tests need
+
+    return make_toys(tmp_path_factory.mktemp("toys"))
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     return Path(__file__).resolve().parent.parent

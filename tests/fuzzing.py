@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -15,7 +17,7 @@ FUZZ = settings(
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NUMERALS = [
     *("0", "1", "2", "7", "-1", "-0", "+1", "007", "0.3", ".5", "5.", "1e-3", "1e400", "-1e400", "1e-400", "5e-324"),
@@ -36,6 +38,17 @@ JUNK: list[Any] = [
     {}, {"a": 1}, [1, None], -(10**9), 1e308, ["LlamaForCausalLM"], [3, 1], [1, 1], [-2, 1, 2], [0.5], ["1"], [10**9],
 ]  # fmt: skip
 _OTHERS = st.sampled_from([*JUNK, KeyError]) | st.recursive(st.none() | st.integers() | st.text(), st.lists)
+
+
+def called(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(argv)
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    return status, out.getvalue(), err.getvalue()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

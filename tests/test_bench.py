@@ -30,8 +30,7 @@ NEW = 10
 
 
 def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
-    settings = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=NEW)
-    return run(toy.prompts, methods, **{**settings, **options})
+    return run(toy.prompts, methods, **{**toy.options, "max_new_tokens": NEW, **options})
 
 
 @pytest.fixture(scope="module")

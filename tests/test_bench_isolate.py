@@ -7,7 +7,6 @@ import shlex
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -70,8 +69,8 @@ def test_one_process_per_method_and_block(toy: Toy, engine: Path, tmp_path: Path
 
 def test_answers_are_those_of_the_shared_process(toy: Toy) -> None:
     methods = ["plain", "exact@lookup", "hf-generate"]
-    options: dict[str, Any] = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=8)
-    alone, shared = (run(toy.prompts, methods, isolate=n, log_likelihood=True, **options) for n in (1, None))
+    options = {**toy.options, "max_new_tokens": 8, "log_likelihood": True}
+    alone, shared = (run(toy.prompts, methods, isolate=n, **options) for n in (1, None))
     for name in methods:
         for own, other in zip(alone["prompts"], shared["prompts"], strict=True):
             assert own["methods"][name][0]["tokens_sha256"] == other["methods"][name][0]["tokens_sha256"]

@@ -35,8 +35,7 @@ def greedy(toy: Toy) -> Behaviour:
 
 
 def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
-    settings = dict(target=str(toy.target), drafter=str(toy.drafter), dtype="fp32", max_new_tokens=NEW, warmup=False)
-    return run(toy.prompts, methods, **{**settings, **options})
+    return run(toy.prompts, methods, **{**toy.options, "max_new_tokens": NEW, "warmup": False, **options})
 
 
 def test_what_a_method_says() -> None:

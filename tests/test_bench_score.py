@@ -23,7 +23,7 @@ from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.cli import options
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.openai_server import Behaviour, serving
 from tests.text_toys import tiny_tokenizer, write_rows
 
@@ -149,20 +149,19 @@ def test_interval_is_that_of_the_normal_law_and_pairs_narrow_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+def toy(toy: Toy) -> Toy:
     """A target that says 7 whatever it is asked: its layers add nothing, and its head likes that token alone."""
-    made = save_toy(tmp_path_factory.mktemp("toy"))
-    model = AutoModelForCausalLM.from_pretrained(made.target, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.data.zero_()
         layer.self_attn.o_proj.weight.data.zero_()
     model.model.embed_tokens.weight.data[:, 0] = 9.0
     model.lm_head.weight.data.zero_()
     model.lm_head.weight.data[tiny_tokenizer()("7", add_special_tokens=False).input_ids[0], 0] = 5.0
-    model.save_pretrained(made.target)
+    model.save_pretrained(toy.target)
     rows = [{"question": "the cat?", "answer": "#### 77"}, {"question": "that?", "answer": "7"}, {"prompt": "it is"}]
-    write_rows(made.prompts, rows)
-    return made
+    write_rows(toy.prompts, rows)
+    return toy
 
 
 def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -31,23 +31,19 @@ from fsd_infer.cli.main import main
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import CheckpointError, DataError
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    made = save_toy(tmp_path_factory.mktemp("toy"))
-    write_rows(made.prompts, [{"question": f"the cat sat on {n} mats", "answer": str(n)} for n in range(12)])
-    return made
+def toy(toy: Toy) -> Toy:
+    write_rows(toy.prompts, [{"question": f"the cat sat on {n} mats", "answer": str(n)} for n in range(12)])
+    return toy
 
 
 def options(toy: Toy, **changes: Any) -> SweepOptions:
-    values: dict[str, Any] = dict(
-        prompts=[toy.prompts], rules=["fuzzy:js:0.02/0.3"], temperatures=[0.0], target=str(toy.target),
-        drafter=str(toy.drafter), dtype="fp32", max_new_tokens=6, examples=0, distances=0,
-    )  # fmt: skip
-    return SweepOptions(**{**values, **changes})
+    values = {"prompts": [toy.prompts], "rules": ["fuzzy:js:0.02/0.3"], "temperatures": [0.0], "max_new_tokens": 6}
+    return SweepOptions(**{**toy.options, **values, "examples": 0, "distances": 0, **changes})
 
 
 # the level of the test ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.metrics import RuleMetrics, compare
 from fsd_train.safety import share_out_again
-from tests.train_toys import TRAINER, make_toys
+from tests.train_toys import TRAINER, logged, make_toys
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -59,11 +58,6 @@ def trainer(out: Path, *callbacks: Any, steps: int = STEPS, **options: Any) -> T
     return Trainer(max_steps=steps, callbacks=[checkpoints, *callbacks], **fixed, **options)
 
 
-def logged(trained: Trainer, name: str) -> list[float]:
-    with open(Path(trained.log_dir or "") / "metrics.csv") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
-
-
 def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:
     rows = data.validation_set
     assert rows is not None and len(rows) >= count
@@ -89,7 +83,7 @@ def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path, cached:
         assert values["gate_open"][-1][1] == pytest.approx(made.stats.gate_open_fraction)
         assert values["spent"][-1][1] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
         assert values["length"][-1][1] == pytest.approx(made.stats.new_tokens / 3)
-        assert logged(trained, f"decoded_tau/{rule}") == pytest.approx([value for _, value in values["tau"]])
+        assert logged(trained.log_dir, f"decoded_tau/{rule}") == pytest.approx([value for _, value in values["tau"]])
         assert "decoded_tau/" + rule in trained.callback_metrics  # a checkpoint may be chosen by it
     assert (callback._full is not None) == cached
     assert (Path(trained.log_dir or "") / "curves.png").is_file()

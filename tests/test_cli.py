@@ -14,16 +14,10 @@ from fsd_infer.cli.main import main
 from fsd_infer.cli.report import COLOURS, RESET, show_accepted, use_colour
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.rules import RULES, Source
-from fsd_infer.targets.loading import parse_dtype
 from tests.bench_toys import Toy
 from tests.text_toys import tiny_tokenizer, write_rows
 
 PROMPT = "the cat sat on the mat"
-
-
-@pytest.fixture(scope="module")
-def reference(toy: Toy) -> FuzzyDecoder:
-    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=parse_dtype("fp32"))
 
 
 def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -39,9 +33,9 @@ def generate(capsys: pytest.CaptureFixture[str], toy: Toy, *argv: str, prompt: s
 
 
 def test_the_answer_and_a_line_of_statistics(
-    toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
+    toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = reference.generate(PROMPT, "exact", max_new_tokens=12, temperature=0)
+    expected = toy_decoder.generate(PROMPT, "exact", max_new_tokens=12, temperature=0)
     status, out, err = generate(capsys, toy, "--max-new-tokens", "12")
     assert status == 0 and out == expected.texts[0] + "\n"
     assert f"{len(expected.sequences[0])} tokens" in err and "rule exact" in err and "tau" in err
@@ -50,12 +44,12 @@ def test_the_answer_and_a_line_of_statistics(
 
 
 def test_json_holds_tokens_sources_and_statistics(
-    toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
+    toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rule = "fuzzy:tv:0.4:budget=3"
     status, out, _ = generate(capsys, toy, "--rule", rule, "--max-new-tokens", "16", "--json")
     record = json.loads(out)
-    expected = reference.generate(PROMPT, rule, max_new_tokens=16, temperature=0)
+    expected = toy_decoder.generate(PROMPT, rule, max_new_tokens=16, temperature=0)
     assert status == 0
     assert record["tokens"] == expected.sequences[0] and record["text"] == expected.texts[0]
     assert record["sources"] == [Source(s).name.lower() for s in expected.records[0].sources]
@@ -64,14 +58,14 @@ def test_json_holds_tokens_sources_and_statistics(
 
 
 def test_prompt_from_file_and_standard_input_and_raw(
-    toy: Toy, reference: FuzzyDecoder, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    toy: Toy, toy_decoder: FuzzyDecoder, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     options = [*toy.models, "--max-new-tokens", "8", "--json"]
     chat, raw = (
-        reference.generate(PROMPT, max_new_tokens=8, temperature=0, chat=chat).sequences[0] for chat in (None, False)
+        toy_decoder.generate(PROMPT, max_new_tokens=8, temperature=0, chat=chat).sequences[0] for chat in (None, False)
     )
     assert chat != raw
     assert json.loads(call(capsys, "generate", "--prompt-file", str(file), *options)[1])["tokens"] == chat
@@ -79,19 +73,19 @@ def test_prompt_from_file_and_standard_input_and_raw(
     assert json.loads(call(capsys, "generate", "--prompt-file", "-", "--raw", *options)[1])["tokens"] == raw
 
 
-def test_sampling_follows_the_seed(toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_follows_the_seed(toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--temperature", "0.9", "--top-p", "0.9", "--max-new-tokens", "12", "--json"]
     found = [json.loads(generate(capsys, toy, *options, "--seed", seed)[1])["tokens"] for seed in "34"]
-    expected = reference.generate(PROMPT, do_sample=True, temperature=0.9, top_p=0.9, max_new_tokens=12, seed=3)
+    expected = toy_decoder.generate(PROMPT, do_sample=True, temperature=0.9, top_p=0.9, max_new_tokens=12, seed=3)
     assert found[0] == expected.sequences[0] != found[1]
 
 
 def test_shown_marks_and_colours_are_the_sources(
-    toy: Toy, reference: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
+    toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--rule", "fuzzy:js:0.2", "--max-new-tokens", "40", "--show-accepted"]
-    made = reference.generate(PROMPT, "fuzzy:js:0.2", max_new_tokens=40, temperature=0)
-    sources, pieces = made.records[0].sources, token_pieces(reference.tokenizer, made.sequences[0])
+    made = toy_decoder.generate(PROMPT, "fuzzy:js:0.2", max_new_tokens=40, temperature=0)
+    sources, pieces = made.records[0].sources, token_pieces(toy_decoder.tokenizer, made.sequences[0])
     assert set(sources) == {0, 1, 2}, "the toy shows every source"
     marks = generate(capsys, toy, *options)[1]  # no terminal
     assert marks.startswith(show_accepted(pieces, sources, colour=False) + "\n") and "\x1b" not in marks

@@ -12,15 +12,7 @@ import torch
 
 from fsd_bench.probe import Probe
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.drafters import (
-    Drafter,
-    GraftedDrafter,
-    LMDrafter,
-    LookupDrafter,
-    NoDrafter,
-    RecycleDrafter,
-    TreeShape,
-)
+from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
 from fsd_infer.rules import parse_rule
 from tests.families import VOCAB, tiny_head, tiny_model

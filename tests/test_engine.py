@@ -22,17 +22,7 @@ from transformers import (
 )
 
 import fsd_infer
-from fsd_infer import (
-    Exact,
-    FsdError,
-    Fuzzy,
-    FuzzyDecoder,
-    LMDrafter,
-    NoDrafter,
-    RandomGate,
-    Target,
-    TreeShape,
-)
+from fsd_infer import Exact, FsdError, Fuzzy, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
 from fsd_infer.decoder.custom_generate import target_of
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError

@@ -20,26 +20,22 @@ from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import Fuzzy
 from fsd_infer.rules.tilted import Tilted
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
 TIMED = ("seconds", "prefill_seconds")
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    made = save_toy(tmp_path_factory.mktemp("toy"))
+def toy(toy: Toy) -> Toy:
     rows = [{"question": f"the cat sat on {n} mats", "answer": str(n), "source": "sums"} for n in range(4)]
-    write_rows(made.prompts, [*rows, {"prompt": "<b>it</b> is & there", "category": "ends"}])
-    return made
+    write_rows(toy.prompts, [*rows, {"prompt": "<b>it</b> is & there", "category": "ends"}])
+    return toy
 
 
 def options(toy: Toy, **changes: Any) -> SweepOptions:
-    values: dict[str, Any] = dict(
-        prompts=[toy.prompts], rules=["fuzzy:js:0.02/0.3"], temperatures=[0.0, 0.8], target=str(toy.target),
-        drafter=str(toy.drafter), dtype="fp32", max_new_tokens=8, examples=1, distances=2,
-    )  # fmt: skip
-    return SweepOptions(**{**values, **changes})
+    values = {"prompts": [toy.prompts], "rules": ["fuzzy:js:0.02/0.3"], "temperatures": [0.0, 0.8], "max_new_tokens": 8}
+    return SweepOptions(**{**toy.options, **values, "examples": 1, "distances": 2, **changes})
 
 
 @pytest.fixture(scope="module")

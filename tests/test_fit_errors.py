@@ -10,27 +10,20 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
 from fsd_train.fit import TrainCLI, explained, quiet
-from tests.fuzzing import JUNK, places
-from tests.train_toys import in_recipe, make_toys
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"), rows=12)
+from tests.fuzzing import FUZZ, JUNK, called, places
+from tests.train_toys import in_recipe
 
 
 def recipe(toys: Path, out: Path) -> dict[str, Any]:
@@ -57,15 +50,7 @@ def recipe(toys: Path, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def call(argv: list[str]) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr)"""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            status = main(argv)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    return status, out.getvalue(), err.getvalue()
+call = partial(called, main)
 
 
 def one_line_or_well(argv: list[str], said: str = "", ends: Callable[[list[str]], tuple[int, str, str]] = call) -> int:
@@ -204,9 +189,7 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
             line.instantiate_classes()
             line.before_fit()
 
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        return run("fsd-train fit", begin), out.getvalue(), err.getvalue()
+    return called(lambda _: run("fsd-train fit", begin), argv)
 
 
 @pytest.mark.parametrize(("cases", "trains"), [(120, False), pytest.param(200, True, marks=pytest.mark.slow)])
@@ -217,11 +200,7 @@ def test_spoilt_recipes(
     statuses: Counter[int] = Counter()
     ends = call if trains else partial(read_only, command_line)
 
-    @settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None,
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
+    @settings(FUZZ, max_examples=cases)
     @given(changes=spoilt(KEYS))
     def check(changes: list[tuple[str, tuple[Any, ...], Any]]) -> None:
         out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"

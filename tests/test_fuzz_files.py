@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from fsd_bench.record import write_record
 from fsd_infer.cli.main import main as infer
 from fsd_infer.cli.run import BAD_INPUT
 from fsd_train.cli import main as train
-from tests.fuzzing import FUZZ, changed, one_line, spoilt
+from tests.fuzzing import FUZZ, called, changed, one_line, spoilt
 from tests.test_adapters import save_adapter
 from tests.text_toys import save_tiny_chat_target, write_rows
 
@@ -65,13 +63,9 @@ CASES = [(command, name) for command, names in COMMANDS.items() for name in name
 
 def call(command: str) -> tuple[int, str]:
     """(exit status, stderr)"""
-    argv, err = command.split(), StringIO()
-    with redirect_stdout(StringIO()), redirect_stderr(err):
-        try:
-            status = (infer if argv[0] in ("generate", "bench", "sweep", "calibrate") else train)(argv)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    return status, err.getvalue()
+    argv = command.split()
+    status, _, err = called(infer if argv[0] in ("generate", "bench", "sweep", "calibrate") else train, argv)
+    return status, err
 
 
 @pytest.fixture(scope="module")

@@ -130,8 +130,7 @@ def ask(request: pytest.FixtureRequest, model: Any, decoder: FuzzyDecoder) -> As
 
     def through_hook(**options: Any) -> list[int]:
         hook = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter)
-        made = model.generate(torch.tensor([PROMPT]), **hook, **options)
-        return (made if isinstance(made, torch.Tensor) else made.sequences)[0, len(PROMPT) :].tolist()
+        return theirs(model, **hook, **options)
 
     return through_decoder if request.param == "decoder" else through_hook
 

@@ -19,7 +19,7 @@ from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as cli
-from tests.families import VOCAB, tiny_model, tiny_prompts
+from tests.families import VOCAB, reference, tiny_model, tiny_prompts
 
 LAYERS = 8
 REDUCED = torch.arange(1, VOCAB, 2)
@@ -110,9 +110,7 @@ def test_import_of_an_export_is_bit_exact(case: str, to: str, target: Target, tm
     drafter = load_drafter(tmp_path, target)
     assert isinstance(drafter, EagleDrafter) and drafter.public
     out = FuzzyDecoder(target, drafter).generate(PROMPTS, max_new_tokens=12, do_sample=False)
-    for row, prompt in enumerate(PROMPTS):
-        wanted = target.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
-        assert out.sequences[row] == wanted.tolist()
+    assert out.sequences == reference(target.model, PROMPTS, max_new_tokens=12)
 
 
 def test_both_numberings_of_layers_and_what_is_always_written(target: Target, tmp_path: Path) -> None:
@@ -196,8 +194,7 @@ def test_embeddings_of_its_own_and_another_width(target: Target, tmp_path: Path)
         assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in head.state_dict().items())
         decoder = FuzzyDecoder(target, load_drafter(tmp_path / to, target))
         out = decoder.generate(PROMPTS[:1], max_new_tokens=12, do_sample=False)
-        wanted = target.model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=12, do_sample=False)
-        assert out.sequences[0] == wanted[0, len(PROMPTS[0]) :].tolist()
+        assert out.sequences == reference(target.model, PROMPTS[:1], max_new_tokens=12)
     save_head(tmp_path / "ours", head, {"hidden_size": 32, "vocab_size": VOCAB})
     assert load_head(tmp_path / "ours", target).config == head.config
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsd_infer.errors import DataError, FsdError
-from tests.bench_toys import Toy, save_toy
+from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
 pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
@@ -30,15 +30,14 @@ PROGRAM = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(4) 
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    made = save_toy(tmp_path_factory.mktemp("toy"))
-    folder = made.prompts.parent
+def toy(toy: Toy) -> Toy:
+    folder = toy.prompts.parent
     sums = [{"question": f"the cat has {n} cats and {n} more?", "answer": f"#### {2 * n}"} for n in range(4)]
     write_rows(folder / "gsm8k_test_dev.jsonl", [*sums, {"question": "no reference"}])
     write_rows(folder / "HumanEval.jsonl.gz", [PROGRAM])
     texts = [{"category": "summarization", "turns": ["the cat sat"], "reference": ["the cat"]}, {"prompt": "it"}]
     write_rows(folder / "spec_bench_dev.jsonl", texts)
-    return made
+    return toy
 
 
 @pytest.fixture(scope="module")

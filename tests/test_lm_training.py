@@ -25,6 +25,7 @@ from fsd_train.data import AnswersDataModule, collate
 from fsd_train.export import export_main
 from fsd_train.fit import class_paths
 from fsd_train.lm_module import LMModule
+from tests.families import reference
 from tests.train_toys import (
     TRAINER,
     VOCAB,
@@ -92,10 +93,7 @@ def assert_decodes_exactly(toys: Path, drafter: Path) -> None:
     prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]
     decoder = FuzzyDecoder(target, LMDrafter(load_lm(drafter, target), target, depth=3))
     made = decoder.generate(prompts, max_new_tokens=12, do_sample=False)
-    for prompt, answer in zip(prompts, made.sequences, strict=True):
-        ids = torch.tensor([prompt])
-        plain = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert answer == plain[0, len(prompt) :].tolist()
+    assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -208,11 +206,9 @@ def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
         assert fresh["loss_mask"][row].tolist() == [0] * first + [1] * (length - first) + [0] * (
             fresh["loss_mask"].shape[1] - length
         )
-        own = module.head.model.generate(
-            prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=10, do_sample=False
-        )
+        (own,) = reference(module.head.model, [prompt.tolist()], max_new_tokens=10)
         answer = fresh["input_ids"][row, first:length].tolist()  # so cold a draw is an argmax
-        assert answer == own[0, first:].tolist()[: len(answer)]
+        assert answer == own[: len(answer)]
         assert len(answer) == 10 or answer[-1] == 2
     assert module.head.model.training
     drafts = module.draft(fresh, 1)

@@ -8,30 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, Qwen2Config
 
 from fsd_infer import Target
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.targets import loading as models
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+from tests.train_toys import toy_model
 
 
 @pytest.fixture
 def local_model(tmp_path: Path) -> Path:
     directory = tmp_path / "local"
-    tiny_llama().save_pretrained(directory)
+    toy_model().save_pretrained(directory)
     return directory
 
 
@@ -60,7 +48,7 @@ def test_devices_that_are_not_there(device: str) -> None:
 
 
 def test_missing_and_damaged_shards_are_named(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    toy_model().save_pretrained(tmp_path, max_shard_size="20KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1
     shards[0].write_bytes(shards[0].read_bytes()[:-8])

@@ -19,7 +19,7 @@ from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree
-from tests.families import tiny_model, tiny_prompts
+from tests.families import reference, tiny_model, tiny_prompts
 from tests.train_toys import toy_target
 
 PROMPTS = tiny_prompts((7, 12))
@@ -98,9 +98,7 @@ def test_an_export_in_the_public_layout_is_the_same_drafter(
     )
     assert [row.target_forwards for row in first.stats.rows] == [row.target_forwards for row in second.stats.rows]
     assert second.stats.drafter["public"]
-    for row, prompt in enumerate(PROMPTS):
-        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
-        assert second.sequences[row] == first.sequences[row] == wanted.tolist()
+    assert second.sequences == first.sequences == reference(model, PROMPTS, max_new_tokens=16)
 
 
 def eagle_by_hand(weights: dict[str, Tensor], embeds: Tensor, features: Tensor, theta: float, eps: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Callable
@@ -23,8 +22,9 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.checkpoint import read_config
 from fsd_train.cli import main as cli
 from fsd_train.new_recipe import choose, covering_vocabulary, facts_of, memory, own_directory, recipe_for, render
-from tests.families import tiny_model
+from tests.families import reference, tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
+from tests.train_toys import logged
 
 FINETUNING = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-135m-maths.yaml"
 # of heads; the fine-tuning recipe is trained in test_finetune.py
@@ -118,9 +118,8 @@ def check_decoding(target: Path, head: Path) -> None:
     """Drafting with the head gives the target's own greedy answer."""
     decoder = FuzzyDecoder.from_pretrained(str(target), head, dtype=torch.float32, device="cpu")
     prompt = decoder.encode("what is the mat", chat=True)
-    expected = decoder.target.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
     out = decoder.generate([prompt], max_new_tokens=12, do_sample=False)
-    assert out.sequences[0] == expected[0, len(prompt) :].tolist()
+    assert out.sequences == reference(decoder.target.model, [prompt], max_new_tokens=12)
     assert out.stats.rows[0].new_tokens == len(out.sequences[0]) > 0
 
 
@@ -137,9 +136,7 @@ def test_recipe_trains_exports_and_decodes(
     train(small_config(recipe, target, answers, tmp_path), steps=3)
     (head,) = tmp_path.glob("runs/*/head")
     assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt"))
-    (metrics,) = tmp_path.glob("runs/*/logs/*/metrics.csv")
-    with metrics.open() as file:
-        decoded = [float(row["decoded_tau/exact"]) for row in csv.DictReader(file) if row["decoded_tau/exact"]]
+    decoded = logged(tmp_path, "decoded_tau/exact")
     assert len(decoded) == 2 and all(tau >= 1 for tau in decoded)  # at step 2 and at the end
     check_decoding(target, head)
     # but for two recipes, heads are of the layout that other programs read
@@ -183,8 +180,7 @@ def test_new_recipe_can_be_trained(
     assert config["model"]["head"].get("layer") == (None if family in ("llama", "gpt2") else "llama")
     train(shortened(config, tmp_path), steps=1)
     (head,) = tmp_path.glob("runs/*/head")
-    (metrics,) = tmp_path.glob("runs/*/logs/*/metrics.csv")
-    assert "decoded_tau/exact" in metrics.read_text()
+    assert logged(tmp_path, "decoded_tau/exact")
     check_decoding(target, head)
     assert cli(wanted) == 2  # does not overwrite
 

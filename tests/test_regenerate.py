@@ -20,6 +20,7 @@ from fsd_infer.errors import FsdError
 from fsd_train.backends import EndpointBackend, Job
 from fsd_train.cli import main as cli
 from fsd_train.regenerate import AnswerFile
+from tests.families import reference
 from tests.openai_server import replying
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
 
@@ -64,10 +65,7 @@ def test_answers_are_the_targets_own(tmp_path: Path, target: Path, drafter: str)
     tokenizer = tiny_tokenizer()
     for row in rows.values():
         assert row["prompt_ids"] == encode_chat(tokenizer, row["messages"])
-        ids = torch.tensor([row["prompt_ids"]])
-        alone = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
-        )[0, ids.shape[1] :].tolist()  # fmt: skip
+        (alone,) = reference(model, [row["prompt_ids"]], max_new_tokens=12)
         assert row["response_ids"] == alone  # batching and padding change nothing
         assert row["response"] == tokenizer.decode(alone, skip_special_tokens=True)
         assert row["finish_reason"] == ("stop" if alone[-1] == tokenizer.eos_token_id else "length")

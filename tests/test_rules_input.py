@@ -11,18 +11,7 @@ import pytest
 
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules import (
-    DraftOnly,
-    Exact,
-    Fuzzy,
-    FuzzyStrict,
-    Law,
-    RandomGate,
-    Rule,
-    Tilted,
-    gates,
-    parse_rule,
-)
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Law, RandomGate, Rule, Tilted, gates, parse_rule
 from fsd_infer.rules.contexts import Evidence
 from tests.tree_rounds import INF, SPECS, chain_round, tree_round
 

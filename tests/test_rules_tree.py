@@ -16,18 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.cpu import ops
-from fsd_infer.rules import (
-    Contexts,
-    DraftOnly,
-    Exact,
-    Fuzzy,
-    FuzzyStrict,
-    Law,
-    Rule,
-    Source,
-    Verification,
-    parse_rule,
-)
+from fsd_infer.rules import Contexts, DraftOnly, Exact, Fuzzy, FuzzyStrict, Law, Rule, Source, Verification, parse_rule
 from fsd_infer.rules._draws import draw
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.tree_rounds import (

@@ -11,12 +11,7 @@ import torch
 
 from fsd_infer.heads.checkpoint import load_head
 from fsd_train.cli import main
-from tests.train_toys import fit_command, in_recipe, make_toys
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"))
+from tests.train_toys import fit_command, in_recipe
 
 
 class Run:

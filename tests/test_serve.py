@@ -10,28 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from fastapi.testclient import TestClient
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
-from tests.bench_toys import save_toy
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> FuzzyDecoder:
-    toy = save_toy(tmp_path_factory.mktemp("toy"))
-    return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def client(decoder: FuzzyDecoder) -> Iterator[TestClient]:
+def client(toy_decoder: FuzzyDecoder) -> Iterator[TestClient]:
     limits = Limits(max_batch=4, max_queue=64, max_new_tokens=24, max_bytes=4096)
-    with TestClient(make_app(decoder, "tilted:2", limits)) as found:
+    with TestClient(make_app(toy_decoder, "tilted:2", limits)) as found:
         yield found
 
 
@@ -53,7 +45,7 @@ def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str]:
     return text, reason
 
 
-def test_many_at_once_answer_as_alone(client: TestClient, decoder: FuzzyDecoder) -> None:
+def test_many_at_once_answer_as_alone(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
     """Rules and lengths mixed, some streamed, some malformed. Lossy answers depend on the tree, hence on the batch."""
     texts = ["the cat sat on the mat", "what is the answer to that", "the end", "it is there on the mat"]
     rules = ["exact", "tilted:0.5:novel=0", "typical", None]
@@ -63,7 +55,7 @@ def test_many_at_once_answer_as_alone(client: TestClient, decoder: FuzzyDecoder)
         if n % 8 == 7:
             return 400, client.post(CHAT, json=asked(text, rule="tilted:-1")).status_code, None
         body = asked(text, max_tokens=new, **({} if rule is None else {"rule": rule}))
-        wanted = decoder.generate(text, rule or "tilted:2", max_new_tokens=new, temperature=0)
+        wanted = toy_decoder.generate(text, rule or "tilted:2", max_new_tokens=new, temperature=0)
         found = streamed(client, body) if n % 3 == 0 else None
         if found is None:
             choice = client.post(CHAT, json=body).json()["choices"][0]
@@ -81,7 +73,7 @@ def test_many_at_once_answer_as_alone(client: TestClient, decoder: FuzzyDecoder)
     assert "fsd_waiting_requests 0.0" in metrics
 
 
-def test_seeds_completions_and_stop_texts(client: TestClient, decoder: FuzzyDecoder) -> None:
+def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
     body = {"prompt": "the cat sat", "max_tokens": 8, "temperature": 1.0, "seed": 5, "rule": "exact"}
     first, again = (client.post("/v1/completions", json=body).json() for _ in range(2))
     assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] <= 8
@@ -96,7 +88,7 @@ def test_seeds_completions_and_stop_texts(client: TestClient, decoder: FuzzyDeco
     body = asked(rule="exact", stream=True, stream_options={"include_usage": True})
     last = json.loads(client.post(CHAT, json=body).text.split("data: ")[-2])
     assert last["choices"] == [] and last["usage"] == client.post(CHAT, json=asked(rule="exact")).json()["usage"]
-    assert client.get("/v1/models").json()["data"][0]["id"] == decoder.target.name
+    assert client.get("/v1/models").json()["data"][0]["id"] == toy_decoder.target.name
     assert client.get("/health").json() == {"status": "ok"}
 
 
@@ -121,14 +113,14 @@ def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status
     assert found.status_code == status and message in found.json()["error"]["message"]
 
 
-def test_a_key_keeps_others_out(decoder: FuzzyDecoder) -> None:
-    with TestClient(make_app(decoder, api_key="sesame")) as client:
+def test_a_key_keeps_others_out(toy_decoder: FuzzyDecoder) -> None:
+    with TestClient(make_app(toy_decoder, api_key="sesame")) as client:
         assert client.post(CHAT, json=asked()).status_code == client.get("/metrics").status_code == 401
         assert client.post(CHAT, json=asked(), headers={"Authorization": "Bearer sesame"}).status_code == 200
         assert client.get("/health").status_code == 200
         assert client.get("/v1/nothing").json()["error"]["code"] == 404
     with pytest.raises(FsdError, match="nonsense"):
-        make_app(decoder, "nonsense")
+        make_app(toy_decoder, "nonsense")
 
 
 def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, Job | None], None]) -> Job:
@@ -137,17 +129,17 @@ def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, Job | None], 
     return Job(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell)
 
 
-def test_what_may_become_a_stop_text_waits(decoder: FuzzyDecoder) -> None:
+def test_what_may_become_a_stop_text_waits(toy_decoder: FuzzyDecoder) -> None:
     shown: list[str] = []
-    job = make_job(decoder, 24, lambda text, done: shown.append(text))
+    job = make_job(toy_decoder, 24, lambda text, done: shown.append(text))
     job.stop = ["the mat"]
-    ids = decoder.tokenizer("it is on the mat", add_special_tokens=False).input_ids
-    ends = [job.grow([token], decoder.tokenizer) for token in ids]
+    ids = toy_decoder.tokenizer("it is on the mat", add_special_tokens=False).input_ids
+    ends = [job.grow([token], toy_decoder.tokenizer) for token in ids]
     assert "".join(shown) == job.text == "it is on " and job.reason == "stop"
     assert len(ids) > 4 and ends == [False] * (len(ids) - 1) + [True]
 
 
-def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -> None:
+def test_the_queue_is_bounded_and_aborted_requests_stop(toy_decoder: FuzzyDecoder) -> None:
     started, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(text: str, done: Job | None) -> None:
@@ -156,8 +148,8 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -
         if done is late:
             ended.set()
 
-    batcher = Batcher(decoder, max_batch=1, max_queue=2)
-    aborted, waiting, late, more = (make_job(decoder, new, slow) for new in (24, 24, 3, 24))
+    batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
+    aborted, waiting, late, more = (make_job(toy_decoder, new, slow) for new in (24, 24, 3, 24))
     batcher.submit(aborted)
     assert started.wait(30)
     batcher.submit(waiting)
@@ -171,7 +163,7 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(decoder: FuzzyDecoder) -
     assert len(aborted.ids) < 24 and not waiting.ids and len(late.ids) == 3 and late.stats is not None
 
 
-def test_a_server_that_stops_ends_answers_at_once(decoder: FuzzyDecoder) -> None:
+def test_a_server_that_stops_ends_answers_at_once(toy_decoder: FuzzyDecoder) -> None:
     told: list[Job] = []
     begun, queued = threading.Event(), threading.Event()
 
@@ -182,8 +174,8 @@ def test_a_server_that_stops_ends_answers_at_once(decoder: FuzzyDecoder) -> None
             batcher.stop()
             begun.set()
 
-    running, waiting = (make_job(decoder, 40, tell) for _ in range(2))
-    batcher = Batcher(decoder, max_batch=1, max_queue=2)
+    running, waiting = (make_job(toy_decoder, 40, tell) for _ in range(2))
+    batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
     batcher.submit(running)
     batcher.submit(waiting)
     queued.set()
@@ -196,17 +188,17 @@ def test_a_server_that_stops_ends_answers_at_once(decoder: FuzzyDecoder) -> None
 
 
 def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
-    decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
+    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = decoder.generate
+    plain = toy_decoder.generate
 
     def generate(prompts: list[list[int]], *arguments: Any, **options: Any) -> Any:
         if any(len(prompt) == 1 for prompt in prompts):
             raise FsdError("this one")
         return plain(prompts, *arguments, **options)
 
-    monkeypatch.setattr(decoder, "generate", generate)
-    with TestClient(make_app(decoder)) as client, ThreadPoolExecutor(4) as pool:
+    monkeypatch.setattr(toy_decoder, "generate", generate)
+    with TestClient(make_app(toy_decoder)) as client, ThreadPoolExecutor(4) as pool:
         prompts = [[5], [5, 6, 7], [6, 7, 8], [7]]
         bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
         found = list(pool.map(lambda body: client.post("/v1/completions", json=body).status_code, bodies))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import multiprocessing
 import os
@@ -31,15 +30,7 @@ from fsd_train.eagle_module import EagleModule
 from fsd_train.export import load_module
 from fsd_train.strategies import ShardedStrategy, whole_head
 from tests.text_toys import write_rows
-from tests.train_toys import (
-    VOCAB,
-    assert_same,
-    fit_command,
-    in_bf16,
-    in_recipe,
-    save_toy_target,
-    started,
-)
+from tests.train_toys import VOCAB, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 
 RANKS = 2
 STEPS = 4
@@ -211,11 +202,8 @@ def check_same_run(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
 
 def check_logged_loss(out: Path, ranks: list[dict[str, Any]], accumulate: int = ACCUMULATE) -> None:
     """What loggers got at each step is the mean over all ranks' batches, so it can be compared with one device's."""
-    (file,) = out.rglob("metrics.csv")
-    with file.open(newline="") as lines:
-        logged = [float(row["loss"]) for row in csv.DictReader(lines) if row.get("loss")]
     means = [sum(losses) / len(ranks) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    assert logged == pytest.approx(means[accumulate - 1 :: accumulate], rel=1e-5)
+    assert logged(out, "loss") == pytest.approx(means[accumulate - 1 :: accumulate], rel=1e-5)
 
 
 def check_files(out: Path, toys: Path, rank: dict[str, Any]) -> None:

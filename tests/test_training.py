@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -28,24 +27,9 @@ from fsd_train.export import export_main
 from fsd_train.optim import cosine_factor
 from fsd_train.slim import load_slim
 from fsd_train.vocabulary import choose_draft_ids
-from tests.train_toys import (
-    TRAINER,
-    assert_same,
-    fit_command,
-    in_bf16,
-    in_recipe,
-    make_toys,
-    save_toy_target,
-    started,
-)
+from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 
 STEPS = 24
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with target/, answers.jsonl and features/."""
-    return make_toys(tmp_path_factory.mktemp("toys"))
 
 
 def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
@@ -87,11 +71,6 @@ def fit(
     return module, trainer
 
 
-def logged(trainer: Trainer, name: str) -> list[float]:
-    with open(Path(trainer.log_dir or "") / "metrics.csv") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
-
-
 @pytest.fixture(scope="module")
 def whole(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EagleModule, Trainer, Path]:
     """An uninterrupted run."""
@@ -101,14 +80,14 @@ def whole(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EagleMo
 
 def test_the_loss_falls(toys: Path, tmp_path: Path) -> None:
     module, trainer = fit(toys, tmp_path, steps=80, lr=1e-2)
-    losses = logged(trainer, "loss")
+    losses = logged(trainer.log_dir, "loss")
     assert len(losses) == 80
     assert sum(losses[-8:]) < 0.88 * sum(losses[:8])  # the target's own entropy is most of what remains
-    agreement = logged(trainer, "agreement_0")
+    agreement = logged(trainer.log_dir, "agreement_0")
     assert sum(agreement[-8:]) > sum(agreement[:8]) + 0.4
-    assert all(0 <= share <= 1 for share in logged(trainer, "val_agreement_0"))
-    assert all(1 <= tau <= 4 for tau in logged(trainer, "val_tau"))
-    assert min(logged(trainer, "tokens_per_s")) > 0
+    assert all(0 <= share <= 1 for share in logged(trainer.log_dir, "val_agreement_0"))
+    assert all(1 <= tau <= 4 for tau in logged(trainer.log_dir, "val_tau"))
+    assert min(logged(trainer.log_dir, "tokens_per_s")) > 0
 
 
 def test_a_run_leaves_checkpoints_of_the_head_alone_and_curves(
@@ -132,7 +111,7 @@ def test_a_run_leaves_checkpoints_of_the_head_alone_and_curves(
 
 def test_muon_learns_and_resumes(toys: Path, tmp_path: Path) -> None:
     whole, trainer = fit(toys, tmp_path / "whole", optimizer="muon", lr=1e-2)
-    losses = logged(trainer, "loss")
+    losses = logged(trainer.log_dir, "loss")
     assert sum(losses[-5:]) < sum(losses[:5])
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([0.0, 0.0], abs=1e-6)
     half = tmp_path / "whole" / "ckpt" / "step=10.ckpt"
@@ -152,7 +131,7 @@ def test_cached_and_online_features_train_alike(
     whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
 ) -> None:
     module, trainer = fit(toys, tmp_path, cached=False)
-    online, cached = logged(trainer, "loss"), logged(whole[1], "loss")
+    online, cached = logged(trainer.log_dir, "loss"), logged(whole[1].log_dir, "loss")
     assert online[:5] == pytest.approx(cached[:5], rel=0.02)
     assert online != cached  # bf16 rounding
 

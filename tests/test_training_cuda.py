@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,12 @@ from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.heads.checkpoint import load_head
 from fsd_train.cli import main
+from tests.families import reference
 from tests.test_training_waits import LOSSES, eagle, step_of
-from tests.train_toys import fit_command, in_recipe, make_toys
+from tests.train_toys import fit_command, in_recipe, logged
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"))
 
 
 @pytest.mark.parametrize(("cached", "loss"), [(True, "eagle"), (False, "eagle"), (False, "fsd")])
@@ -46,17 +41,13 @@ def test_a_recipe_trains_exports_and_decodes(toys: Path, tmp_path: Path, cached:
     if cached:
         data["features"] = toys / "features"
     assert main(fit_command(tmp_path, trainer, model, data)) == 0
-    (metrics,) = tmp_path.rglob("metrics.csv")
-    with open(metrics) as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")]
+    losses = logged(tmp_path, "loss")
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     target = Target.from_pretrained(str(toys / "target"), device=DEVICE)
     decoder = FuzzyDecoder(target, EagleDrafter(load_head(tmp_path / "head", target).to(DEVICE), target))
     prompt = json.loads((toys / "answers.jsonl").read_text().splitlines()[0])["prompt_ids"]
     made = decoder.generate([prompt], max_new_tokens=12, do_sample=False)
-    ids = torch.tensor([prompt], device=DEVICE)
-    plain = target.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    assert made.sequences[0] == plain[0, len(prompt) :].tolist()
+    assert made.sequences == reference(target.model, [prompt], max_new_tokens=12, pad_token_id=0)
 
 
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)

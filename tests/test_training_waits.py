@@ -26,7 +26,7 @@ from fsd_train.features import cache_features, sequence_key
 from fsd_train.lm_module import LMModule
 from fsd_train.optim import build_optimizer
 from tests.simulated_device import SIM, SimulatedDevice
-from tests.train_toys import TRAINER, make_toys, save_toy_target
+from tests.train_toys import TRAINER, save_toy_target
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}),
@@ -36,11 +36,6 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
 ]
 PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"), rows=12)
 
 
 @pytest.fixture

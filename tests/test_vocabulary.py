@@ -17,7 +17,6 @@ from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LMHead
 from tests.families import reference, tiny_model, tiny_prompts
-from tests.train_toys import make_toys
 
 OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's
 
@@ -82,11 +81,6 @@ def test_answers_stay_the_targets_and_do_not_depend_on_the_batch(family: str) ->
 
 
 # training ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toys(tmp_path_factory.mktemp("toys"))
 
 
 def made(toys: Path, **options: Any) -> tuple[EagleModule, dict[str, Any]]:

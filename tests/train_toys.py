@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule
 from fsd_train.features import cache_features
+from tests.families import reference
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -69,17 +71,13 @@ def write_answers(path: Path, target: Target, rows: int = 48, seed: int = 0) -> 
     with open(path, "w") as file:
         for number in range(rows):
             prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 8))]
-            new = rng.randint(12, 24)
-            ids = torch.tensor([prompt])
-            out = target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
-            )
+            (answer,) = reference(target.model, [prompt], max_new_tokens=rng.randint(12, 24))
             row = {
                 "id": f"toy-{number}",
                 "messages": [{"role": "user", "content": f"prompt {number}"}],
                 "response": "",
                 "prompt_ids": prompt,
-                "response_ids": out[0, len(prompt) :].tolist(),
+                "response_ids": answer,
                 "finish_reason": "length",
                 "temperature": 0.0,
                 "source": "toy",
@@ -125,6 +123,13 @@ def fit_command(out: Path, trainer: dict[str, Any], model: dict[str, Any], data:
     sections = {"trainer": {**TRAINER, "default_root_dir": str(out), **trainer}, "model": model, "data": data}
     (out / "recipe.json").write_text(json.dumps(sections, default=str))
     return ["fit", "--config", str(out / "recipe.json")]
+
+
+def logged(directory: str | Path | None, name: str) -> list[float]:
+    """A column of the metrics.csv under a directory, where it has values."""
+    (file,) = Path(directory or "").rglob("metrics.csv")
+    with file.open(newline="") as lines:
+        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
 
 
 def make_toys(root: Path, rows: int = 48, dtype: torch.dtype | None = None) -> Path:

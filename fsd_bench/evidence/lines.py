@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsd_bench.base import OF_TEXT
 from fsd_infer.errors import FsdError
 from fsd_infer.files import append_json, usable_name, writable, write_text
 from fsd_infer.rules import Source
@@ -20,8 +21,7 @@ _ANSWER = {
     **dict.fromkeys(("seconds", "prefill_seconds", "gate_open_fraction", "gate_accepted_fraction"), _NUMBER),
     **dict.fromkeys(("tokens", "rounds", "spent"), list), **dict.fromkeys(("sources", "finish_reason", "text"), str),
     "target_forwards": int, "divergence_spent": (*_NUMBER, str),
-    **dict.fromkeys(("log_likelihood", "score", "coverage", "other_language"), (*_NUMBER, type(None))),
-    **dict.fromkeys(("copied_4grams", "repeated_4grams"), (*_NUMBER, type(None))),
+    **dict.fromkeys(("log_likelihood", *OF_TEXT), (*_NUMBER, type(None))),
     "final": (str, type(None)),
 }  # fmt: skip
 _SOURCES = {str(int(source)) for source in Source}

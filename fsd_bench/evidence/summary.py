@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.evidence.lines import DISTANCES, read_lines
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.intervals import bootstrap_interval
@@ -73,8 +73,7 @@ def _run(line: dict[str, Any]) -> TimedRun:
         tokens=line["tokens"], verified_tokens=len(line["tokens"]) - 1,
         **{name: line[name] for name in (
             "target_forwards", "gate_open_fraction", "gate_accepted_fraction", "divergence_spent", "finish_reason",
-            "log_likelihood", "score", "copied_4grams", "repeated_4grams", "coverage",
-            "other_language", "final",
+            "log_likelihood", "final", *OF_TEXT,
         )},
     )  # fmt: skip
     return TimedRun(line["seconds"], line["prefill_seconds"], [answer])

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fsd_bench.base import Answer
+from fsd_bench.base import OF_TEXT, Answer
 from fsd_bench.environment import environment
 from fsd_bench.evidence.lines import DISTANCES, SweepFile
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
@@ -190,13 +190,9 @@ def _line(
         "divergence_spent": round(stats.divergence_spent, 5),
         "finish_reason": stats.finish_reason,
         "log_likelihood": mean_log_likelihoods(decoder.target, [(prompt, tokens)])[0] if tokens else None,
-        "score": answer.score,
-        "copied_4grams": answer.copied_4grams,
-        "coverage": answer.coverage,
-        "other_language": answer.other_language,
+        **{name: getattr(answer, name) for name in OF_TEXT},
         "by_proposer": stats.by_proposer,
         "by_kind": stats.by_kind,
-        "repeated_4grams": answer.repeated_4grams,
         "final": answer.final,
         "text": text,
     }

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 
-_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+GOLDEN, WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+Guess = tuple[list[float], list[int]]  # log-probabilities, falling, and their tokens
 
 
 class Node:
@@ -48,16 +49,16 @@ class Node:
         self.children: dict[int, Node] = {}
         self.slot, self.sees = -1, 0
         self.logits: tuple[Tensor, int] | None = None
-        self.likely: tuple[list[float], list[int]] | None = None
+        self.likely: Guess | None = None
         self.rest = 0.0
-        self.proposed: tuple[list[float], list[int]] | None = None
+        self.proposed: Guess | None = None
         self.read = 0
 
     def child(self, token: int) -> Node:
         """The node of this successor, made if there is none."""
         found = self.children.get(token)
         if found is None:
-            key = mixed((self.key + _GOLDEN * (token + 1)) & _WORD)
+            key = mixed((self.key + GOLDEN * (token + 1)) & WORD)
             found = self.children[token] = Node(token, self, self.position + 1, key)
         return found
 
@@ -85,8 +86,8 @@ class Node:
 
 def mixed(key: int) -> int:
     """A one-to-one map of 64-bit numbers that looks random (the finalizer of splitmix64, Steele et al. 2014)."""
-    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & WORD
     return key ^ (key >> 31)
 
 

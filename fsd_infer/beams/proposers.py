@@ -16,7 +16,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Forest, Node, lay_out
+from fsd_infer.beams.forest import Forest, Guess, Node, lay_out
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters import (
@@ -35,8 +35,6 @@ from fsd_infer.drafters.recycle import Recycled
 from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
 from fsd_infer.tree import at_nodes
-
-Guess = tuple[list[float], list[int]]  # log-probabilities, falling, and their tokens
 
 
 class Proposer(ABC):

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Node, mixed
+from fsd_infer.beams.forest import GOLDEN, WORD, Guess, Node, mixed
 
-_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 Draw = tuple[float, int, int]  # score, beam, token
 
 
@@ -27,7 +26,7 @@ def _signed(key: int) -> int:
 def exponentials(keys: Sequence[int], tokens: Tensor) -> Tensor:
     """E of the successors tokens [R, C] of the nodes of these R keys: [R, C] fp64, all independent of each other."""
     start = torch.tensor([[_signed(key)] for key in keys])
-    x = start + _signed(_GOLDEN) * (tokens + 1)
+    x = start + _signed(GOLDEN) * (tokens + 1)
     # as forest.mixed, in signed numbers that wrap around: >> must not bring in ones
     x = (x ^ ((x >> 30) & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
@@ -38,7 +37,7 @@ def exponentials(keys: Sequence[int], tokens: Tensor) -> Tensor:
     return -((((x >> 11) & (1 << 53) - 1).double() + 0.5) * 2.0**-53).log()
 
 
-def arrivals(nodes: Sequence[Node], scores: Sequence[float], lists: Sequence[tuple[list[float], list[int]]]) -> Tensor:
+def arrivals(nodes: Sequence[Node], scores: Sequence[float], lists: Sequence[Guess]) -> Tensor:
     """ln of the time at which each listed successor arrives, [R, C]; inf where a list is shorter than the longest.
 
     Args:
@@ -122,5 +121,5 @@ def _uniforms(nodes: Sequence[Node]):  # type: ignore[no-untyped-def]
     for node in nodes:
         key = mixed(key ^ node.key)
     while True:
-        key = (key + _GOLDEN) & _WORD
+        key = (key + GOLDEN) & WORD
         yield ((mixed(key ^ 0xA5A5A5A5A5A5A5A5) >> 11) + 0.5) * 2.0**-53

@@ -16,10 +16,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Node
+from fsd_infer.beams.forest import Guess, Node
 
 RACES = 64
-Guess = tuple[list[float], list[int]]  # log-probabilities and their tokens
 
 
 @lru_cache(maxsize=64)

@@ -188,10 +188,24 @@ class FreeDrafter(Drafter):
     Args:
         vocab_size: V of the target.
         nodes: of its tree, the root included.
+
+    Attributes:
+        depth, nodes: largest of its trees, unless it has other properties that say so.
     """
+
+    depth: int
+    nodes: int
 
     @abstractmethod
     def __init__(self, vocab_size: int, *, nodes: int = 16) -> None: ...
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.depth, self.nodes - 1)
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:

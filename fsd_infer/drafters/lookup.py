@@ -208,14 +208,6 @@ class LookupDrafter(FreeDrafter):
         self.depth, self.nodes, self.width = depth, nodes, width
         self.max_ngram, self.min_ngram, self.least = max_ngram, min_ngram, least
 
-    @property
-    def max_nodes(self) -> int:
-        return self.nodes
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.depth, self.nodes - 1)
-
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LookupSession:
         return LookupSession(self, first_tokens, request.device)
 

@@ -175,14 +175,6 @@ class RecycleDrafter(FreeDrafter):
         self.depth, self.nodes, self.width, self.least, self.most, self.keep = depth, nodes, width, least, most, keep
         self.recycled = Recycled(width, most)
 
-    @property
-    def max_nodes(self) -> int:
-        return self.nodes
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.depth, self.nodes - 1)
-
     def forget(self) -> None:
         self.recycled = Recycled(self.width, self.most)
 

@@ -154,24 +154,19 @@ def _eagle3_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, 
 
 def _llama(config: EagleConfig, to: str, target: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
     """The config of a Llama model of as many layers, with what the formats add."""
-    values = {
-        **_layer(config),
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "target_model": target.name,
-    }
+    values = {**_layer(config), "torch_dtype": str(dtype).removeprefix("torch."), "target_model": target.name}
     if config.layout != "eagle3":
         architecture = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
         biases = {"qkv_bias": True} if config.layer["model_type"] == "qwen2" else {}
         return {"architectures": [architecture], **values, "bias": config.fc_bias, **biases}
+    # both numberings of layers, since engines differ by one: vLLM reads the top level, SGLang what is nested
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **values,
         "bias": False,
         **_eagle3_options(config),
-        **_layers(config),
+        AUX_IDS: entering_ids(config.fused_layers),
+        "eagle_config": {AUX_IDS: config.fused_layers, "use_aux_hidden_state": True},
     }
 
 
@@ -182,12 +177,6 @@ def _speculators(config: EagleConfig, target: TargetFacts, dtype: torch.dtype) -
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    layer = {
-        **_layer(config),
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -197,7 +186,7 @@ def _speculators(config: EagleConfig, target: TargetFacts, dtype: torch.dtype) -
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
-        "transformer_layer_config": layer,
+        "transformer_layer_config": _layer(config),
         **_eagle3_options(config),
         AUX_IDS: entering_ids(config.fused_layers),
         "norm_before_fc": False,
@@ -216,16 +205,8 @@ def _eagle3_options(config: EagleConfig) -> dict[str, Any]:
     }
 
 
-def _layers(config: EagleConfig) -> dict[str, Any]:
-    """Both numberings, since engines differ by one: vLLM reads the top level, SGLang what is nested."""
-    return {
-        AUX_IDS: entering_ids(config.fused_layers),
-        "eagle_config": {AUX_IDS: config.fused_layers, "use_aux_hidden_state": True},
-    }
-
-
 def _layer(config: EagleConfig) -> dict[str, Any]:
-    """The decoder layer in the older spelling, which all programs read."""
+    """The decoder's layers in the older spelling, which all programs read."""
     layer = {name: value for name, value in config.layer.items() if name != "rope_parameters"}
     rope = dict(config.layer.get("rope_parameters") or {})
     layer["rope_theta"] = rope.pop("rope_theta", 10000.0)
@@ -234,4 +215,5 @@ def _layer(config: EagleConfig) -> dict[str, Any]:
     defaults = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": layer["num_attention_heads"]}
     if layer["model_type"] == "qwen2":
         layer["model_type"] = "llama"
-    return {**defaults, **layer}
+    sizes = {"num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size}
+    return {**defaults, **layer, **sizes, "tie_word_embeddings": False}

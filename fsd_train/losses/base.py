@@ -218,3 +218,11 @@ def feature_distance(batch: DraftBatch) -> Tensor:
         features = features / batch.feature_scale.to(features.dtype)
     wanted = features.to(estimates.dtype).expand_as(estimates)
     return torch.nn.functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
+
+
+def with_features(weight: float, batch: DraftBatch, out: LossOutput) -> LossOutput:
+    """``out`` and weight·:func:`feature_distance`, its mean over supervised rows; at weight 0 ``out`` itself."""
+    if not weight:
+        return out
+    feature = weighted_mean(feature_distance(batch), batch.weights)
+    return replace(out, loss=out.loss + weight * feature, parts={**out.parts, "feature_loss": feature.detach()})

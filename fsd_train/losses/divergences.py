@@ -1,11 +1,11 @@
-"""What the losses that are a divergence of the drafter's distribution from the target's have in common."""
+"""Losses that are a divergence of drafter and target, by the names of :mod:`fsd_infer.divergence`."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import DraftBatch, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, weighted_mean, with_features
 from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows
 
 
@@ -38,8 +38,46 @@ class DivergenceLoss:
         values, agree = chunked_rows(lambda p, q: self._rows(p, q)[None], batch, self.chunk_size)
         mean = weighted_mean(values[0], batch.weights)
         loss, parts = self.w_divergence * mean, {f"{self.divergence}_loss": mean.detach()}
-        if self.w_feature:
-            feature = weighted_mean(feature_distance(batch), batch.weights)
-            loss = loss + self.w_feature * feature
-            parts["feature_loss"] = feature.detach()
-        return LossOutput(loss, parts, agree)
+        return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
+
+
+@LOSSES.register("kl")
+class KLLoss(DivergenceLoss):
+    """KL(q||p) = Σ q ln(q/p), draft from target: seeks a mode, since q pays wherever it puts mass that p has not.
+
+    The literature on distillation calls this direction the reverse KL. Arguments as in :class:`DivergenceLoss`.
+    """
+
+    divergence = "kl"
+
+
+@LOSSES.register("reverse_kl")
+class ReverseKLLoss(DivergenceLoss):
+    """KL(p||q) = Σ p ln(p/q), target from draft: covers the mass of p. Its gradient is that of soft cross-entropy.
+
+    The literature on distillation calls this direction the forward KL, often just "KL". Arguments as in
+    :class:`DivergenceLoss`.
+    """
+
+    divergence = "reverse_kl"
+
+
+@LOSSES.register("js")
+class JSLoss(DivergenceLoss):
+    """KL(p||m)/2 + KL(q||m)/2 with m = (p+q)/2, at most ln 2, so that hopeless rows do not rule the mean.
+
+    Arguments as in :class:`DivergenceLoss`.
+    """
+
+    divergence = "js"
+
+
+@LOSSES.register("tv")
+class TVLoss(DivergenceLoss):
+    """Σ |p−q| / 2 = 1 − Σ min(p, q), the chance that the exact test refuses a sampled draft.
+
+    Its gradient vanishes where p and q hardly overlap, so an untrained head learns slowly from it alone: see the lk
+    loss. Arguments as in :class:`DivergenceLoss`.
+    """
+
+    divergence = "tv"

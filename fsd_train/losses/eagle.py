@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, weighted_mean, with_features
 from fsd_train.losses.rows import (
     blocks,
     check_chunk_size,
@@ -125,8 +125,4 @@ class EagleLoss:
             entropy = values[0]
         ce = weighted_mean(entropy, batch.weights)
         loss, parts = self.w_ce * ce, {"ce_loss": ce.detach()}
-        if self.w_feature:
-            feature = weighted_mean(feature_distance(batch), batch.weights)
-            loss = loss + self.w_feature * feature
-            parts["feature_loss"] = feature.detach()
-        return LossOutput(loss, parts, agree)
+        return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, Rows, feature_distance, weighted_mean
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, Rows, weighted_mean, with_features
 from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
 
 _ALMOST_ONE = 1 - 1e-6
@@ -138,8 +138,4 @@ class FSDLoss:
             tiny = torch.finfo(lengths.dtype).tiny
             loss = loss - (lengths / steps).clamp_min(tiny).log().mean() / len(self.thresholds)
             parts[f"soft_tau_{threshold:g}"] = 1 + lengths.detach().mean()
-        if self.w_feature:
-            feature = weighted_mean(feature_distance(batch), batch.weights)
-            loss = loss + self.w_feature * feature
-            parts["feature_loss"] = feature.detach()
-        return LossOutput(loss, parts, agree)
+        return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

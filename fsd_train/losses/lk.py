@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, feature_distance, weighted_mean
+from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, with_features
 from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
 
 FORMS = ("adaptive", "log")
@@ -83,11 +83,7 @@ class LKLoss:
             loss = ((mix * kl + (1 - mix) * (1 - alpha)) * share).sum()
             parts = {"reverse_kl_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
         parts = {"lk_loss": loss.detach(), "acceptance": (alpha * share).sum().detach(), **parts}
-        if self.w_feature:
-            feature = weighted_mean(feature_distance(batch), batch.weights)
-            loss = loss + self.w_feature * feature
-            parts["feature_loss"] = feature.detach()
-        return LossOutput(loss, parts, agree)
+        return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
     @staticmethod
     def _per_step(alpha: Tensor, weights: Tensor) -> Tensor:
