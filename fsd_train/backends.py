@@ -107,9 +107,14 @@ class LocalBackend:
         decoder: the target, with its tokenizer, and the drafter.
         max_new_tokens: limit per answer.
         seed: with the batch's ids, the seed of its random draws.
+
+    Raises:
+        FsdError: the target has no tokenizer.
     """
 
     def __init__(self, decoder: FuzzyDecoder, max_new_tokens: int, seed: int) -> None:
+        if decoder.tokenizer is None:
+            raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files, prompts are text.")
         self.decoder, self.tokenizer = decoder, decoder.tokenizer
         self.rule = parse_rule(RULE)
         self.max_new_tokens = max_new_tokens

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _complete_lines(path: Path, scratch: Path) -> Path:
     """The file itself, or a copy without its last line if that is still being written."""
-    if not path.is_file() or path.suffix in (".gz", ".parquet"):
+    if not path.is_file() or path.suffix in (".gz", ".json", ".parquet"):
         return path
     with open(path, "rb") as file:
         if not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read())[1] == b"\n":
             return path
         file.seek(0)
         content = file.read()
+    last = content.rfind(b"\n") + 1
+    with suppress(ValueError, RecursionError):
+        json.loads(content[last:])
+        return path
     copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may have one name
-    copy.write_bytes(content[: content.rfind(b"\n") + 1])
+    copy.write_bytes(content[:last])
     return copy
 
 

@@ -35,6 +35,7 @@ from fsd_train.data import check_id, encode_row
 from fsd_train.engine_check import check_engine
 from fsd_train.features import FeatureStore, sequence_key
 from fsd_train.feeding import Feeding, Row, at_step
+from fsd_train.plan import template_options
 from fsd_train.unroll import supervised
 
 STEPS = 4  # of chains
@@ -98,7 +99,7 @@ class Doctor:
             given, messages = row.values.get("prompt_ids"), row.values.get("messages")
             if given is None or not messages or getattr(self.target.tokenizer, "chat_template", None) is None:
                 continue
-            ours = encode_chat(self.target.tokenizer, messages)
+            ours = encode_chat(self.target.tokenizer, messages, options=template_options(row.values))
             seen += 1
             if ours != given:
                 other += 1

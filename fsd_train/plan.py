@@ -147,10 +147,7 @@ def _first(
     row: PromptRow, tokenizer: Any, temperatures: Sequence[tuple[float, float]], template: Mapping[str, Any]
 ) -> Job:
     (asked, given), *rest = row_exchanges(row.row)
-    options = {**template, **_object(row.row, "chat_template_kwargs", dict)}
-    tools = _object(row.row, "tools", list)
-    if tools:
-        options["tools"] = tools
+    options = {**template, **template_options(row.row)}
     own = row.row.get("id")
     sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
     return Job(
@@ -166,6 +163,13 @@ def _first(
         given=given,
         rest=tuple(rest),
     )
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's own arguments of the chat template. Raises DataError for those of another type."""
+    options: dict[str, Any] = _object(row, "chat_template_kwargs", dict)
+    tools = _object(row, "tools", list)
+    return {**options, "tools": tools} if tools else options
 
 
 def _object(row: Mapping[str, Any], name: str, kind: type) -> Any:

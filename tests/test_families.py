@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer.errors import ModelLoadError
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
@@ -55,6 +59,22 @@ def test_unsupported_layer_types_are_refused() -> None:
     target = Target(model)
     with pytest.raises(ValueError, match="linear_attention"):
         FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64)),
+        ("rwkv", dict(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)),
+        ("gemma3n_text", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_kv_shared_layers=0)),
+        ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
+    ],
+)
+def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[str, Any]) -> None:
+    """They would answer, with other tokens than alone."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=VOCAB, **options))
+    with pytest.raises(ModelLoadError, match="Use another target"):
+        FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize("in_turn", [False, True])

@@ -146,6 +146,17 @@ def test_command_reads_growing_files_of_one_name(target: Target, tmp_path: Path)
     check(FeatureStore(tmp_path / "cache"), target, [row["prompt_ids"] + row["response_ids"] for row in rows])
 
 
+def test_command_reads_a_last_line_without_end(target: Target, tmp_path: Path) -> None:
+    model = save_toy_target(tmp_path / "target")
+    text = write_answers(tmp_path / "answers.jsonl", target, rows=3).read_text()
+    array = json.dumps([json.loads(line) for line in text.splitlines()])
+    for name, written in (("rows.jsonl", text.rstrip()), ("array.json", array)):
+        (tmp_path / name).write_text(written)
+        argv = ["--target", str(model), "--data", str(tmp_path / name), "--dtype", "float32"]
+        assert main([*argv, "--output", str(tmp_path / f"cache-{name}")]) == 0
+        assert len(FeatureStore(tmp_path / f"cache-{name}")) == 3
+
+
 def test_command_reads_a_recipe(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, path = save_toy_target(tmp_path / "target"), tmp_path / "recipe.yaml"
     answers = write_answers(tmp_path / "answers.jsonl", target, rows=6)

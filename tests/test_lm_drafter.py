@@ -68,6 +68,28 @@ def test_stopping_changes_rounds_and_not_greedy_answers(models: tuple[Target, Ta
     assert found[0.0].stats.target_forwards < found[0.5].stats.target_forwards
 
 
+def test_of_a_prompt_only_the_end_has_logits(models: tuple[Target, Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all of it they would fill the memory: 152,000 float32 numbers per token."""
+    target, seen = models[0], []
+    small = Target(target.model)
+    forward = small.forward
+
+    def watched(tokens: torch.Tensor, *args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out = forward(tokens, *args, **more)
+        seen.append((tokens.shape[1], out[0].shape[1]))
+        return out
+
+    monkeypatch.setattr(small, "forward", watched)
+    prompts = tiny_prompts()  # of 5 to 21 tokens
+    for asked in (prompts, prompts[-1:]):
+        made = FuzzyDecoder(target, LMDrafter(small, target, DEPTH)).generate(asked, max_new_tokens=12, do_sample=False)
+        assert made.sequences == reference(target.model, asked, max_new_tokens=12)
+        assert made.stats.target_forwards <= 2 * len(asked), "a target that drafts for itself is always right"
+        longest = max(map(len, asked)) + 1  # and the first token of the answer
+        assert max(seen) == (longest, longest - min(map(len, asked)))
+        seen.clear()
+
+
 def test_a_name_gets_the_chain_of_its_device_or_of_the_tree(tmp_path: Path, models: tuple[Target, Target]) -> None:
     target, small = models
     small.model.save_pretrained(tmp_path / "small")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED
@@ -143,6 +144,7 @@ def test_a_file_is_continued_as_it_was_begun_or_left_alone(
         ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
         ("--target=", "no target: give --target"),
         ("--config bad.yaml", "bad.yaml: no recipe"),
+        ("--target bare", "bare has no tokenizer"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_written(
@@ -152,6 +154,7 @@ def test_bad_input_is_named_before_anything_is_written(
     prompts = prompts_file(tmp_path / "p.jsonl", 2)
     Path("bad.jsonl").write_text('{"prompt": "the cat"}\n{\n')
     Path("bad.yaml").write_text("- 1")
+    shutil.copytree(target, "bare", ignore=shutil.ignore_patterns("*token*"))
     assert main(command(target, prompts, tmp_path / "a.jsonl", *options.split())) == 2
     assert problem in capsys.readouterr().err
     assert not Path("a.jsonl").exists()

@@ -88,6 +88,8 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
     body = asked(rule="exact", stream=True, stream_options={"include_usage": True})
     last = json.loads(client.post(CHAT, json=body).text.split("data: ")[-2])
     assert last["choices"] == [] and last["usage"] == client.post(CHAT, json=asked(rule="exact")).json()["usage"]
+    nulls = dict.fromkeys(("n", "top_p", "seed", "stop", "stream", "stream_options", "rule"))
+    assert client.post(CHAT, json=asked(**{"rule": "exact", **nulls})).status_code == 200
     assert client.get("/v1/models").json()["data"][0]["id"] == toy_decoder.target.name
     assert client.get("/health").json() == {"status": "ok"}
 

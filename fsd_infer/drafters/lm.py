@@ -164,9 +164,11 @@ class LMSession(DraftSession):
         offsets = torch.arange(new)
         slots = self.cached[:, None] + offsets  # rows with less to read write padding after their text
         unread = self.text.gather(1, slots.clamp_max(self.text.shape[1] - 1))
-        logits = self._run(to_device(unread, self.device), slots)
-        last = to_device(self.lengths - self.cached - 1, self.device)[:, None]
-        logits = at_nodes(logits, last)[:, 0]
+        lasts = self.lengths - self.cached - 1
+        # A few tokens pass the recorded forward, with logits of all; of a whole prompt they would fill the memory.
+        skipped = int(lasts.min()) if new > drafter.depth + 2 else 0
+        logits = self._run(to_device(unread, self.device), slots, new - skipped if skipped else 0)
+        logits = at_nodes(logits, to_device(lasts - skipped, self.device)[:, None])[:, 0]
         tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
         path_scores = [torch.zeros(roots.shape[0], device=self.device)]  # cumulative log q
         visits = path_scores[0]  # tilted
@@ -212,8 +214,12 @@ class LMSession(DraftSession):
         self.text, self.lengths, self.cached = self.text[rows], self.lengths[rows], self.cached[rows]
         self.agreed = None if self.agreed is None else self.agreed[rows]
 
-    def _run(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Causal forward over tokens [B, M] written to consecutive slots [B, M] (on the CPU); logits [B, M, V] fp32."""
+    def _run(self, tokens: Tensor, slots: Tensor, keep: int = 0) -> Tensor:
+        """Causal forward over tokens [B, M] written to consecutive slots [B, M] (on the CPU).
+
+        Returns:
+            logits [B, keep, V] of the last ``keep`` tokens (0: of all M), fp32
+        """
         count = tokens.shape[1]
         first, used = int(slots[0, 0]), int(slots.max()) + 1
         causal = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
@@ -223,7 +229,7 @@ class LMSession(DraftSession):
         model = self.drafter.model
         limit = model.max_positions
         positions = slots if limit is None else slots.clamp_max(limit - 1)  # beyond, what comes out is not used
-        logits, _ = model.forward(tokens, positions, visible, self.cache)
+        logits, _ = model.forward(tokens, positions, visible, self.cache, keep)
         return self._fit(logits.float())
 
     def _fit(self, logits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,6 +60,11 @@ class Asked(BaseModel):
     stream_options: dict[str, Any] = {}
     rule: str | None = None
     vllm_xargs: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
 
 class CompletionAsked(Asked):

@@ -58,6 +58,16 @@ class Target:
         self.decoder: nn.Module = model.get_decoder()
         if self.decoder is model or self.decoder is None:
             raise ModelLoadError(f"{type(model).__name__} does not say which module is its decoder (`get_decoder`).")
+        if not any("position_ids" in inspect.signature(part.forward).parameters for part in (model, self.decoder)):
+            raise ModelLoadError(
+                f"{type(model).__name__} takes no positions (it keeps a state, or counts its cache); a token tree "
+                "can be verified in one forward only where siblings share a position. Use another target."
+            )
+        if hasattr(self.config, "altup_num_inputs"):  # Gemma 3n
+            raise ModelLoadError(
+                f"{type(model).__name__}: its hidden states are of several streams, so there are no features that "
+                "enter its LM head. Use another target."
+            )
         places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
         if len(places) > 1:
             raise ModelLoadError(
@@ -145,6 +155,8 @@ class Target:
         if hasattr(self.config, "use_sliding_window") and not self.config.use_sliding_window:
             window = None
         types = getattr(self.config, "layer_types", None)
+        if types is None and "local" in getattr(self.config, "attention_layers", ()):
+            types = ["local"]  # GPT-Neo's windows count slots
         if types is None:
             return {"all": window}
         unknown = set(types) - {"full_attention", "sliding_attention"}
