@@ -95,7 +95,7 @@ class EagleModule(DistillationModule):
             head = EagleHead(config).float()
             head.initialise_from(target)
             # here rather than in setup(): an averaging callback copies the module before that runs
-            if self._trainer is not None and self.trainer.training:
+            if self._in_training:
                 head.choose(None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
             self.head = head
             self._start_from()
@@ -116,6 +116,10 @@ class EagleModule(DistillationModule):
         if config.own_lm_head and reference_of(self.loss) is not None:
             raise DataError("adaspec compares heads by the target's LM head: set head.own_lm_head to false.")
 
+    @property
+    def _in_training(self) -> bool:
+        return self._trainer is not None and bool(self.trainer.training)
+
     def _start_from(self) -> None:
         """Initial weights: the target's layers, or an earlier head."""
         layers, head = self.hparams["initial_layers"], self.hparams["initial_head"]
@@ -125,7 +129,11 @@ class EagleModule(DistillationModule):
                 target = Target.from_pretrained(self.options.target, dtype=target.dtype, device="cpu")
             self.head.take_layers(target.layers(layers))
         if head:
-            self.head.continue_from(load_head(head, self.target))
+            initial = load_head(head, self.target)
+            self.head.continue_from(initial)
+            ids, own = initial.draft_ids, self.head.draft_ids
+            if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
+                own.copy_(ids)  # a head is measured over the ids that it drafts
 
     def _choose_draft_ids(self, size: int) -> Tensor:
         data = self._datamodule

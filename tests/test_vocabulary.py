@@ -12,6 +12,7 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.vocabulary import ContextVocabulary
+from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
 from fsd_train.eagle_module import EagleModule
@@ -113,3 +114,13 @@ def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.Mon
     out = module.loss(after)
     out.loss.backward()
     assert all(parameter.grad is not None for parameter in module.head.layers.parameters())
+
+
+def test_an_initial_head_is_validated_over_its_own_ids(toys: Path, tmp_path: Path) -> None:
+    target = Target.from_pretrained(str(toys / "target"))
+    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=OWN))
+    head.set_draft_ids(1 + 2 * torch.arange(OWN))
+    save_head(tmp_path / "head", head, target.fingerprint())
+    module = EagleModule(str(toys / "target"), draft_vocab_size=OWN, initial_head=str(tmp_path / "head"))
+    module.configure_model()
+    assert torch.equal(module.head.draft_ids, head.draft_ids)
