@@ -56,7 +56,9 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     _say(f"1/3  the built-in model {TARGET}")
     _say(f"     {builtin_dir(TARGET)}")
     if train_seconds > 0:
-        _say(f"2/3  training a head for {train_seconds} s, to show that it runs (the shipped one had six hours)")
+        _say(
+            f"2/3  training a head for {train_seconds} s, to show that it runs (the shipped one had nearly seven hours)"
+        )
         train(train_seconds)
     else:
         _say("2/3  training left out")

@@ -15,7 +15,7 @@ from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.features import FeatureStore, cache_features, sequence_key
 from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
-from tests.test_training import fit, make, toys, whole  # noqa: F401  (fixtures)
+from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
 from tests.train_toys import toy_target
 
 IDS = torch.arange(3, 15).view(2, 6)
@@ -105,7 +105,7 @@ def test_cache_holds_inner_layers_and_refuses_others(tmp_path: Path) -> None:
         cache_features(target, list(IDS), tmp_path, progress=False)
 
 
-def test_training_reads_the_layers_online_and_from_the_cache(toys: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_training_reads_the_layers_online_and_from_the_cache(toys: Path, tmp_path: Path) -> None:
     target = Target.from_pretrained(str(toys / "target"))
     target.watch([0, 1])
     _, data = make(toys, cached=False)
@@ -133,12 +133,12 @@ def test_training_reads_the_layers_online_and_from_the_cache(toys: Path, tmp_pat
     assert (there.estimates - here.estimates).abs().mean() < least < (here.estimates - without.estimates).abs().mean()
 
 
-def test_missing_layers_in_the_cache_are_named(toys: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_missing_layers_in_the_cache_are_named(toys: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"lack \[1\]: cache them again with `--layers 1`"):
         fit(toys, tmp_path, steps=1, head={"fused_layers": [1]})
 
 
-def test_head_starts_with_the_targets_layers(toys: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_head_starts_with_the_targets_layers(toys: Path, tmp_path: Path) -> None:
     module, _ = make(toys, initial_layers=[1, 0], head={"num_layers": 2, "input_norm": True})
     module.configure_model()
     layers = Target.from_pretrained(str(toys / "target"), dtype=torch.float32).layers([1, 0])
@@ -158,7 +158,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
 
 def test_training_goes_on_from_a_head_and_may_widen_it(
     whole: tuple[Any, Any, Path],  # noqa: F811
-    toys: Path,  # noqa: F811
+    toys: Path,
     tmp_path: Path,
 ) -> None:
     trained = whole[0]
@@ -175,7 +175,7 @@ def test_training_goes_on_from_a_head_and_may_widen_it(
     torch.testing.assert_close(first.estimates, second.estimates, atol=0.06, rtol=0.05)  # exported as bf16
 
 
-def test_an_initial_head_of_other_width_is_refused(toys: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_initial_head_of_other_width_is_refused(toys: Path, tmp_path: Path) -> None:
     target = Target.from_pretrained(str(toys / "target"))
     save_head(tmp_path, EagleHead(EagleConfig.for_target(target, final_norm=True)), target.fingerprint())
     module, _ = make(toys, initial_head=str(tmp_path), head={})

@@ -14,7 +14,7 @@ from fsd_infer.drafters import EagleDrafter
 from fsd_infer.heads.checkpoint import load_head
 from fsd_train.callbacks import ExportHead
 from tests.families import reference
-from tests.test_training import make, toys  # noqa: F401  (fixtures)
+from tests.test_training import make
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
 EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
-def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:  # noqa: F811
+def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"head": {}, "draft_vocab_size": None, "unroll_steps": 1}
     module, data = make(toys, cached=False, **{**plain, **options})
     trainer = Trainer(
