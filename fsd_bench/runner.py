@@ -19,7 +19,7 @@ from fsd_bench.schedule import group_prompts, take_blocks, take_turns
 from fsd_bench.score import Reference, asked_options, read_references
 from fsd_bench.settings import Settings, set_threads
 from fsd_bench.texts import other_language
-from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
+from fsd_infer.chat.encoding import PromptRow, encode_chat, need_tokenizer, read_prompts
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import jsonable
@@ -151,9 +151,7 @@ def encode_row(row: PromptRow, target: str, tokenizer: Any, limit: int | None) -
         FsdError: the target has no tokenizer.
         ContextLengthError: the prompt fills its context.
     """
-    if tokenizer is None:
-        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, prompts are text.")
-    ids = encode_chat(tokenizer, row.messages)
+    ids = encode_chat(need_tokenizer(tokenizer, target), row.messages)
     if limit is not None and len(ids) >= limit:
         raise ContextLengthError(
             f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {target} has a context of {limit} tokens: "

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
-from fsd_infer.chat.encoding import Message, end_of_turn
+from fsd_infer.chat.encoding import Message, end_of_turn, need_tokenizer
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
@@ -113,9 +113,7 @@ class LocalBackend:
     """
 
     def __init__(self, decoder: FuzzyDecoder, max_new_tokens: int, seed: int) -> None:
-        if decoder.tokenizer is None:
-            raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files, prompts are text.")
-        self.decoder, self.tokenizer = decoder, decoder.tokenizer
+        self.decoder, self.tokenizer = decoder, need_tokenizer(decoder.tokenizer, decoder.target.name)
         self.rule = parse_rule(RULE)
         self.max_new_tokens = max_new_tokens
         self.seed = seed

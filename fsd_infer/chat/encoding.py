@@ -15,7 +15,7 @@ from typing import Any
 
 from fsd_infer.chat.conversations import Message, check_messages, check_text, row_messages
 from fsd_infer.chat.rows import read_jsonl, read_rows
-from fsd_infer.errors import DataError
+from fsd_infer.errors import DataError, FsdError
 
 __all__ = [  # with the readers that belong to it, which have modules of their own
     "Message",
@@ -72,6 +72,13 @@ def read_prompts(path: str | Path) -> Iterator[PromptRow]:
         source = row.values.get("source") or row.values.get("category") or default_source
         identity = row_id(row.file.name, row.number, messages)
         yield PromptRow(identity, messages, str(source), row.file.name, row.number, row.values)
+
+
+def need_tokenizer(tokenizer: Any, target: str) -> Any:
+    """The tokenizer of a target. Raises FsdError if it has none."""
+    if tokenizer is None:
+        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, prompts are text.")
+    return tokenizer
 
 
 def encode_chat(
