@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Source, Verification
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import INF, assert_same, chain_round
+from tests.tree_rounds import INF, assert_same, chain_round, take
 
 
 def by_hand(first: float, second: float, draft: int, q: list[float]) -> Verification:
@@ -90,6 +91,18 @@ def test_greedy_chains_are_trees_of_width_one() -> None:
         plain = replace(round, tree=replace(round.tree, q_scores=None))
         assert_same(verdict, Exact()(plain))
         assert Fuzzy("js", INF)(plain).accepted.tolist() == [4] * 8
+
+
+def test_one_hot_drafts_at_temperature_are_accepted_with_the_targets_probability() -> None:
+    count = 2000
+    round = chain_round(3, batch=1, length=1)
+    chance = round.logits[0, 0].softmax(-1)[round.tree.tokens[0, 1]].item()
+    tree = take(replace(round.tree, q_scores=None), torch.zeros(count, dtype=torch.long))
+    uniforms: Tensor = torch.zeros(count, 2, 3)
+    uniforms[:, 0, 0] = (torch.arange(count) + 0.5) / count
+    logits = round.logits.expand(count, -1, -1)
+    verdict = Exact()(Verification(tree, logits, logits, False, uniforms))
+    assert verdict.accepted.double().mean().item() == pytest.approx(chance, abs=1e-3)
 
 
 def test_sampled_drafts_have_to_be_a_chain() -> None:
