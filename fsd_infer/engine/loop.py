@@ -26,6 +26,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
+from fsd_infer.rules.tilted import FIRST_PRICE
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
@@ -134,6 +135,7 @@ class _Batch:
         self.texts = Texts([record.tokens for record in self.records], request.prompts, self.device)
         budgets = [math.inf if rule.budget is None else rule.budget for rule in self.rules]
         self.budget = torch.tensor(budgets, dtype=torch.float64)  # nats left per row
+        self.overspent = torch.zeros(count, device=self.device)  # nats per row beyond what learned prices allow
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([prompt[0] for prompt in request.prompts])
         self.choice = None
@@ -269,8 +271,13 @@ class _Batch:
             budget_left=self.budget,
             process_draft=process_draft if processors else None,
             texts=self.texts,
+            overspent=self.overspent,
         )
-        return apply_rules(self.rules, round)
+        verdict = apply_rules(self.rules, round)
+        if verdict.allowed is not None:
+            spent = to_device(verdict.spent.sum(1).float(), self.device)
+            self.overspent = (self.overspent + spent - verdict.allowed).clamp_min(-FIRST_PRICE)  # nothing is saved up
+        return verdict
 
     def _emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor) -> None:
         """Append each row's new tokens, up to and including the first that ends its answer."""
@@ -354,6 +361,7 @@ class _Batch:
             tokens, counts, self.roots, self.lengths = (x[index] for x in (tokens, counts, roots, self.lengths))
             features = features.index_select(0, to_device(index, self.device))
             self.budget = self.budget[index]
+            self.overspent = self.overspent[to_device(index, self.device)]
             self.texts.select(going)
             self.cache.select(index)
             self.session.select(index)

@@ -105,7 +105,13 @@ def no_looser(rule: Rule, most: Rule) -> bool:
         within = math.inf if rule.budget is None else rule.budget
         novel = (0 < rule.novel <= most.novel) if most.novel else True
         limit = math.inf if most.budget is None else most.budget
-        return rule.price >= most.price and rule.floor >= most.floor and novel and within <= limit
+        if (rule.price is None) != (most.price is None):
+            return False
+        if rule.price is None or most.price is None:
+            closer = (rule.learned_heat or 0.0) <= (most.learned_heat or 0.0)
+        else:
+            closer = rule.price >= most.price
+        return closer and rule.least_share >= most.least_share and novel and within <= limit
     return isinstance(rule, Exact) or rule == most
 
 

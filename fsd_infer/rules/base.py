@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import to_device
 from fsd_infer.registry import Registry
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.verification import Verdict, Verification
+from fsd_infer.tree import at_nodes
 
 
 class Rule:
@@ -52,6 +57,15 @@ class Rule:
             greedy: at temperature 0.
         """
         return 0.0
+
+    def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
+        """Nats that may be spent for the token emitted at each context, where the rule's price is learned; else None.
+
+        Args:
+            scores: [..., V] the target's, after the request's processors.
+            greedy: at temperature 0.
+        """
+        return None
 
     def describe(self) -> dict[str, object]:
         """What every record of a run stores: name, parameters, units."""
@@ -113,4 +127,22 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
     budgets = [math.inf if rule.budget is None else rule.budget for rule in rules]
-    return walk(round, [(rule.charged_law, of_rule) for rule, of_rule in rows.items()], budgets)
+    verdict = walk(round, [(rule.charged_law, of_rule) for rule, of_rule in rows.items()], budgets)
+    verdict.allowed = _allowed(rows, round, verdict)
+    return verdict
+
+
+def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: Verdict) -> Tensor | None:
+    """:attr:`Verdict.allowed`. Stays on the device: nothing waits."""
+    found: Tensor | None = None
+    path = to_device(verdict.path, round.scores.device)
+    emitted = to_device(torch.arange(path.shape[1]) <= verdict.accepted[:, None], round.scores.device)
+    for rule, of_rule in rows.items():
+        index = to_device(torch.tensor(of_rule), round.scores.device)
+        if type(rule).allowance is Rule.allowance:
+            continue
+        nats = rule.allowance(at_nodes(round.scores[index], path[index]), round.greedy)
+        if nats is not None:
+            found = path.new_zeros(len(path), dtype=torch.float32) if found is None else found
+            found = found.index_copy(0, index, (nats * emitted[index]).sum(1))
+    return found

@@ -323,6 +323,11 @@ class Contexts:
         """[B, N] bool; every node of the trees but roots and padding."""
         return self._evidence.is_child.any(1)
 
+    @property
+    def overspent(self) -> Tensor | None:
+        """[B] nats that each row has spent beyond what its rule allowed so far; None where that is not known."""
+        return self._round.overspent
+
     def once_per_round(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` made when this was first called with ``key`` in this round: for work on whole trees."""
         return self._evidence.once(key, make)

@@ -42,6 +42,8 @@ class Verification:
             None if there are no processors. Called at most once per round, and only by rules that compare processed
             distributions or draw from a tree's q at temperature above 0.
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
+        overspent: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
+            None: nothing is known.
     """
 
     tree: DraftTree
@@ -52,6 +54,7 @@ class Verification:
     budget_left: Tensor | None = None
     process_draft: Callable[[DraftTree], Tensor] | None = None
     texts: Texts | None = None
+    overspent: Tensor | None = None
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Verdict:
         sources: [B, D+1] :class:`Source` of each emitted token.
         gate_open: [B, D+1] bool; was the token emitted from another law than the target's.
         spent: [B, D+1] nats spent at that context (0 where the law was the target's).
+        allowed: [B] nats that each row's rule allows for the tokens that it emitted, on the device of the logits; None
+            where no rule's price is learned.
     """
 
     path: Tensor
@@ -74,3 +79,4 @@ class Verdict:
     sources: Tensor
     gate_open: Tensor
     spent: Tensor
+    allowed: Tensor | None = None
