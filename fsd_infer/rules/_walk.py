@@ -26,6 +26,7 @@ from fsd_infer.rules._draws import drawn
 from fsd_infer.rules.contexts import Contexts, Evidence, refuse
 from fsd_infer.rules.laws import Law, Tilt, log_excess, log_sum, tilt
 from fsd_infer.rules.verification import Source, Verdict, Verification
+from fsd_infer.tree import DraftTree
 
 Groups = Sequence[tuple[Callable[[Contexts], Law], list[int]]]  # each rule's law and the rows that it holds for
 
@@ -97,11 +98,13 @@ class _Walk:
         tokens, parents: the trees, [B][N].
 
     Attributes:
-        regret: [B][N], see :attr:`Evidence.regret`.
+        regret: [B][N], see :attr:`Evidence.regret`; not read in trees without drafts.
+        scores: [B][N] of the trees, None if they have none.
         second: [B][N] uniforms by which a tilted law redraws; not at temperature 0.
     """
 
     regret: list[list[float]]
+    scores: list[list[float]] | None
     second: list[list[float]]
 
     def __init__(self, evidence: Evidence, tokens: list[list[int]], parents: list[list[int]]) -> None:
@@ -140,6 +143,9 @@ class _Walk:
             found = [values(steps) for steps in rows]
             return [row + [row[-1] if padding is None else padding] * (self.depth + 1 - len(row)) for row in found]
 
+        drafts = [[self._first(row, node) for node in steps.path] for row, steps in enumerate(rows)]
+        first = torch.tensor([nodes + [-1] * (self.depth + 1 - len(nodes)) for nodes in drafts])
+        regret = torch.tensor(self.regret).gather(1, first.clamp_min(0)).masked_fill(first < 0, math.nan)
         return Verdict(
             path=torch.tensor(table(lambda steps: steps.path)),
             accepted=torch.tensor([len(steps.path) - 1 for steps in rows]),
@@ -147,7 +153,17 @@ class _Walk:
             sources=torch.tensor(table(lambda steps: steps.sources, int(Source.TARGET))),
             gate_open=torch.tensor(table(lambda steps: steps.open, False)),
             spent=torch.tensor(table(lambda steps: steps.spent, 0.0)),
+            first=first,
+            regret=regret,
         )
+
+    def _first(self, row: int, node: int) -> int:
+        """See :attr:`Verdict.first`."""
+        children = self.children[row].get(node, {}).values()
+        if self.scores is None:
+            return min(children, default=-1)
+        scores = self.scores[row]
+        return max(children, key=lambda child: (scores[child], -child), default=-1)
 
     def advance(self, row: int, steps: _Steps) -> bool:
         """Go down as far as contexts are known; is this the end of the row's round."""
@@ -248,7 +264,8 @@ class _StepByStep(_Walk):
         self.laws = [(law, set(rows)) for law, rows in laws]
         self.known: dict[tuple[int, int], _Choice] = {}
         self.best = evidence.best.tolist() if self.greedy else []
-        self.regret = [] if self.sampled else evidence.regret.tolist()
+        self.regret = evidence.regret.tolist()
+        self.scores = _scores(tree)
         self.second = [] if self.greedy or uniforms is None else uniforms[..., 1].tolist()
 
     def choice(self, row: int, node: int) -> _Choice | None:
@@ -316,24 +333,34 @@ class _AtOnce(_Walk):
         numbers = list(columns.values())
         tilted = any(bonus is not None for bonus in self.bonus)
         if tilted:
-            numbers.append(evidence.regret)
             numbers += [] if evidence.greedy or uniforms is None else [uniforms[..., 1]]
         numbers += [] if by_node is None else [by_node]
+        numbers += [evidence.regret] if count > 1 else []
+        scores = tree.scores if tree.rows is None else None
+        numbers += [] if scores is None else [scores]
         tokens, parents_, *found = lists(tree.tokens, tree.parents, *unfit.values(), *numbers)
         for who in unfit:
             refuse(who, found.pop(0))
         super().__init__(evidence, tokens, parents_)
         self.columns = {name: found.pop(0) for name in columns}
         if tilted:
-            self.regret = found.pop(0)
             self.second = [] if evidence.greedy else found.pop(0)
         if by_node is not None:
             of_nodes = found.pop(0)
             self.bonus = [of_nodes[row] if bonus == [] else bonus for row, bonus in enumerate(self.bonus)]
+        self.regret = found.pop(0) if count > 1 else [[0.0]] * batch
+        self.scores = _scores(tree) if scores is None else found.pop(0)
 
     def choice(self, row: int, node: int) -> _Choice | None:
         values = {name: column[row][node] for name, column in self.columns.items()}
         return _Choice(**values, bonus=self.bonus[row])
+
+
+def _scores(tree: DraftTree) -> list[list[float]] | None:
+    """[B][N], None if it has none. Waits for the device unless the tree was made of rows."""
+    if tree.rows is not None:
+        return [row.scores for row in tree.rows]
+    return None if tree.scores is None else tree.scores.tolist()
 
 
 def _columns(at: Contexts, law: Law) -> dict[str, Tensor]:
