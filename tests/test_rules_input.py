@@ -136,6 +136,6 @@ def test_records_say_everything() -> None:
         "budget_unit": "nats",
     }  # fmt: skip
     assert Tilted(2, novel=4, gate=0.3).describe() == {
-        "rule": "tilted", "price": 2.0, "budget": None, "floor": None, "heat": None, "gate": 0.3, "novel": 4, "budget_unit": "nats",
-        "price_unit": "accepted drafts per nat", **divergence("js").describe(),
+        "rule": "tilted", "price": 2.0, "budget": None, "floor": None, "heat": None, "gate": 0.3, "novel": 4,
+        "budget_unit": "nats", "price_unit": "accepted drafts per nat", **divergence("js").describe(),
     }  # fmt: skip
