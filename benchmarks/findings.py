@@ -3,13 +3,16 @@
 The sweep's lines hold whole answers and stay out of the repository; the record holds what its report shows, the nats
 that answers spent, and for each setting how its score and likelihood differ from those that the sweep's random gates
 reach where they emit as many tokens per forward. Between two rates a line is drawn, from exact on, which is rate 0.
+With ``--judge`` another model reads every answer after its prompt, as raw text: bits per character, and how they differ
+from exact's. It should neither draft nor verify.
 
-Run: python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json
+Run: python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json [--judge smollm2-135m]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +24,37 @@ from numpy.typing import NDArray
 from fsd_bench.base import Answer
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.evidence.summary import At, Sweep, per_prompt, read_sweep, summarise
-from fsd_bench.intervals import RESAMPLES
+from fsd_bench.intervals import RESAMPLES, mean_interval
+from fsd_bench.likelihood import log_likelihoods
 from fsd_bench.record import write_record
+from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable
 
 Floats = NDArray[np.float64]
 
 QUALITIES = ("score", "log_likelihood_per_token", "copied_4grams", "repeated_4grams")
+
+
+def judged(sweep: Sweep, judge: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """By temperature and setting: ``bits_per_character`` of the answers under the judge, and less exact's."""
+    decoder = FuzzyDecoder.from_pretrained(judge, "none")
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for at in sweep.at:
+        bits: dict[str, list[tuple[float, float]]] = {}
+        for name, lines in at.lines.items():
+            texts = [(sweep.head["prompts"][line["prompt"]]["text"], line["text"]) for line in lines]
+            pairs = [tuple(decoder.encode(text, chat=False) for text in pair) for pair in texts]
+            sums = log_likelihoods(decoder.target, [(prompt, answer or [0]) for prompt, answer in pairs])
+            bits[name] = [(-nats / math.log(2), float(len(text))) for (nats, _), (_, text) in zip(sums, texts)]
+        found[f"{at.temperature:g}"] = {
+            name: {
+                "bits_per_character": mean_interval(own),
+                "less_exact": mean_interval(own, bits[EXACT]) if name != EXACT else None,
+            }
+            for name, own in bits.items()
+        }
+    return found
 
 
 def record_of(sweep: Sweep) -> dict[str, Any]:
@@ -116,9 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__.split("\n\n")[0])
     parser.add_argument("sweep", type=Path, help="file of `fsd-infer sweep`")
     parser.add_argument("record", type=Path, help="where the record goes")
+    parser.add_argument("--judge", help="a model that reads the answers: built-in name, directory or hub id")
     args = parser.parse_args(argv)
     try:
-        write_record(args.record, jsonable(record_of(read_sweep(args.sweep))))
+        sweep = read_sweep(args.sweep)
+        record = record_of(sweep)
+        if args.judge is not None:
+            record["judge"] = {"model": args.judge, "temperatures": judged(sweep, args.judge)}
+        write_record(args.record, jsonable(record))
     except FsdError as error:
         print(f"findings: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.runner import encode_row
 from fsd_bench.score import read_references
 from fsd_infer import FuzzyDecoder
-from fsd_infer.chat.encoding import PromptRow, encode_text, read_prompts
+from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.drafters.lm import LMDrafter
 from fsd_infer.engine.drafts import Drafts
@@ -75,11 +75,11 @@ class Ladder:
         target = self.decoder.target
         self.rows: list[PromptRow] = list(read_prompts(args.prompts))[:: args.every][: args.limit]
         self.references = read_references(self.rows, args.score)
+        for reference in self.references:  # what a checker lacks is said before anything is decoded
+            if reference is not None:
+                reference.score("")
         tokenizer = self.decoder.tokenizer
-        if args.raw:
-            self.prompts = [encode_text(tokenizer, row.messages[-1]["content"]) for row in self.rows]
-        else:
-            self.prompts = [encode_row(row, target.name, tokenizer, target.max_positions) for row in self.rows]
+        self.prompts = [encode_row(row, target.name, tokenizer, target.max_positions, args.raw) for row in self.rows]
 
     def line(self, rung: str, drafter: Drafter, rule: str) -> dict[str, Any]:
         """All prompts by one rule on one rung."""

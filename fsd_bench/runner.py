@@ -19,7 +19,7 @@ from fsd_bench.schedule import group_prompts, take_blocks, take_turns
 from fsd_bench.score import Reference, asked_options, read_references
 from fsd_bench.settings import Settings, set_threads
 from fsd_bench.texts import other_language
-from fsd_infer.chat.encoding import PromptRow, encode_chat, need_tokenizer, read_prompts
+from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import jsonable
@@ -144,14 +144,17 @@ def encode_rows(rows: Sequence[PromptRow], models: Models) -> list[BenchPrompt]:
     ]
 
 
-def encode_row(row: PromptRow, target: str, tokenizer: Any, limit: int | None) -> list[int]:
+def encode_row(row: PromptRow, target: str, tokenizer: Any, limit: int | None, raw: bool = False) -> list[int]:
     """The token ids of a prompt for a target with a context of ``limit`` tokens.
+
+    ``raw``: of the last message as it is, without the chat template.
 
     Raises:
         FsdError: the target has no tokenizer.
         ContextLengthError: the prompt fills its context.
     """
-    ids = encode_chat(need_tokenizer(tokenizer, target), row.messages)
+    tokenizer = need_tokenizer(tokenizer, target)
+    ids = encode_text(tokenizer, row.messages[-1]["content"]) if raw else encode_chat(tokenizer, row.messages)
     if limit is not None and len(ids) >= limit:
         raise ContextLengthError(
             f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {target} has a context of {limit} tokens: "

@@ -79,6 +79,7 @@ class SweepOptions(ModelOptions):
         examples: prompts whose answers the report shows.
         distances: prompts at which the divergence of target and drafter is recorded, untimed.
         controls: add random gates where none is named.
+        raw: continue prompts as they are, without the chat template.
     """
 
     prompts: Sequence[str | Path]
@@ -92,6 +93,7 @@ class SweepOptions(ModelOptions):
     examples: int = 4
     distances: int = 16
     controls: bool = True
+    raw: bool = False
 
     def settings(self) -> list[Setting]:
         """Errors as of :func:`parse_settings`."""

@@ -118,7 +118,7 @@ def _run(
 ) -> None:
     decoder = options.load(options.drafter)
     target = decoder.target
-    encoded = [encode_row(row, target.name, decoder.tokenizer, target.max_positions) for row in rows]
+    encoded = [encode_row(row, target.name, decoder.tokenizer, target.max_positions, options.raw) for row in rows]
     drafters: dict[Any, Watched] = {options.tree: Watched(decoder.drafter)}
     for setting in settings:
         if setting.tree is not None and setting.tree not in drafters:

@@ -224,7 +224,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """What sweep and calibrate share."""
-    named = ("limit", "max_new_tokens", "seed", "score")
+    named = ("limit", "max_new_tokens", "seed", "score", "raw")
     return {**_model_options(args), **{name: getattr(args, name) for name in named}}
 
 

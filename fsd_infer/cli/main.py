@@ -206,6 +206,7 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(%(default)s)")
     parser.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
     parser.add_argument("--score", choices=SCORES, default="auto")
+    parser.add_argument("--raw", action="store_true", help="continue the prompts as they are, without a chat template")
     _model_options(parser)
 
 
