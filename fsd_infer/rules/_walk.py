@@ -1,349 +1,243 @@
-"""How laws at single contexts become a round's verdict.
+"""The walk: which path of each tree is accepted, which token follows it, and what that costs.
 
-The walk goes down from the root as long as the emitted token is one of the node's children. What takes work over the
-whole vocabulary is done in tensors, for many contexts at once; the rest is done here, in Python, at the contexts that a
-row visits: which child a tilted law picks, what it costs, and whether the budget pays for it.
+It is one computation over all nodes of all rows. Every draft has a chance to follow its parent, under the target's law
+and under the rule's; one uniform number per context decides between its children and every other token; and the nodes
+whose ancestors were all taken are the path. So only one token per row, the last, is drawn from the vocabulary.
 
-On a CPU contexts are asked for step by step, so that only visited ones cost vocabulary-sized work, and at temperature 0
-those that are expected to be visited are asked for together. Elsewhere, where launches cost more than arithmetic and
-waiting more than both, all nodes are asked for at once, and what was found, the trees and the checks come to the host
-in one transfer.
+What takes work over the vocabulary at a context, dense laws and gates, is done on a CPU for contexts that the walk
+reaches: it starts over when it knows more. Elsewhere, where launches cost more than arithmetic and waiting more than
+both, it is done for all at once, and what was found comes to the host in one transfer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import lists, to_device
+from fsd_infer.device.transfer import on_host, to_device, wide
+from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
-from fsd_infer.rules._draws import drawn
-from fsd_infer.rules.contexts import Contexts, Evidence, refuse
-from fsd_infer.rules.laws import Law, Tilt, log_excess, log_sum, tilt
+from fsd_infer.rules.evidence import Contexts, Evidence, refuse
+from fsd_infer.rules.laws import Law, closed, lifted
 from fsd_infer.rules.verification import Source, Verdict, Verification
 
-Groups = Sequence[tuple[Callable[[Contexts], Law], list[int]]]  # each rule's law and the rows that it holds for
-
-# At temperature 0 a child this much less likely than the target's choice, exp(-3), is not expected to be emitted.
-_EXPECTED_WITHIN = 3.0
+Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and the rows that it holds for
 
 
-def walk(round: Verification, laws: Groups, budgets: Sequence[float], step_by_step: bool | None = None) -> Verdict:
+def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool | None = None) -> Verdict:
     """Runs one round.
 
     Args:
         round: the evidence.
         laws: of every row.
         budgets: [B] nats for this round where the round itself brings no ``budget_left``.
-        step_by_step: ask for the contexts that are reached (True) or for all at once (False); None picks by the device.
+        lazy: see :class:`Evidence`.
 
     Raises:
         NonFiniteLogitsError: target or drafter logits that are no distribution.
         FsdError: uniforms are missing, or sampled drafts do not form a chain.
     """
-    if step_by_step is None:
-        step_by_step = round.tree.tokens.device.type == "cpu"
-    evidence = Evidence(round, at_once=not step_by_step)
-    if step_by_step:
-        evidence.check()
-    walker = _StepByStep(evidence, laws) if step_by_step else _AtOnce(evidence, laws)
-    return walker.verdict(list(budgets) if round.budget_left is None else round.budget_left.tolist())
+    evidence = Evidence(round, lazy)
+    if evidence.lazy:
+        for who, unfit in evidence.unfit().items():
+            refuse(who, unfit)
+    left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
+    return _Walk(evidence, laws, left).verdict()
 
 
-@dataclass(slots=True)
-class _Choice:
-    """What may be emitted at a context.
-
-    Attributes:
-        closed: the token if the law is the target's.
-        applies: there is another law.
-        bonus: of that law's children, by node; or one for all; None: it is dense.
-        opened, cost: of a dense law.
-        exact: would the exact rule accept the sampled draft.
-        log_p_max: ln p of the likeliest token, above temperature 0.
-    """
-
-    closed: int
-    applies: bool = False
-    bonus: Sequence[float] | float | None = None
-    opened: int = 0
-    cost: float = 0.0
-    exact: bool = False
-    log_p_max: float = 0.0
-
-
-@dataclass
-class _Steps:
-    """What a row has emitted so far this round; the last node of the path is not decided yet."""
-
-    left: float
-    path: list[int] = field(default_factory=lambda: [0])
-    tokens: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    open: list[bool] = field(default_factory=list)
-    spent: list[float] = field(default_factory=list)
+def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
+    """[B, N] bool; the contexts whose ``cost`` [B, N] is paid from ``left`` [B] nats after those of the contexts above."""
+    parents, roots = evidence.tree.parents, evidence.tree.depths == 0
+    budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
+    steps = int(evidence.tree.depths.max()) if parents.device.type == "cpu" else parents.shape[1] - 1
+    for _ in range(steps):
+        spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
+        budget = torch.where(roots, left, (budget - spent).gather(1, parents))
+    return cost <= budget
 
 
 class _Walk:
-    """The walk in Python.
-
-    Args:
-        evidence: of the round.
-        tokens, parents: the trees, [B][N].
+    """What is known of a round's chances and costs, [B, N] each.
 
     Attributes:
-        regret: [B][N], see :attr:`Evidence.regret`.
-        second: [B][N] uniforms by which a tilted law redraws; not at temperature 0.
+        closed: chance of each draft under the target's law.
+        open: under the rule's.
+        cost: nats at each context that the rule's law costs.
+        applies: contexts with a law other than the target's.
+        opened: the token of a dense law at temperature 0.
+        slot: where a dense law r is known, above temperature 0: row of ``dense`` [·, V]. -1 elsewhere.
     """
 
-    regret: list[list[float]]
-    second: list[list[float]]
+    def __init__(self, evidence: Evidence, laws: Groups, left: Tensor) -> None:
+        self.evidence, self.tree = evidence, evidence.tree
+        batch, self.count = evidence.tree.tokens.shape
+        self.device = evidence.tree.tokens.device
+        self.left = to_device(left, self.device) if bool(left.isfinite().any()) else None
+        self.rows = torch.arange(batch, device=self.device)
+        self.nodes = torch.arange(self.count, device=self.device)
+        self.closed = self.open = closed(evidence)
+        self.cost, self.opened = torch.zeros_like(self.closed), evidence.likeliest
+        self.applies = self.asked = torch.zeros_like(evidence.inner)
+        self.slot = torch.full_like(evidence.tree.parents, -1)
+        self.dense: list[Tensor] = []
+        self.laws = [self._add(law(evidence), rows) for law, rows in laws]
 
-    def __init__(self, evidence: Evidence, tokens: list[list[int]], parents: list[list[int]]) -> None:
-        self.greedy, self.sampled, self.tokens = evidence.greedy, evidence.sampled, tokens
-        self.children: list[dict[int, dict[int, int]]] = []  # per row: node -> token -> child
-        self.depth = 0
-        for row_parents, row_tokens, left_out in zip(parents, tokens, evidence.tree.padding, strict=True):
-            children: dict[int, dict[int, int]] = {}
-            depths = [0]
-            for node in range(1, len(row_parents)):
-                if node not in left_out:
-                    children.setdefault(row_parents[node], {})[row_tokens[node]] = node
-                depths.append(depths[row_parents[node]] + 1)
-            self.children.append(children)
-            self.depth = max(self.depth, max(depths))
-            if self.sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
-                raise FsdError(
-                    "sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores."
-                )
+    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor]:
+        """The law, and its rows [B, 1] bool, with what is known of it before a context is looked at."""
+        mine = to_device(torch.zeros(len(self.rows), 1, dtype=torch.bool).index_fill_(0, torch.tensor(rows), True), self.device)
+        if law.lift is not None:
+            odds = lifted(self.evidence, law.lift, law.applies)
+            law = replace(law, applies=odds.applies)
+            self.open, self.cost = torch.where(mine, odds.chance, self.open), torch.where(mine, odds.cost, self.cost)
+        if law.test is not None:
+            self.closed = torch.where(mine, law.test.chance.to(self.closed.dtype), self.closed)
+        self.applies = torch.where(mine, law.applies, self.applies)
+        if law.gate is not None or law.log_r is not None:
+            self.asked = torch.where(mine, ~self.applies, self.asked)
+            if not self.evidence.lazy:
+                index = to_device(torch.tensor(rows), self.device)
+                self._ask(law, self.evidence.whole if len(rows) == len(self.rows) else self.evidence.all_of(index))
+        return law, mine
 
-    def choice(self, row: int, node: int) -> _Choice | None:
-        """What may be emitted there; None if that is not known yet."""
-        raise NotImplementedError
+    def _ask(self, law: Law, at: Contexts) -> None:
+        """What a law needs of the vocabulary at these contexts."""
+        where = at.rows, at.nodes
+        if law.gate is not None:
+            is_open = at.of(self.applies) & law.gate(at)
+            self.applies = self.applies.index_put(where, is_open)
+            if self.evidence.lazy and law.log_r is not None:
+                at = Contexts(self.evidence, at.rows[is_open], at.nodes[is_open])
+                where = at.rows, at.nodes
+        if law.log_r is None or not at.rows.shape[0]:
+            return
+        log_r, tree = law.log_r(at), self.tree
+        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(log_r.shape[0], device=self.device))
+        above = self.evidence.above(slot)
+        if self.evidence.greedy:
+            token = log_r.argmax(-1)
+            self.opened = self.opened.index_put(where, token)
+            pair = at.scores.gather(1, torch.stack([at.of(self.evidence.likeliest), token], 1))
+            cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
+            chance = tree.tokens == self.evidence.above(self.opened)
+        else:
+            r, cost = log_r.softmax(-1), divergence("kl")(at.scores, log_r)
+            self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
+            self.dense.append(r)
+            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + tree.tokens]
+            chance = chance / self.evidence.log_q.exp() if self.evidence.sampled else chance
+        known = (above >= 0) & self.evidence.is_draft
+        self.open = torch.where(known, chance.to(self.open.dtype), self.open)
+        self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
-    def go(self, rows: list[_Steps]) -> None:
-        """Take every row to the end of its round."""
-        for row, steps in enumerate(rows):
-            self.advance(row, steps)
+    def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; that exact decoding, too,
+        would let follow."""
+        evidence, pays = self.evidence, self.applies
+        if self.left is not None:
+            pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
+        chance = torch.where(evidence.above(pays), self.open, self.closed)
+        if evidence.greedy:
+            return pays, chance > 0, self.closed > 0
+        # one number decides between the children, one after the other on a scale, and every other token
+        place = evidence.above(evidence.uniform(0)).to(chance.dtype)
+        if not evidence.sampled:
+            place = place - (self._earlier @ chance[..., None]).squeeze(-1)
+        return pays, (place >= 0) & (place < chance), place < self.closed
 
-    def verdict(self, left: list[float]) -> Verdict:
-        """left: [B] nats that rows may spend."""
-        rows = [_Steps(nats) for nats in left]
-        self.go(rows)
+    def verdict(self) -> Verdict:
+        tree, evidence = self.tree, self.evidence
+        if not evidence.greedy and not evidence.sampled:
+            siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & evidence.is_draft[:, None]
+            self._earlier = siblings.tril(-1).to(self.closed.dtype)
+        while True:
+            pays, taken, exact = self._taken()
+            taken = taken | (self.nodes == 0)
+            reached = ~(tree.ancestors & ~taken[:, None]).any(-1)
+            if not evidence.lazy or not self._learns(reached):
+                break
+        return self._gathered(reached, pays, exact)
 
-        def table(values: Callable[[_Steps], list[Any]], padding: Any = None) -> list[list[Any]]:
-            found = [values(steps) for steps in rows]
-            return [row + [row[-1] if padding is None else padding] * (self.depth + 1 - len(row)) for row in found]
+    def _learns(self, reached: Tensor) -> bool:
+        """Ask the laws at contexts that were reached and not asked yet; are there any."""
+        new = reached & ~self.asked & self.applies
+        if not new.any():
+            return False
+        self.asked = self.asked | new
+        for law, mine in self.laws:
+            if law.gate is not None or law.log_r is not None:
+                rows, nodes = (new & mine).nonzero(as_tuple=True)
+                if rows.shape[0]:
+                    self._ask(law, Contexts(self.evidence, rows, nodes))
+        return True
 
+    def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
+        """The verdict on the CPU."""
+        tree, evidence = self.tree, self.evidence
+        end = torch.where(reached, self.nodes, 0).amax(1, keepdim=True)
+        path = torch.where(reached, self.nodes, self.count).sort(-1).values.minimum(end)
+        accepted = reached.sum(1, keepdim=True) - 1
+        final = self._drawn(end[:, 0], pays.gather(1, end)) if not evidence.greedy else None
+        open_end = pays.gather(1, end)
+        if final is None:
+            final = torch.where(open_end, self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+        below, last = path.roll(-1, 1), self.nodes == accepted
+        tokens = torch.where(last, final, tree.tokens.gather(1, below))
+        dense = sum(mine & (law.log_r is not None) for law, mine in self.laws)
+        by_rule = torch.where(last, dense.bool() & open_end & (not evidence.sampled), ~exact.gather(1, below))
+        sources = torch.where(by_rule, Source.GATE, torch.where(last, Source.TARGET, Source.EXACT))
+        beyond, numbers = self.nodes > accepted, {
+            "path": path, "tokens": tokens, "sources": sources, "gate_open": pays.gather(1, path),
+            "spent": self.cost.masked_fill(~pays, 0.0).gather(1, path),
+        }  # fmt: skip
+        columns = [path, *(x.masked_fill(beyond, 0) for x in list(numbers.values())[1:])]
+        columns.append(evidence.first_regret.gather(1, path).masked_fill(beyond, math.nan))
+        crowded = (evidence.total(evidence.is_draft.int()) > 1).any(1, keepdim=True) & evidence.sampled
+        unfit = {} if evidence.lazy else evidence.unfit()
+        accepted_, depth, crowded_, *found = on_host(
+            accepted, tree.depths.amax(1, keepdim=True), crowded, *unfit.values(), *columns
+        )
+        for who in unfit:
+            refuse(who, found.pop(0) > 0)
+        if crowded_.any():
+            raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
+        width = int(depth.max()) + 1
+        path, tokens, sources, gate_open, spent, regret = (x[:, :width] for x in found)
         return Verdict(
-            path=torch.tensor(table(lambda steps: steps.path)),
-            accepted=torch.tensor([len(steps.path) - 1 for steps in rows]),
-            tokens=torch.tensor(table(lambda steps: steps.tokens, 0)),
-            sources=torch.tensor(table(lambda steps: steps.sources, int(Source.TARGET))),
-            gate_open=torch.tensor(table(lambda steps: steps.open, False)),
-            spent=torch.tensor(table(lambda steps: steps.spent, 0.0)),
+            path.long(), accepted_[:, 0].long(), tokens.long(), sources.long(), gate_open > 0, spent, regret
         )
 
-    def advance(self, row: int, steps: _Steps) -> bool:
-        """Go down as far as contexts are known; is this the end of the row's round."""
-        children = self.children[row]
-        while True:
-            node = steps.path[-1]
-            choice = self.choice(row, node)
-            if choice is None:
-                return False
-            by_token = children.get(node, {})
-            token, cost, forced, is_open = self._emitted(choice, row, node, by_token)
-            if is_open and cost > steps.left:
-                token, cost, forced, is_open = choice.closed, 0.0, False, False
-            child = by_token.get(token)
-            steps.tokens.append(token)
-            steps.open.append(is_open)
-            steps.spent.append(cost)
-            if steps.left < math.inf:  # an infinite budget pays infinite costs
-                steps.left -= cost
-            source = Source.TARGET if child is None else Source.EXACT
-            steps.sources.append(int(Source.GATE if forced else source))
-            if child is None:
-                return True
-            steps.path.append(child)
-
-    def _emitted(self, choice: _Choice, row: int, node: int, by_token: dict[int, int]) -> tuple[int, float, bool, bool]:
-        """(token, nats, would the exact rule not have let it through, is the law another than the target's)."""
-        closed, bonus = choice.closed, choice.bonus
-        if not choice.applies:
-            return closed, 0.0, False, False
-        if bonus is None:
-            token = choice.opened
-            if self.sampled and token in by_token:
-                forced = not choice.exact
-            else:
-                forced = token != closed or (not self.sampled and token not in by_token)
-            return token, choice.cost, forced, True
-        regret = self.regret[row]
-        bonuses = [bonus if isinstance(bonus, float) else bonus[child] for child in by_token.values()]
-        if self.greedy:
-            return _likeliest(closed, by_token, [regret[child] for child in by_token.values()], bonuses)
-        log_p = [choice.log_p_max - regret[child] for child in by_token.values()]
-        law = tilt(log_p, bonuses)
-        if law is None:
-            return closed, 0.0, False, False
-        token = _redrawn(closed, list(by_token), log_p, law, self.second[row][node])
-        return token, law.cost, token != closed, True
+    def _drawn(self, end: Tensor, is_open: Tensor) -> Tensor:
+        """[B, 1] the token after the path, none of those that were drafted there, above temperature 0."""
+        evidence, tree = self.evidence, self.tree
+        at = Contexts(evidence, self.rows, end)
+        weights = law = at.p
+        if self.dense:
+            slot = self.slot.gather(1, end[:, None])[:, 0]
+            dense = torch.cat(self.dense) if len(self.dense) > 1 else self.dense[0]
+            law = weights = torch.where(is_open & (slot >= 0)[:, None], dense[slot.clamp_min(0)], law)
+        if evidence.sampled:
+            weights = torch.where(at.has_q[:, None], (law - at.q).clamp_min(0.0), law)
+            for own, mine in self.laws:
+                if own.test is not None:
+                    rest = law if own.test.rest is None else own.test.rest(at)
+                    weights = torch.where(mine & ~is_open & at.has_q[:, None], rest, weights)
+        child = evidence.is_draft & (tree.parents == end[:, None])
+        weights = weights.scatter_reduce(1, tree.tokens, torch.where(child, 0.0, math.inf), "amin")
+        weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, law)  # where rounding left nothing
+        return draw(weights, evidence.uniform(1).gather(1, end[:, None])[:, 0])[:, None]
 
 
-def _likeliest(
-    closed: int, children: Iterable[int], regret: Sequence[float], bonus: Sequence[float]
-) -> tuple[int, float, bool, bool]:
-    """The token with the largest score + bonus at temperature 0, as ``_Walk._emitted`` returns it.
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index per row by inverse CDF: weights [R, M] >= 0 (any positive total), uniforms [R] in [0, 1) -> [R].
 
-    Of equals the one of the largest score, then the smallest, as an argmax over the vocabulary would have it.
+    The index is the first whose cumulative weight exceeds the uniform's share of the total, so an index of weight 0 is
+    never returned. fp64, where the device has it, keeps the sum over a large vocabulary exact enough.
     """
-    best = (0.0, -0.0, -closed)
-    allowed = False
-    drafted = list(zip(children, regret, bonus))
-    if any(token == closed and gain == -math.inf for token, _, gain in drafted):
-        return closed, 0.0, False, False
-    for token, loss, gain in drafted:
-        if loss < math.inf:  # what the processed target forbids is never emitted
-            allowed = allowed or gain > 0
-            best = max(best, (gain - loss, -loss, -token))
-    token = -best[2]
-    return token, -best[1] if token != closed else 0.0, token != closed, allowed
-
-
-def _redrawn(closed: int, children: Sequence[int], log_p: Sequence[float], law: Tilt, uniform: float) -> int:
-    """y ~ p is kept with probability min(1, r(y)/p(y)), else drawn from (r - p)+, which children alone have: y ~ r."""
-    ratio = law.children[children.index(closed)] if closed in children else law.others
-    redraw = -math.expm1(min(0.0, ratio))
-    if uniform >= redraw:
-        return closed
-    weights = [log_excess(a, x) for a, x in zip(log_p, law.children)]
-    total, top = log_sum(weights), 0.0
-    if total == -math.inf:  # rounding left nothing
-        return closed
-    share = uniform / redraw
-    chosen = closed
-    for token, weight in zip(children, weights):
-        if weight > -math.inf:
-            chosen = token
-            top += math.exp(weight - total)
-            if share < top:
-                break
-    return chosen
-
-
-class _StepByStep(_Walk):
-    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach."""
-
-    def __init__(self, evidence: Evidence, laws: Groups) -> None:
-        tree, uniforms = evidence.tree, evidence.round.uniforms
-        super().__init__(evidence, tree.tokens.tolist(), tree.parents.tolist())
-        self.evidence = evidence
-        self.laws = [(law, set(rows)) for law, rows in laws]
-        self.known: dict[tuple[int, int], _Choice] = {}
-        self.best = evidence.best.tolist() if self.greedy else []
-        self.regret = [] if self.sampled else evidence.regret.tolist()
-        self.second = [] if self.greedy or uniforms is None else uniforms[..., 1].tolist()
-
-    def choice(self, row: int, node: int) -> _Choice | None:
-        if self.greedy and node not in self.children[row]:
-            return _Choice(self.best[row][node])
-        return self.known.get((row, node))
-
-    def go(self, rows: list[_Steps]) -> None:
-        waiting = list(range(len(rows)))
-        while waiting := [row for row in waiting if not self.advance(row, rows[row])]:
-            for law, of_rule in self.laws:
-                reached = [(row, rows[row].path[-1]) for row in waiting if row in of_rule]
-                if reached:
-                    self._ask(law, self._with_expected(reached) if self.greedy else reached)
-
-    def _ask(self, law_of: Callable[[Contexts], Law], contexts: list[tuple[int, int]]) -> None:
-        rows, nodes = torch.tensor(contexts).unbind(1)
-        at = Contexts(self.evidence, rows, nodes)
-        inner = any(node in self.children[row] for row, node in contexts)
-        law = law_of(at) if inner else Law.target(at)
-        columns = {name: column.tolist() for name, column in _columns(at, law).items()}
-        if law.bonus is not None:
-            many = isinstance(law.bonus, Tensor)
-            columns["bonus"] = law.bonus.tolist() if many else [law.bonus] * len(contexts)  # type: ignore[union-attr]
-        for context, *values in zip(contexts, *columns.values()):
-            self.known[context] = _Choice(**dict(zip(columns, values)))
-
-    def _with_expected(self, contexts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """These contexts, and those that are expected to follow them. Only a guess."""
-        ahead = []
-        for row, node in contexts:
-            regret, children = self.regret[row], self.children[row]
-            while node in children:
-                ahead.append((row, node))
-                node = min(children[node].values(), key=regret.__getitem__)
-                if regret[node] >= _EXPECTED_WITHIN:
-                    break
-        return ahead
-
-
-class _AtOnce(_Walk):
-    """Asks at all nodes, and brings everything that the walk may need to the host in one transfer."""
-
-    def __init__(self, evidence: Evidence, laws: Groups) -> None:
-        tree, uniforms = evidence.tree, evidence.round.uniforms
-        batch, count = tree.tokens.shape
-        self.bonus: list[Sequence[float] | float | None] = [None] * batch
-        by_node: Tensor | None = None  # [B, N] bonuses that are tensors
-        columns: dict[str, Tensor] = {}  # [B, N] each
-        for law_of, rows in laws:
-            index = to_device(torch.tensor(rows), tree.tokens.device)
-            at = evidence.whole if len(rows) == batch else evidence.all_nodes_of(index)
-            law = law_of(at)
-            for name, column in _columns(at, law).items():
-                filled = columns.get(name, column.new_zeros(batch, count))
-                columns[name] = filled.index_copy(0, index, column.view(-1, count))
-            if isinstance(law.bonus, Tensor):
-                parents = tree.parents[index]
-                own = law.bonus.view(-1, count, count).gather(1, parents[:, None]).squeeze(1)
-                by_node = torch.zeros_like(tree.parents, dtype=own.dtype) if by_node is None else by_node
-                by_node = by_node.index_copy(0, index, own.to(by_node.dtype))
-            for row in rows:
-                self.bonus[row] = [] if isinstance(law.bonus, Tensor) else law.bonus
-        unfit = evidence.unfit()
-        numbers = list(columns.values())
-        tilted = any(bonus is not None for bonus in self.bonus)
-        if tilted:
-            numbers.append(evidence.regret)
-            numbers += [] if evidence.greedy or uniforms is None else [uniforms[..., 1]]
-        numbers += [] if by_node is None else [by_node]
-        tokens, parents_, *found = lists(tree.tokens, tree.parents, *unfit.values(), *numbers)
-        for who in unfit:
-            refuse(who, found.pop(0))
-        super().__init__(evidence, tokens, parents_)
-        self.columns = {name: found.pop(0) for name in columns}
-        if tilted:
-            self.regret = found.pop(0)
-            self.second = [] if evidence.greedy else found.pop(0)
-        if by_node is not None:
-            of_nodes = found.pop(0)
-            self.bonus = [of_nodes[row] if bonus == [] else bonus for row, bonus in enumerate(self.bonus)]
-
-    def choice(self, row: int, node: int) -> _Choice | None:
-        values = {name: column[row][node] for name, column in self.columns.items()}
-        return _Choice(**values, bonus=self.bonus[row])
-
-
-def _columns(at: Contexts, law: Law) -> dict[str, Tensor]:
-    """[R] each, by their names in :class:`_Choice`."""
-    found = drawn(at, law)
-    columns = {"closed": found.closed, "applies": law.applies}
-    if found.opened is not None and found.cost is not None:
-        columns.update(opened=found.opened, cost=found.cost)
-    if found.exact is not None:
-        columns["exact"] = found.exact
-    if law.bonus is not None and not at.greedy:
-        columns["log_p_max"] = at.log_p_max
-    return columns
+    cdf = weights.cumsum(-1, dtype=wide(weights.device))
+    total = cdf[:, -1]
+    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -61,38 +61,36 @@ class Tilted(LossyRule):
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "gate", self.divergence, self.gate)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.price == math.inf:
-            return Law.target(at)
-        if at.sampled:
-            law = Law.dense(at, clipped(at.log_p, at.q_scores.log_softmax(-1), self._wins(at) / self.price))
-        else:
-            law = Law.tilted(at, at.of_children(at.once_per_round(self, lambda: self._bonus(at))))
-        return law if self.gate is None else law.where(divergence_gate(at, self.divergence, self.gate))
+            return Law.target(evidence)
+        law = Law.lifted(evidence, lambda: self._lift(evidence), self._gain)
+        if self.gate is None:
+            return law
+        return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
 
-    def _bonus(self, at: Contexts) -> Tensor:
-        """[B, N] v(c)/price of every node."""
-        price, tree, dtype = self.price, at.tree, wide(at.tree.tokens.device)
-        regret = at.node_regret.to(dtype)
-        favoured = at.is_draft & (regret <= (-math.log(self.floor) if self.floor else torch.finfo(dtype).max))
-        novel = ~at.node_known(self.novel) if self.novel else torch.ones_like(favoured)
-        favoured = favoured & novel
-        if at.greedy:
-            settled = ~novel & at.is_draft & (regret == 0)  # a copy that the target makes: so it has no siblings
-            alone = torch.zeros_like(settled).scatter_reduce_(1, tree.parents, settled, "amax").gather(1, tree.parents)
-            value = best_path(tree.ancestors, novel.to(dtype) - price * regret, favoured & ~alone | settled)
+    def _lift(self, evidence: Evidence) -> Tensor:
+        """[B, N] v(c)/price of every draft."""
+        price, tree = self.price, evidence.tree
+        regret = evidence.regret.to(wide(tree.tokens.device))
+        novel = ~evidence.known(self.novel) if self.novel else evidence.is_draft
+        favoured = novel & (regret <= (-math.log(self.floor) if self.floor else torch.finfo(regret.dtype).max))
+        if evidence.greedy:
+            copied = ~novel & (regret == 0)  # by the target itself: such a draft has no siblings
+            open = favoured & ~evidence.above(evidence.some(copied)) | copied
+            value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret, open)
         else:
-            log_p = at.node_log_p.to(dtype)
-            mass = torch.zeros_like(regret).scatter_add_(1, tree.parents, log_p.exp().masked_fill(~favoured, 0.0))
+            log_p = evidence.log_p.to(regret.dtype)
+            mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
             value = price * log_mean_exp(tree.ancestors, log_p + 1 / price, favoured, 1.0 - mass)
         return ((1 + value) / price).masked_fill(~favoured, 0.0)
 
-    def _wins(self, at: Contexts) -> Tensor:
-        """[R, V] drafts that each token is worth as the draft of a sampled chain: 1 or 0."""
-        wins = torch.ones_like(at.log_p)
+    def _gain(self, at: Contexts) -> Tensor:
+        """[R, V] the same of each token as the draft of a sampled chain, which is worth 1 or 0."""
+        gain = torch.full_like(at.log_p, 1 / self.price)
         if self.floor:
-            wins.masked_fill_(at.log_p < at.log_p_max[:, None] + math.log(self.floor), 0.0)
-        return wins.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else wins
+            gain.masked_fill_(at.log_p < at.of(at.evidence.log_p_max)[:, None] + math.log(self.floor), 0.0)
+        return gain.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else gain
 
     def tilt(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.price
@@ -135,36 +133,3 @@ def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) ->
         rest: [B, N]; below 0 counts as 0.
     """
     return (_sums_down(ancestors, logs, open) + rest.clamp_min(0.0).log()[:, None]).logsumexp(-1)
-
-
-_STEPS = 24
-
-
-def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
-    """ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), Z such that r adds up to 1: maximises Σ gain·min(r, q) - KL(r || p).
-
-    Newton's method within a bracket on the sum, which is piecewise linear in 1/Z and rises with it. The number of
-    steps is fixed, so that nothing waits for a device; what is left of an error is scaled away.
-
-    Args:
-        log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
-        gain: [R, V], at least 0.
-    """
-    low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
-    log_a = high
-    for _ in range(_STEPS):
-        law, total, slope = _clip(log_p, log_q, gain, log_a)
-        low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
-        newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
-        inside = (newton >= low) & (newton <= high)
-        log_a = torch.where(inside, newton, (low + high) / 2)
-    law, total, _ = _clip(log_p, log_q, gain, log_a)
-    return law - total.log()
-
-
-def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """ln of clip(q, a·p, a·p·e^gain) [R, V]; its sum [R, 1], and the part of that which is proportional to a."""
-    least = log_p + log_a
-    law = log_q.clamp(least, least + gain)
-    r = law.exp()
-    return law, r.sum(-1, keepdim=True), r.masked_fill(law == log_q, 0.0).sum(-1, keepdim=True)

@@ -66,6 +66,8 @@ class Verdict:
         sources: [B, D+1] :class:`Source` of each emitted token.
         gate_open: [B, D+1] bool; was the token emitted from another law than the target's.
         spent: [B, D+1] nats spent at that context (0 where the law was the target's).
+        regret: [B, D+1] at each context of the path, ln p of the target's likeliest token less ln p of the drafter's first
+            choice there, p processed; NaN where there are no drafts, and padding NaN.
     """
 
     path: Tensor
@@ -74,3 +76,4 @@ class Verdict:
     sources: Tensor
     gate_open: Tensor
     spent: Tensor
+    regret: Tensor

@@ -1,0 +1,349 @@
+"""What a rule sees of a round: numbers of nodes [B, N], and distributions over the vocabulary [R, V] at R contexts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fsd_infer.cpu import ops
+from fsd_infer.device.transfer import wide
+from fsd_infer.divergence import Divergence, divergence, expand_draft
+from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_infer.rules.texts import Texts, known, known_tokens
+from fsd_infer.rules.verification import Verification
+
+T = TypeVar("T")
+
+_TARGETS, _PROCESSED, _DRAFTERS = "the target's logits", "the target's processed logits", "the drafter's logits"
+
+
+class Evidence:
+    """All trees of a round. Every quantity is [B, N] unless it says otherwise, and computed when it is asked for.
+
+    A node is two things: a draft, namely its token as a child of its parent, and a context, where the token after it is
+    drawn. ``p`` is the processed target, ``q`` the distribution that proposed the children; both are what a token would
+    be drawn from, so at temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature,
+    and ``q`` is raw.
+
+    Args:
+        round: the evidence.
+        lazy: work over the vocabulary is done for the contexts that need it instead of for all; None: on a CPU.
+            Elsewhere a launch costs more than arithmetic, and nothing may wait for the device.
+
+    Attributes:
+        tree: the drafts.
+        greedy: temperature 0.
+        sampled: the children were sampled from q (a chain). A law may then not depend on which they are.
+    """
+
+    def __init__(self, round: Verification, lazy: bool | None = None) -> None:
+        self.round, self.tree, self.greedy = round, round.tree, round.greedy
+        self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
+        self.lazy = round.tree.tokens.device.type == "cpu" if lazy is None else lazy
+        self._made: dict[Hashable, Any] = {}
+        if round.uniforms is None and not round.greedy:
+            raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    # from nodes to nodes -------------------------------------------------------------------------------------------
+
+    def above(self, values: Tensor) -> Tensor:
+        """Values of contexts -> at each node that of its parent."""
+        return values.gather(1, self.tree.parents)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Values of drafts -> at each context the sum over its children."""
+        return torch.zeros_like(values).scatter_add_(1, self.tree.parents, values.masked_fill(~self.is_draft, 0))
+
+    def most(self, values: Tensor, least: float = -math.inf) -> Tensor:
+        """Values of drafts -> at each context the largest of its children's, ``least`` where it has none."""
+        children = values.masked_fill(~self.is_draft, least)
+        return torch.full_like(values, least).scatter_reduce_(1, self.tree.parents, children, "amax")
+
+    def some(self, holds: Tensor) -> Tensor:
+        """bool of drafts -> at each context, does it hold for any child."""
+        return self.total(holds.int()) > 0
+
+    @cached_property
+    def is_draft(self) -> Tensor:
+        """bool; every node but roots and padding."""
+        tree = self.tree
+        found = (torch.arange(tree.parents.shape[1], device=tree.parents.device) > 0).expand_as(tree.parents)
+        if tree.rows is not None and tree.scores is not None:  # only trees made of rows have padding
+            found = found & (tree.scores > -math.inf)
+        return found
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """bool; contexts with children."""
+        return self.some(self.is_draft)
+
+    @property
+    def has_q(self) -> Tensor:
+        """bool; contexts with children whose distribution is known (n-gram lookup has none)."""
+        return self.tree.q_index >= 0
+
+    # the target ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _maxima(self) -> tuple[Tensor, Tensor]:
+        return ops.row_maxima(self.round.scores)
+
+    @property
+    def likeliest(self) -> Tensor:
+        """The target's likeliest token at each context, the first of equals."""
+        return self._maxima[1]
+
+    @cached_property
+    def log_p_max(self) -> Tensor:
+        """ln p of it at contexts with children."""
+        if self.lazy:
+            return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
+        return self._maxima[0] - self.whole.scores.logsumexp(-1).view_as(self.likeliest)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """-Σ p ln p in nats at contexts with children."""
+        if self.lazy:
+            return self._at_inner(ops.row_entropies)
+        return ops.row_entropies(self.whole.scores).view_as(self.likeliest)
+
+    def best(self, k: int) -> Tensor:
+        """[B, N, k] ln p of the k likeliest tokens, falling, at contexts with children; fewer in a smaller vocabulary."""
+        k = min(k, self.round.scores.shape[-1])
+        if self.lazy:
+            return self._at_inner(lambda scores, rows: ops.likeliest(scores[rows], k)[0])
+        return ops.likeliest(self.whole.scores, k)[0].view(*self.likeliest.shape, k)
+
+    def _at_inner(self, statistic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """A statistic of the rows [M, V] at contexts with children, 0 at others."""
+        inner = self.inner.flatten().nonzero().squeeze(-1)
+        values = statistic(self.round.scores.flatten(0, 1), inner)
+        whole = values.new_zeros(self.inner.numel(), *values.shape[1:])
+        return whole.index_copy_(0, inner, values).unflatten(0, self.inner.shape)
+
+    @cached_property
+    def regret(self) -> Tensor:
+        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; infinite at roots and padding."""
+        scores = self.round.scores
+        own = scores.flatten(1).gather(1, self.tree.parents * scores.shape[-1] + self.tree.tokens).float()
+        return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.is_draft, math.inf)
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        """ln p of each draft at its parent; -inf at roots and padding."""
+        return self.above(self.log_p_max) - self.regret
+
+    @cached_property
+    def draft_mass(self) -> Tensor:
+        """p(C), the probability of all children together, at each context, in the device's widest type."""
+        return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
+
+    @cached_property
+    def first_regret(self) -> Tensor:
+        """The regret of each context's first choice: the child with the largest score, the first of equals, or the first
+        where there are no scores. NaN without children."""
+        parents, scores = self.tree.parents, self.tree.scores
+        nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+        leading = self.is_draft if scores is None else self.is_draft & (scores == self.above(self.most(scores)))
+        first = -self.most(torch.where(leading, -nodes.to(self.regret.dtype), -math.inf)).clamp_min(1 - nodes.shape[1])
+        return self.regret.gather(1, first.long()).masked_fill(~self.inner, math.nan)
+
+    # the drafter ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def draft_scores(self) -> Tensor:
+        """[B, I, V] processed drafter logits; at temperature 0 raw ones."""
+        tree = self.tree
+        if not self.greedy:
+            if tree.q_scores is not None:
+                return tree.q_scores
+            if self.round.process_draft is not None:
+                return self.round.process_draft(tree)
+        return expand_draft(tree.q_logits, tree.draft_ids, self.round.logits.shape[-1])
+
+    @cached_property
+    def log_q(self) -> Tensor:
+        """ln q of each draft at its parent, where that has a q."""
+        scores, row = self.draft_scores, self.above(self.tree.q_index).clamp_min(0)
+        own = scores.flatten(1).gather(1, row * scores.shape[-1] + self.tree.tokens).float()
+        return own - ops.row_statistics(scores)[2].gather(1, row)
+
+    # chance, and the text ------------------------------------------------------------------------------------------
+
+    @property
+    def coin(self) -> Tensor:
+        """A uniform number in [0, 1) of each context's own, for rules that act at random."""
+        return self.uniform(2)
+
+    def uniform(self, column: int) -> Tensor:
+        """A column of the uniforms; 0 and 1 are what tokens are drawn by."""
+        if self.round.uniforms is None:
+            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
+        return self.round.uniforms[..., column]
+
+    @property
+    def texts(self) -> Texts:
+        """Prompt and answer so far of each row of the batch. Raises FsdError if the round came without them."""
+        if self.round.texts is None:
+            raise FsdError("this rule looks at prompt and answer; pass texts in Verification.")
+        return self.round.texts
+
+    def known(self, n: int) -> Tensor:
+        """bool; would the draft complete an n-gram that prompt, answer and its path already have."""
+        return self._once(("known", n), lambda: known(self.texts, self.tree, n))
+
+    # contexts, and checks ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> Contexts:
+        """All contexts in order, R = B·N."""
+        return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.tree.tokens.device), whole=True)
+
+    def all_of(self, rows: Tensor, whole: bool = False) -> Contexts:
+        """All contexts of these rows, in order."""
+        count = self.tree.tokens.shape[1]
+        nodes = torch.arange(count, device=rows.device).repeat(rows.shape[0])
+        return Contexts(self, rows[:, None].expand(-1, count).flatten(), nodes, whole)
+
+    def _largest(self) -> dict[str, Tensor]:
+        """The largest logits, by whose they are: [B, N] at every node, of the drafter [B, I]."""
+        round = self.round
+        found = {_TARGETS: self._maxima[0]}
+        if round.scores is not round.logits:
+            found = {_TARGETS: ops.row_maxima(round.logits)[0], _PROCESSED: self._maxima[0]}
+        if self.tree.q_logits.shape[1]:
+            found[_DRAFTERS] = ops.row_maxima(self.tree.q_logits)[0]
+        return found
+
+    def unfit(self) -> dict[str, Tensor]:
+        """Where logits are no distribution, bool, by whose they are."""
+        wrong = {who: ~largest.isfinite() for who, largest in self._largest().items()}
+        if _DRAFTERS in wrong:  # rows that no node points to may hold anything
+            index = self.tree.q_index
+            wrong[_DRAFTERS] = wrong[_DRAFTERS].gather(1, index.clamp_min(0)) & (index >= 0)
+        return wrong
+
+    def check(self) -> None:
+        """Raise NonFiniteLogitsError for logits that are no distribution. Waits for the device."""
+        numbers = (number for largest in self._largest().values() for number in largest.flatten().tolist())
+        if not all(map(math.isfinite, numbers)):  # few numbers: sooner done here than by tensors
+            for who, wrong in self.unfit().items():
+                refuse(who, wrong)
+
+
+def refuse(who: str, unfit: Tensor) -> None:
+    """Raise NonFiniteLogitsError if any of ``unfit`` [B, N], a part of :meth:`Evidence.unfit` on the CPU, is true."""
+    rows = unfit.any(1).nonzero()[:, 0].tolist()
+    if rows:
+        fix = (
+            "Check the request's logits processors."
+            if who == _PROCESSED
+            else "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+        )
+        raise NonFiniteLogitsError(f"{who} in row {rows[0]} are NaN, +inf or all -inf. {fix}")
+
+
+class Contexts:
+    """Distributions over the vocabulary at R contexts: node ``nodes[r]`` of the tree of row ``rows[r]``, [R] each.
+
+    What laws and gates are handed that need more of a context than :class:`Evidence` has. Nothing is computed before it
+    is asked for.
+    """
+
+    def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
+        self.evidence, self.rows, self.nodes = evidence, rows, nodes
+        self._whole = whole  # all nodes of all rows in order: views instead of copies
+
+    def of(self, values: Tensor) -> Tensor:
+        """[B, N, ...] -> [R, ...]"""
+        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[R, V] the target's raw logits, fp32."""
+        return self.of(self.evidence.round.logits).float()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[R, V] the same after the request's processors: ln p up to a constant."""
+        round = self.evidence.round
+        return self.logits if round.scores is round.logits else self.of(round.scores).float()
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        """[R, V]"""
+        return self.scores.log_softmax(-1)
+
+    @cached_property
+    def p(self) -> Tensor:
+        """[R, V]"""
+        return self.scores.softmax(-1)
+
+    @cached_property
+    def has_q(self) -> Tensor:
+        """[R] bool"""
+        return self.of(self.evidence.has_q)
+
+    @cached_property
+    def q_logits(self) -> Tensor:
+        """[R, Vd] the drafter's raw logits over its own vocabulary, to be read only where ``has_q``."""
+        return self._draft_at(self.evidence.tree.q_logits)
+
+    @cached_property
+    def q_scores(self) -> Tensor:
+        """[R, V] ln q up to a constant, over the target's vocabulary; that of p where no q is known."""
+        tree = self.evidence.tree
+        if not tree.q_logits.shape[1]:
+            return self.scores
+        scores = self.evidence.draft_scores
+        whole = self.q_logits if scores is tree.q_logits else self._draft_at(scores)
+        return torch.where(self.has_q[:, None], whole, self.scores)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[R, V]"""
+        return self.q_scores.softmax(-1)
+
+    def _q_row(self) -> Tensor:
+        """[R] of the rows of [B, I, ...] that belong to the contexts."""
+        return self.of(self.evidence.tree.q_index).clamp_min(0)
+
+    def _draft_at(self, values: Tensor) -> Tensor:
+        """[B, I, ...] -> [R, ...] in fp32."""
+        return values[self.rows, self._q_row()].float()
+
+    def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
+        """[R] D(p, q), infinite where no q is known.
+
+        Args:
+            measure: see :mod:`fsd_infer.divergence`.
+            processed: of the distributions after the request's processors instead of the raw ones. At temperature 0
+                processed ones are one-hot, and raw ones are compared in any case.
+        """
+        measure, tree, logits = divergence(measure), self.evidence.tree, self.evidence.round.logits
+        if not tree.q_logits.shape[1]:
+            return torch.full(self.rows.shape, math.inf, device=self.rows.device)
+        if processed and not self.evidence.greedy:
+            found = measure(self.scores, self.q_scores)
+        elif self._whole:  # what else asks for these has them in fp32 already
+            found = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
+        else:
+            which = (self.rows * logits.shape[1] + self.nodes, self.rows * tree.q_logits.shape[1] + self._q_row())
+            pair = logits.flatten(0, 1), tree.q_logits.flatten(0, 1)
+            found = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
+        return found.masked_fill(~self.has_q, math.inf)
+
+    def known_tokens(self, n: int) -> Tensor:
+        """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have."""
+        evidence = self.evidence
+        return known_tokens(evidence.texts, evidence.tree, self.rows, self.nodes, n, evidence.round.scores.shape[-1])
