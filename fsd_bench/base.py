@@ -31,6 +31,8 @@ class Answer:
         coverage: share of its words that lie in fragments of its prompt, see
             :func:`fsd_infer.engine.ngrams.coverage`; of answers scored by ROUGE, which copies raise.
         other_language: 1 where it is in another language than its reference, else 0; of answers scored by chrF.
+        regrets: of the drafter's first choices, as :meth:`fsd_infer.engine.drafts.Drafts.regrets` has them; empty if
+            unknown.
         final: what it says in the end, see :func:`fsd_bench.measures.final_answer`.
     """
 
@@ -49,6 +51,7 @@ class Answer:
     repeated_4grams: float | None = None
     coverage: float | None = None
     other_language: float | None = None
+    regrets: dict[str, list[list[float]]] = field(default_factory=dict)
     final: str | None = None
 
     @property

@@ -54,6 +54,7 @@ class EngineMethod(Method):
                 gate_accepted_fraction=row.gate_accepted_fraction,
                 divergence_spent=row.divergence_spent,
                 finish_reason=row.finish_reason,
+                regrets=row.drafts.regrets(),
             )
             for tokens, row, record in zip(made.sequences, stats.rows, made.records, strict=True)
         ]

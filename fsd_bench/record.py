@@ -14,6 +14,7 @@ from typing import Any
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
 from fsd_bench.paired import against, intervals
+from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable, write_text
 
@@ -58,7 +59,8 @@ def build_record(
     ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau`` is
     pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
     equally. ``target_forwards``, ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer, gate fractions
-    and ``log_likelihood_per_token`` (nats, raw) means per token. ``phases`` are seconds summed over all runs,
+    and ``log_likelihood_per_token`` (nats, raw) means per token. ``drafts`` pools the drafters' first choices, see
+    :class:`fsd_infer.engine.drafts.Drafts`. ``phases`` are seconds summed over all runs,
     ``phase_fractions`` their shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards, and
     ``round_overhead_fraction`` the share of the time after the prefill that neither the target nor the drafter takes.
     A ratio is the method's speed / the baseline's on the same unit (seconds: the baseline's / the method's, above 1 is
@@ -203,6 +205,7 @@ def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None
         "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
         "divergence_spent": mean([answer.divergence_spent for answer in answers]),
         **{name: mean([getattr(answer, name) for answer in answers]) for name in OF_TEXT},
+        "drafts": drafts.summary() if (drafts := Drafts.pooled(Drafts(answer.regrets) for answer in answers)) else None,
         "log_likelihood_per_token": (
             sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
             if likelihoods

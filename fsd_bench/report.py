@@ -58,7 +58,8 @@ def bench_table(record: dict[str, Any]) -> str:
     methods = record["methods"]
     shown = short_names(list(methods))
     parts = [_speed_table(record, shown), _answers_table(record, shown)]
-    parts += [part for part in (_quality_table(record, shown), _paired_table(record, shown)) if part]
+    more = (_quality_table(record, shown), _paired_table(record, shown), _drafts_table(methods, shown))
+    parts += [part for part in more if part]
     categories = list(next(iter(methods.values()))["categories"])
     drafted = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
     if len(categories) > 1 and drafted:
@@ -175,6 +176,22 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
         + "\n\n"
         + (_means_table(record, shown, ends) + "\n" + note)
     )
+
+
+def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
+    """How good the first drafts are; nothing if no method has any."""
+    drafted = {name: facts["drafts"] for name, facts in methods.items() if facts.get("drafts")}
+    if not drafted:
+        return ""
+    bounds = list(next(iter(drafted.values()))["below"])
+    rows = [
+        [shown[name], str(found["count"]), percent(found["agreement"], 1), number(found["regret_median"])]
+        + [percent(share, 0) for share in found["below"].values()]
+        for name, found in drafted.items()
+    ]
+    note = "right: the target's likeliest token; regret of the others: ln p(likeliest) - ln p(draft), nats"
+    headers = ["method", "contexts", "right %", "median regret", *(f"below {bound} %" for bound in bounds)]
+    return "first drafts\n" + fitted_tables(headers, rows) + "\n" + note
 
 
 def _sum_ratio(found: dict[str, Any] | None) -> str:

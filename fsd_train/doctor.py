@@ -23,6 +23,7 @@ from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.errors import DataError
 from fsd_infer.files import writable, write_json
 from fsd_infer.heads.checkpoint import load_head
@@ -255,15 +256,15 @@ class Doctor:
         why = f", and are {cause}" if found[cause] < 0.5 * own else f" ({size} wide, other weights or another dtype?)"
         return Finding("cached features", False, f"differ by {own:.0%} from the target's{why}", "cache them again")
 
-    def check_decoding(self, prompts: int, tokens: int) -> tuple[Finding, list[float], list[list[int]]]:
-        """Are drafts accepted in decoding as often as the chains that training runs agree with the answers?
-
-        Returns the finding, acceptance by depth, and the answers.
+    def check_decoding(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
+        """Are drafts accepted in decoding as often as the chains that training runs agree with the answers, and what do
+        the head's mistakes cost? Returns the findings, acceptance by depth, and the answers.
         """
         asked = [row.prompt() for row in self.rows[:prompts]]
         drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
         made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
         reached = depth_shares([run for record in made.records for run in runs_of(record.sources)])
+        mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))
         seen, runs = [], []
         for prompt, answer, record in zip(asked, made.sequences, made.records, strict=True):
             ids = torch.tensor([[*prompt, *answer]], device=self.target.device)
@@ -272,12 +273,16 @@ class Doctor:
         expected = depth_shares(runs)
         pairs = [(a, b) for a, b in zip(depth_shares(seen), expected, strict=True) if not math.isnan(a + b)]
         if not pairs:
-            return Finding("decoding", None, "the answers are too short to compare"), reached, made.sequences
+            return (
+                [Finding("decoding", None, "the answers are too short to compare"), mistakes],
+                reached,
+                made.sequences,
+            )
         says = "accepted " + " ".join(f"{a:.0%}" for a, _ in pairs)
         says += " by depth; expected " + " ".join(f"{b:.0%}" for _, b in pairs)
         fine = abs(pairs[0][0] - pairs[0][1]) < _CLEAR
         fix = "" if fine else "the engine feeds the head otherwise than training does: please report it"
-        return Finding("decoding", fine, says, fix), reached, made.sequences
+        return [Finding("decoding", fine, says, fix), mistakes], reached, made.sequences
 
     def _expected_runs(self, ids: Tensor, last: int) -> list[int]:
         """Drafts accepted in each round, as it follows from the head's chains over the finished text.
@@ -355,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
     decoding, reached, answers = doctor.check_decoding(args.rows, args.max_new_tokens)
-    findings.append(decoding)
+    findings += decoding
     if server is not None:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
         findings += [Finding(*found) for found in check_engine(server, prompts, answers, reached)]

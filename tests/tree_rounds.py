@@ -138,7 +138,9 @@ def emitted(verdict: Verdict, row: int) -> list[int]:
 def assert_same(a: Verdict, b: Verdict) -> None:
     for field in ("accepted", "tokens", "sources", "gate_open", "path"):
         assert torch.equal(getattr(a, field), getattr(b, field)), field
+    assert torch.equal(a.first, b.first)
     torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.regret, b.regret, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def inner_of(round: Verification, row: int) -> set[int]:

@@ -14,6 +14,7 @@ from fsd_bench.evidence.lines import DISTANCES, read_lines
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.intervals import bootstrap_interval
 from fsd_bench.paired import agreement, differences, intervals, ratios
+from fsd_infer.engine.drafts import Drafts
 
 POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # where bins of positions in the answer end
 
@@ -69,8 +70,12 @@ def read_sweep(path: str | Path) -> Sweep:
 
 def _run(line: dict[str, Any]) -> TimedRun:
     line["divergence_spent"] = float(line["divergence_spent"])  # may be "inf", which JSON lacks
+    regrets = {  # may be "inf" too; files of earlier versions have none
+        name: [[float(value) for value in values] for values in depths]
+        for name, depths in line.get("regrets", {}).items()
+    }
     answer = Answer(
-        tokens=line["tokens"], verified_tokens=len(line["tokens"]) - 1,
+        tokens=line["tokens"], verified_tokens=len(line["tokens"]) - 1, regrets=regrets,
         **{name: line[name] for name in (
             "target_forwards", "gate_open_fraction", "gate_accepted_fraction", "divergence_spent", "finish_reason",
             "log_likelihood", "final", *OF_TEXT,
@@ -85,7 +90,7 @@ def summarise(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str
     ``means``, ``differences``, ``ratios`` and ``same_final_answer`` are those of :mod:`fsd_bench.paired`. Among
     the ratios are also ``speed`` (new tokens per second of wall time, prefill included) and ``tau`` (tokens that
     verifying forwards emitted per forward). ``tokens_per_second``, ``tau``, ``divergence_spent`` (nats per answer) and
-    ``gate_open_fraction`` (per token) are plain numbers.
+    ``gate_open_fraction`` (per token) are plain numbers, ``drafts`` is :meth:`.Drafts.summary` of all.
     """
     found = {}
     for name in names:
@@ -106,6 +111,7 @@ def summarise(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str
             "tokens_per_second": tokens / sum(run.seconds for run in runs),
             "tau": (tokens - len(answers)) / forwards if forwards else None,
             "divergence_spent": float(np.mean([answer.divergence_spent for answer in answers])),
+            "drafts": Drafts.pooled(Drafts(answer.regrets) for answer in answers).summary(),
             "gate_open_fraction": sum(a.gate_open_fraction * a.length for a in answers) / max(tokens, 1),
         }
     return found

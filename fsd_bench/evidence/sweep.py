@@ -193,6 +193,7 @@ def _line(
         **{name: getattr(answer, name) for name in OF_TEXT},
         "by_proposer": stats.by_proposer,
         "by_kind": stats.by_kind,
+        "regrets": stats.drafts.regrets(),
         "final": answer.final,
         "text": text,
     }

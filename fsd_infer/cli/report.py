@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Source
@@ -50,6 +51,7 @@ def stats_line(stats: GenerationStats) -> str:
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s (prefill {stats.prefill_seconds:.2f} s), "
         f"{stats.tokens_per_second:.1f} tok/s; tau {tau} over {stats.target_forwards} target forwards; "
         f"gate open at {100 * stats.gate_open_fraction:.1f} % of tokens, {stats.divergence_spent:.3f} nats spent; "
+        f"{drafts_text(stats.drafts.summary())}; "
         f"4-grams copied from the prompt {percent(stats.copied_4grams, 0)} %, repeated "
         f"{percent(stats.repeated_4grams, 0)} %; "
         f"ended by {reasons}; rule {rule}, drafter {stats.drafter['name']}"

@@ -276,25 +276,28 @@ class _Batch:
         """Append each row's new tokens, up to and including the first that ends its answer."""
         tokens, counts, path = verdict.tokens.tolist(), (verdict.accepted + 1).tolist(), verdict.path.tolist()
         sources, gates, spent = verdict.sources.tolist(), verdict.gate_open.tolist(), verdict.spent.tolist()
+        first, regret = verdict.first.tolist(), verdict.regret.tolist()
         log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
         elapsed = self.clock.seconds - self.prefill_seconds
         for index, row in enumerate(self.rows):
-            record, first = self.records[row], len(self.records[row].tokens)
+            record, start = self.records[row], len(self.records[row].tokens)
             for token in tokens[index][: counts[index]]:
                 record.tokens.append(token)
                 record.finish_reason = self._finish_reason(row, token)
                 if record.finish_reason:
                     break
-            new = len(record.tokens) - first
+            new = len(record.tokens) - start
             record.sources += sources[index][:new]
             record.gates += gates[index][:new]
             record.spent += spent[index][:new]
-            proposed = [0 if tree.rows is None else tree.rows[index].proposer(node) for node in path[index][1:]]
-            record.proposers += [*proposed[: counts[index] - 1], -1][:new]
+            proposer = (lambda node: 0) if tree.rows is None else tree.rows[index].proposer
+            record.proposers += [*map(proposer, path[index][1 : counts[index]]), -1][:new]
+            drafted = zip(range(1, new + 1), first[index], regret[index])
+            record.drafts += [(proposer(node), depth, nats) for depth, node, nats in drafted if node >= 0]
             if log_p is not None:
                 record.log_likelihoods += log_p[index][:new]
             record.decode_seconds = elapsed if self.prefill_seconds else 0.0
-            if self.request.on_tokens is not None and self.request.on_tokens(row, record.tokens[first:]):
+            if self.request.on_tokens is not None and self.request.on_tokens(row, record.tokens[start:]):
                 record.finish_reason = record.finish_reason or "stop"
 
     def _finish_reason(self, row: int, token: int) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from fsd_infer.drafters.estimates import Trees
+from fsd_infer.engine.drafts import Drafts
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Source
 
@@ -37,6 +38,7 @@ class RowStats:
         repeated_4grams: share of them that occurred earlier in the answer; None if it is shorter.
         by_proposer: by what proposed the tokens, a drafter's name or "target" for its own, see :func:`_shares`.
         by_kind: by "copied", "repeated" or "new", see :func:`fsd_infer.engine.ngrams.kinds`.
+        drafts: the drafter's first choice at every context that a token was emitted from.
         mean_log_likelihood: mean of the target's raw log-probability of the emitted tokens, nats, if measured.
     """
 
@@ -53,6 +55,7 @@ class RowStats:
     repeated_4grams: float | None = None
     by_proposer: dict[str, Share] = field(default_factory=dict)
     by_kind: dict[str, Share] = field(default_factory=dict)
+    drafts: Drafts = field(default_factory=Drafts)
     mean_log_likelihood: float | None = None
 
     @property
@@ -128,6 +131,11 @@ class GenerationStats:
     def repeated_4grams(self) -> float | None:
         return _mean([row.repeated_4grams for row in self.rows])
 
+    @property
+    def drafts(self) -> Drafts:
+        """The drafter's first choices, over all rows."""
+        return Drafts.pooled(row.drafts for row in self.rows)
+
     def _weighted(self, name: str) -> float:
         return sum(getattr(row, name) * row.new_tokens for row in self.rows) / max(self.new_tokens, 1)
 
@@ -137,10 +145,17 @@ class GenerationStats:
         record = {name: getattr(self, name) for name in (*totals, *fractions)}
         record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
         record.update(rule=self.rule, drafter=self.drafter, cache_bytes=self.cache_bytes)
+        record["drafts"] = self.drafts.summary()
         if self.trees is not None:
             record["trees"] = self.trees.to_dict()
         record["rows"] = [
-            {**asdict(row), "seconds": row.seconds, "tokens_per_second": row.tokens_per_second} for row in self.rows
+            {
+                **asdict(row),
+                "drafts": row.drafts.summary(),
+                "seconds": row.seconds,
+                "tokens_per_second": row.tokens_per_second,
+            }
+            for row in self.rows
         ]
         return record
 
@@ -150,6 +165,7 @@ class RowRecord:
     """One answer while it grows: per emitted token its id, :class:`Source`, gate flag, nats spent, and which of the
     drafter's ``proposers`` proposed it, -1 if none did.
 
+    ``drafts``: proposer, depth and regret of the drafter's first choice at every context that had one.
     ``steps``: of a search with beams; None elsewhere, where each token is a step.
     """
 
@@ -158,6 +174,7 @@ class RowRecord:
     gates: list[bool] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)
     proposers: list[int] = field(default_factory=list)
+    drafts: list[tuple[int, int, float]] = field(default_factory=list)
     log_likelihoods: list[float] = field(default_factory=list)
     target_forwards: int = 0
     steps: int | None = None
@@ -166,6 +183,9 @@ class RowRecord:
 
     def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
         """Args: the prompt's tokens, and the names of the drafter's proposers."""
+        drafts = Drafts()
+        for proposer, depth, regret in self.drafts:
+            drafts.add(proposers[proposer], depth, regret)
         whose = [(*proposers, "target")[place] for place in self.proposers]
         count = len(self.tokens)
         forwards = self.target_forwards
@@ -183,6 +203,7 @@ class RowRecord:
             repeated_4grams=repeated_ngrams(self.tokens),
             by_proposer=_shares(whose, self),
             by_kind=_shares(kinds(prompt, self.tokens), self),
+            drafts=drafts,
             mean_log_likelihood=sum(self.log_likelihoods) / count if self.log_likelihoods else None,
         )
 

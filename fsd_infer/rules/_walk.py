@@ -194,7 +194,9 @@ class _Walk:
             "spent": self.cost.masked_fill(~pays, 0.0).gather(1, path),
         }  # fmt: skip
         columns = [path, *(x.masked_fill(beyond, 0) for x in list(numbers.values())[1:])]
-        columns.append(evidence.first_regret.gather(1, path).masked_fill(beyond, math.nan))
+        first = evidence.first.gather(1, path).masked_fill(beyond, -1)
+        regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill(first < 0, math.nan)
+        columns += [first, regret]
         crowded = (evidence.total(evidence.is_draft.int()) > 1).any(1, keepdim=True) & evidence.sampled
         unfit = {} if evidence.lazy else evidence.unfit()
         accepted_, depth, crowded_, *found = on_host(
@@ -205,9 +207,9 @@ class _Walk:
         if crowded_.any():
             raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
         width = int(depth.max()) + 1
-        path, tokens, sources, gate_open, spent, regret = (x[:, :width] for x in found)
+        path, tokens, sources, gate_open, spent, first, regret = (x[:, :width] for x in found)
         return Verdict(
-            path.long(), accepted_[:, 0].long(), tokens.long(), sources.long(), gate_open > 0, spent, regret
+            path.long(), accepted_[:, 0].long(), tokens.long(), sources.long(), gate_open > 0, spent, first.long(), regret
         )
 
     def _drawn(self, end: Tensor, is_open: Tensor) -> Tensor:

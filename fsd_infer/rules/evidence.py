@@ -149,14 +149,13 @@ class Evidence:
         return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
 
     @cached_property
-    def first_regret(self) -> Tensor:
-        """The regret of each context's first choice: the child with the largest score, the first of equals, or the first
-        where there are no scores. NaN without children."""
-        parents, scores = self.tree.parents, self.tree.scores
-        nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-        leading = self.is_draft if scores is None else self.is_draft & (scores == self.above(self.most(scores)))
-        first = -self.most(torch.where(leading, -nodes.to(self.regret.dtype), -math.inf)).clamp_min(1 - nodes.shape[1])
-        return self.regret.gather(1, first.long()).masked_fill(~self.inner, math.nan)
+    def first(self) -> Tensor:
+        """The drafter's first choice: the child with the highest score, of equals and without scores the first. -1 where
+        there is no child."""
+        scores, count = self.tree.scores, self.is_draft.shape[1]
+        leads = self.is_draft if scores is None else self.is_draft & (scores == self.above(self.most(scores)))
+        early = torch.where(leads, count - torch.arange(count, device=leads.device), 0)  # the earlier the larger
+        return torch.where(self.inner, count - self.most(early, 0), -1)
 
     # the drafter ---------------------------------------------------------------------------------------------------
 

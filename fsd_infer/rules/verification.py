@@ -66,8 +66,10 @@ class Verdict:
         sources: [B, D+1] :class:`Source` of each emitted token.
         gate_open: [B, D+1] bool; was the token emitted from another law than the target's.
         spent: [B, D+1] nats spent at that context (0 where the law was the target's).
-        regret: [B, D+1] at each context of the path, ln p of the target's likeliest token less ln p of the drafter's first
-            choice there, p processed; NaN where there are no drafts, and padding NaN.
+        first: [B, D+1] node of the drafter's first choice below each node of the path: of its children the one with the
+            highest score, the lowest of equals and of trees without scores. -1 where there is none, and in the padding.
+        regret: [B, D+1] ln p of the processed target's likeliest token less ln p of that choice, at least 0; NaN where
+            there is none.
     """
 
     path: Tensor
@@ -76,4 +78,5 @@ class Verdict:
     sources: Tensor
     gate_open: Tensor
     spent: Tensor
+    first: Tensor
     regret: Tensor
