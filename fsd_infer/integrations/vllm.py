@@ -3,8 +3,8 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with the chance that the logits give it, so a rule whose law is r ∝ p·e^bonus
-on a chain is an edit of one logit per drafted position: + T·bonus at temperature T, + bonus at temperature 0.
+vLLM drafts greedily and accepts a draft with the chance that the logits give it, so a rule whose law is r ∝ p·e^lift
+on a chain is an edit of one logit per drafted position: + T·lift at temperature T, + lift at temperature 0.
 Everything is done on the device, for all rows at once and by the same rule objects as everywhere else. See
 docs/serving.md.
 
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
-from fsd_infer.integrations.vllm_step import Chains, Step, affordable
+from fsd_infer.integrations.vllm_step import Chains, Step
 from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
-CERTAIN = 1e4  # nats that stand for an infinite bonus: e^-10000 is 0
+CERTAIN = 1e4  # nats that stand for an infinite lift: e^-10000 is 0
 FILLED = ("ngram", "ngram_gpu")  # drafters that may have no draft; see :class:`Step`
 READ = {  # of vLLM's interface
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
@@ -199,12 +199,10 @@ class FuzzyRules(_Processor):
             mine = step.drafted & (kind == number)[:, None]
             if asked.thinking_only:
                 mine = mine & step.thinking(*self.thinking)
-            bonus, cost = chains[asked.greedy].tilted(asked.rule, mine)
-            if asked.rule.budget is not None:
-                unpaid = ~affordable(cost, self.left[step.slot])
-                bonus, cost = bonus.masked_fill(unpaid, 0.0), cost.masked_fill(unpaid, 0.0)
+            left = None if asked.rule.budget is None else self.left[step.slot]
+            lift, cost = chains[asked.greedy].lifted(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
-            edit = bonus.clamp_max(CERTAIN)
+            edit = lift.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])
         return logits
 

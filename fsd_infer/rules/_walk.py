@@ -22,7 +22,7 @@ from fsd_infer.device.transfer import on_host, to_device, wide
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.evidence import Contexts, Evidence, refuse
-from fsd_infer.rules.laws import Law, closed, lifted
+from fsd_infer.rules.laws import Law, lifted
 from fsd_infer.rules.verification import Source, Verdict, Verification
 
 Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and the rows that it holds for
@@ -43,8 +43,7 @@ def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool
     """
     evidence = Evidence(round, lazy)
     if evidence.lazy:
-        for who, unfit in evidence.unfit().items():
-            refuse(who, unfit)
+        evidence.check()
     left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
     return _Walk(evidence, laws, left).verdict()
 
@@ -68,169 +67,171 @@ class _Walk:
         open: under the rule's.
         cost: nats at each context that the rule's law costs.
         applies: contexts with a law other than the target's.
+        asked: those of them whose gate and dense law are known.
         opened: the token of a dense law at temperature 0.
-        slot: where a dense law r is known, above temperature 0: row of ``dense`` [·, V]. -1 elsewhere.
+        slot: above it, where a dense law r is known: row of ``dense`` [·, V]. -1 elsewhere.
     """
 
     def __init__(self, evidence: Evidence, laws: Groups, left: Tensor) -> None:
-        self.evidence, self.tree = evidence, evidence.tree
-        batch, self.count = evidence.tree.tokens.shape
-        self.device = evidence.tree.tokens.device
-        self.left = to_device(left, self.device) if bool(left.isfinite().any()) else None
-        self.rows = torch.arange(batch, device=self.device)
-        self.nodes = torch.arange(self.count, device=self.device)
-        self.closed = self.open = closed(evidence)
-        self.cost, self.opened = torch.zeros_like(self.closed), evidence.likeliest
-        self.applies = self.asked = torch.zeros_like(evidence.inner)
-        self.slot = torch.full_like(evidence.tree.parents, -1)
+        self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.tree.tokens.device
+        self.left = to_device(left, self.device) if min(left.tolist()) < math.inf else None
+        self.closed = self.open = evidence.chance
+        self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
+        self.applies = self.asked = torch.zeros_like(evidence.is_draft)
+        self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.dense: list[Tensor] = []
         self.laws = [self._add(law(evidence), rows) for law, rows in laws]
 
-    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor]:
-        """The law, and its rows [B, 1] bool, with what is known of it before a context is looked at."""
-        mine = to_device(torch.zeros(len(self.rows), 1, dtype=torch.bool).index_fill_(0, torch.tensor(rows), True), self.device)
+    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
+        """The law, and its rows [B, 1] bool or True for all, with what is known before a context is looked at."""
+        batch, evidence = self.tree.tokens.shape[0], self.evidence
+        mine: Tensor | bool = len(rows) == batch
+        if not mine:
+            index = to_device(torch.tensor(rows), self.device)
+            mine = torch.zeros(batch, 1, dtype=torch.bool, device=self.device).index_fill_(0, index, True)
+
+        def put(new: Tensor, old: Tensor) -> Tensor:
+            return new if mine is True else torch.where(mine, new, old)
+
         if law.lift is not None:
-            odds = lifted(self.evidence, law.lift, law.applies)
+            odds = lifted(evidence, law.lift, law.applies)
             law = replace(law, applies=odds.applies)
-            self.open, self.cost = torch.where(mine, odds.chance, self.open), torch.where(mine, odds.cost, self.cost)
+            self.open, self.cost = put(odds.chance, self.open), put(odds.cost, self.cost)
         if law.test is not None:
-            self.closed = torch.where(mine, law.test.chance.to(self.closed.dtype), self.closed)
-        self.applies = torch.where(mine, law.applies, self.applies)
-        if law.gate is not None or law.log_r is not None:
-            self.asked = torch.where(mine, ~self.applies, self.asked)
-            if not self.evidence.lazy:
-                index = to_device(torch.tensor(rows), self.device)
-                self._ask(law, self.evidence.whole if len(rows) == len(self.rows) else self.evidence.all_of(index))
+            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
+        self.applies = put(law.applies, self.applies)
+        if law.looks:
+            self.asked = put(~law.applies, self.asked)
+            if not evidence.lazy:
+                self._ask(law, evidence.whole if mine is True else evidence.all_of(index))
         return law, mine
 
     def _ask(self, law: Law, at: Contexts) -> None:
         """What a law needs of the vocabulary at these contexts."""
-        where = at.rows, at.nodes
+        evidence, where = self.evidence, (at.rows, at.nodes)
         if law.gate is not None:
             is_open = at.of(self.applies) & law.gate(at)
             self.applies = self.applies.index_put(where, is_open)
-            if self.evidence.lazy and law.log_r is not None:
-                at = Contexts(self.evidence, at.rows[is_open], at.nodes[is_open])
-                where = at.rows, at.nodes
+            if evidence.lazy and law.log_r is not None:
+                where = at.rows[is_open], at.nodes[is_open]
+                at = Contexts(evidence, *where)
         if law.log_r is None or not at.rows.shape[0]:
             return
-        log_r, tree = law.log_r(at), self.tree
+        log_r = law.log_r(at)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(log_r.shape[0], device=self.device))
-        above = self.evidence.above(slot)
-        if self.evidence.greedy:
+        above = evidence.above(slot)
+        if evidence.greedy:
             token = log_r.argmax(-1)
-            self.opened = self.opened.index_put(where, token)
-            pair = at.scores.gather(1, torch.stack([at.of(self.evidence.likeliest), token], 1))
+            pair = at.scores.gather(1, torch.stack([at.of(evidence.likeliest), token], 1))
             cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
-            chance = tree.tokens == self.evidence.above(self.opened)
+            self.opened = self.opened.index_put(where, token)
+            chance = self.tree.tokens == evidence.above(self.opened)
         else:
             r, cost = log_r.softmax(-1), divergence("kl")(at.scores, log_r)
             self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
             self.dense.append(r)
-            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + tree.tokens]
-            chance = chance / self.evidence.log_q.exp() if self.evidence.sampled else chance
-        known = (above >= 0) & self.evidence.is_draft
-        self.open = torch.where(known, chance.to(self.open.dtype), self.open)
+            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
+            chance = chance / evidence.log_q.exp() if evidence.sampled else chance
+        self.open = torch.where((above >= 0) & evidence.is_draft, chance, self.open)
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
+
+    def verdict(self) -> Verdict:
+        """The path, as far as it goes, by what is known of the laws; again, until that is enough."""
+        looks = self.evidence.lazy and any(law.looks for law, _ in self.laws)
+        while True:
+            pays, taken, exact = self._taken()
+            taken[:, 0] = True
+            reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
+            new = reached & self.applies & ~self.asked if looks else None
+            if new is None or not new.any():
+                return self._gathered(reached, pays, exact)
+            self.asked = self.asked | new
+            for law, mine in self.laws:
+                rows, nodes = (new & mine).nonzero(as_tuple=True)
+                if law.looks and rows.shape[0]:
+                    self._ask(law, Contexts(self.evidence, rows, nodes))
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; that exact decoding, too,
         would let follow."""
-        evidence, pays = self.evidence, self.applies
+        evidence, pays, chance = self.evidence, self.applies, self.closed
         if self.left is not None:
             pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
-        chance = torch.where(evidence.above(pays), self.open, self.closed)
+        if self.open is not self.closed:
+            chance = torch.where(evidence.above(pays), self.open, self.closed)
         if evidence.greedy:
-            return pays, chance > 0, self.closed > 0
+            return pays, chance.clone(), self.closed
         # one number decides between the children, one after the other on a scale, and every other token
         place = evidence.above(evidence.uniform(0)).to(chance.dtype)
         if not evidence.sampled:
-            place = place - (self._earlier @ chance[..., None]).squeeze(-1)
+            siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
+            place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
         return pays, (place >= 0) & (place < chance), place < self.closed
 
-    def verdict(self) -> Verdict:
-        tree, evidence = self.tree, self.evidence
-        if not evidence.greedy and not evidence.sampled:
-            siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & evidence.is_draft[:, None]
-            self._earlier = siblings.tril(-1).to(self.closed.dtype)
-        while True:
-            pays, taken, exact = self._taken()
-            taken = taken | (self.nodes == 0)
-            reached = ~(tree.ancestors & ~taken[:, None]).any(-1)
-            if not evidence.lazy or not self._learns(reached):
-                break
-        return self._gathered(reached, pays, exact)
-
-    def _learns(self, reached: Tensor) -> bool:
-        """Ask the laws at contexts that were reached and not asked yet; are there any."""
-        new = reached & ~self.asked & self.applies
-        if not new.any():
-            return False
-        self.asked = self.asked | new
-        for law, mine in self.laws:
-            if law.gate is not None or law.log_r is not None:
-                rows, nodes = (new & mine).nonzero(as_tuple=True)
-                if rows.shape[0]:
-                    self._ask(law, Contexts(self.evidence, rows, nodes))
-        return True
-
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
-        """The verdict on the CPU."""
-        tree, evidence = self.tree, self.evidence
-        end = torch.where(reached, self.nodes, 0).amax(1, keepdim=True)
-        path = torch.where(reached, self.nodes, self.count).sort(-1).values.minimum(end)
+        """The verdict on the CPU, from what holds at every node."""
+        tree, evidence, nodes = self.tree, self.evidence, self.evidence.nodes
         accepted = reached.sum(1, keepdim=True) - 1
-        final = self._drawn(end[:, 0], pays.gather(1, end)) if not evidence.greedy else None
-        open_end = pays.gather(1, end)
-        if final is None:
-            final = torch.where(open_end, self.opened.gather(1, end), evidence.likeliest.gather(1, end))
-        below, last = path.roll(-1, 1), self.nodes == accepted
-        tokens = torch.where(last, final, tree.tokens.gather(1, below))
-        dense = sum(mine & (law.log_r is not None) for law, mine in self.laws)
-        by_rule = torch.where(last, dense.bool() & open_end & (not evidence.sampled), ~exact.gather(1, below))
-        sources = torch.where(by_rule, Source.GATE, torch.where(last, Source.TARGET, Source.EXACT))
-        beyond, numbers = self.nodes > accepted, {
-            "path": path, "tokens": tokens, "sources": sources, "gate_open": pays.gather(1, path),
-            "spent": self.cost.masked_fill(~pays, 0.0).gather(1, path),
-        }  # fmt: skip
-        columns = [path, *(x.masked_fill(beyond, 0) for x in list(numbers.values())[1:])]
-        first = evidence.first.gather(1, path).masked_fill(beyond, -1)
-        regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill(first < 0, math.nan)
-        columns += [first, regret]
-        crowded = (evidence.total(evidence.is_draft.int()) > 1).any(1, keepdim=True) & evidence.sampled
-        unfit = {} if evidence.lazy else evidence.unfit()
-        accepted_, depth, crowded_, *found = on_host(
-            accepted, tree.depths.amax(1, keepdim=True), crowded, *unfit.values(), *columns
+        end = (reached * nodes).amax(1, keepdim=True)
+        # by depth; what is not reached is written to where the end is, as the end
+        path = end.expand_as(reached).scatter(
+            1, torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
         )
+        last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
+        tokens = torch.where(last, self._final(end, pays.gather(1, end)), tree.tokens.gather(1, below))
+        sources = torch.where(nodes < accepted, int(Source.EXACT), int(Source.TARGET))
+        is_open = pays.gather(1, path) & ~beyond
+        spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
+        if self.open is not self.closed:
+            dense = torch.zeros_like(last)
+            for law, mine in self.laws if not evidence.sampled else []:
+                dense = dense | mine if law.log_r is not None else dense
+            by_rule = torch.where(last, dense, ~exact.gather(1, below)) & is_open
+            sources = sources.masked_fill(by_rule, int(Source.GATE))
+        child = (tree.parents[:, None] == path[..., None]) & (evidence.is_draft[:, None] & ~beyond[..., None])
+        leads = child.int() if tree.scores is None else torch.where(child, tree.scores[:, None], -math.inf)
+        first = torch.where(child.any(-1), leads.argmax(-1), -1)
+        regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
+        found = [path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret]
+        return self._on_host(accepted, found)
+
+    def _on_host(self, accepted: Tensor, columns: list[Tensor]) -> Verdict:
+        """The verdict on the CPU, or what is wrong with the round."""
+        evidence = self.evidence
+        unfit = {} if evidence.lazy else evidence.unfit()
+        forks = [(evidence.child.sum(-1) > 1).any(1, keepdim=True)] if evidence.sampled else []
+        accepted, depth, *found = on_host(accepted, self.tree.depths, *unfit.values(), *forks, *columns)
         for who in unfit:
             refuse(who, found.pop(0) > 0)
-        if crowded_.any():
+        if forks and found.pop(0).any():
             raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
-        width = int(depth.max()) + 1
-        path, tokens, sources, gate_open, spent, first, regret = (x[:, :width] for x in found)
-        return Verdict(
-            path.long(), accepted_[:, 0].long(), tokens.long(), sources.long(), gate_open > 0, spent, first.long(), regret
-        )
+        path, tokens, sources, is_open, spent, first, regret = (x[:, : int(depth.max()) + 1] for x in found)
+        whole = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
+        return Verdict(*whole, is_open > 0, spent, first.long(), regret)
 
-    def _drawn(self, end: Tensor, is_open: Tensor) -> Tensor:
-        """[B, 1] the token after the path, none of those that were drafted there, above temperature 0."""
+    def _final(self, end: Tensor, is_open: Tensor) -> Tensor:
+        """[B, 1] the token after the path, which ends at ``end`` [B, 1]: none of those that were drafted there."""
         evidence, tree = self.evidence, self.tree
-        at = Contexts(evidence, self.rows, end)
-        weights = law = at.p
+        if evidence.greedy:
+            return torch.where(is_open, self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+        at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
+        law = at.p
         if self.dense:
-            slot = self.slot.gather(1, end[:, None])[:, 0]
+            slot = self.slot.gather(1, end)
             dense = torch.cat(self.dense) if len(self.dense) > 1 else self.dense[0]
-            law = weights = torch.where(is_open & (slot >= 0)[:, None], dense[slot.clamp_min(0)], law)
+            law = torch.where(is_open & (slot >= 0), dense[slot[:, 0].clamp_min(0)], law)
+        weights = law
         if evidence.sampled:
-            weights = torch.where(at.has_q[:, None], (law - at.q).clamp_min(0.0), law)
+            has_q = at.has_q[:, None]
+            weights = torch.where(has_q, (law - at.q).clamp_min(0.0), law)
             for own, mine in self.laws:
                 if own.test is not None:
                     rest = law if own.test.rest is None else own.test.rest(at)
-                    weights = torch.where(mine & ~is_open & at.has_q[:, None], rest, weights)
-        child = evidence.is_draft & (tree.parents == end[:, None])
-        weights = weights.scatter_reduce(1, tree.tokens, torch.where(child, 0.0, math.inf), "amin")
+                    weights = torch.where(~is_open & has_q & mine, rest, weights)
+        drafted = torch.where(evidence.is_draft & (tree.parents == end), 0.0, math.inf)
+        weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
         weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, law)  # where rounding left nothing
-        return draw(weights, evidence.uniform(1).gather(1, end[:, None])[:, 0])[:, None]
+        return draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -62,30 +62,38 @@ class Evidence:
 
     def total(self, values: Tensor) -> Tensor:
         """Values of drafts -> at each context the sum over its children."""
-        return torch.zeros_like(values).scatter_add_(1, self.tree.parents, values.masked_fill(~self.is_draft, 0))
+        return torch.where(self.child, values[:, None], 0).sum(-1)
 
-    def most(self, values: Tensor, least: float = -math.inf) -> Tensor:
-        """Values of drafts -> at each context the largest of its children's, ``least`` where it has none."""
-        children = values.masked_fill(~self.is_draft, least)
-        return torch.full_like(values, least).scatter_reduce_(1, self.tree.parents, children, "amax")
+    def most(self, values: Tensor) -> Tensor:
+        """Values of drafts -> at each context the largest of its children's, -inf where it has none."""
+        return torch.where(self.child, values[:, None], -math.inf).amax(-1)
 
     def some(self, holds: Tensor) -> Tensor:
         """bool of drafts -> at each context, does it hold for any child."""
-        return self.total(holds.int()) > 0
+        return (self.child & holds[:, None]).any(-1)
 
     @cached_property
     def is_draft(self) -> Tensor:
         """bool; every node but roots and padding."""
-        tree = self.tree
-        found = (torch.arange(tree.parents.shape[1], device=tree.parents.device) > 0).expand_as(tree.parents)
-        if tree.rows is not None and tree.scores is not None:  # only trees made of rows have padding
-            found = found & (tree.scores > -math.inf)
+        found, rows = (self.nodes > 0).expand_as(self.tree.parents), self.tree.rows
+        if rows is not None and self.tree.scores is not None and any(-math.inf in row.scores for row in rows):
+            found = found & (self.tree.scores > -math.inf)  # only trees made of rows have padding
         return found
+
+    @cached_property
+    def nodes(self) -> Tensor:
+        """[N] their numbers."""
+        return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
+
+    @cached_property
+    def child(self) -> Tensor:
+        """[B, N, N] bool; is node j a child of node i, and no padding."""
+        return (self.tree.parents[:, None] == self.nodes[:, None]) & self.is_draft[:, None]
 
     @cached_property
     def inner(self) -> Tensor:
         """bool; contexts with children."""
-        return self.some(self.is_draft)
+        return self.child.any(-1)
 
     @property
     def has_q(self) -> Tensor:
@@ -148,15 +156,6 @@ class Evidence:
         """p(C), the probability of all children together, at each context, in the device's widest type."""
         return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
 
-    @cached_property
-    def first(self) -> Tensor:
-        """The drafter's first choice: the child with the highest score, of equals and without scores the first. -1 where
-        there is no child."""
-        scores, count = self.tree.scores, self.is_draft.shape[1]
-        leads = self.is_draft if scores is None else self.is_draft & (scores == self.above(self.most(scores)))
-        early = torch.where(leads, count - torch.arange(count, device=leads.device), 0)  # the earlier the larger
-        return torch.where(self.inner, count - self.most(early, 0), -1)
-
     # the drafter ---------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -176,6 +175,17 @@ class Evidence:
         scores, row = self.draft_scores, self.above(self.tree.q_index).clamp_min(0)
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + self.tree.tokens).float()
         return own - ops.row_statistics(scores)[2].gather(1, row)
+
+    @cached_property
+    def chance(self) -> Tensor:
+        """Of each draft to be emitted, or, sampled, to be accepted, where the law is the target's. At temperature 0 bool."""
+        if self.greedy:
+            return (self.tree.tokens == self.above(self.likeliest)) & self.is_draft
+        dtype = wide(self.log_p.device)
+        if not self.sampled:
+            return self.log_p.to(dtype).exp()
+        chance = (self.log_p - self.log_q).clamp_max(0.0).to(dtype).exp()
+        return chance.masked_fill(~(self.is_draft & self.above(self.has_q)), 0.0)
 
     # chance, and the text ------------------------------------------------------------------------------------------
 

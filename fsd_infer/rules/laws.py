@@ -57,10 +57,15 @@ class Law:
     gate: Gate | None = None
     test: Test | None = None
 
+    @property
+    def looks(self) -> bool:
+        """Does it take work over the vocabulary at its contexts."""
+        return self.gate is not None or self.log_r is not None
+
     @classmethod
     def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
         """r = p; nothing is spent. ``test``: of sampled drafts, if not the usual one."""
-        return cls(torch.zeros_like(evidence.inner), test=test)
+        return cls(torch.zeros_like(evidence.is_draft), test=test)
 
     @classmethod
     def lifted(cls, evidence: Evidence, lift: Callable[[], Tensor] | Tensor, gain: Dense | float = 1.0) -> Law:
@@ -230,21 +235,25 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     number, and so may e^-lift.
     """
     dtype, inf = wide(lift.device), math.inf
-    regret = evidence.regret.to(dtype)
-    possible = regret < inf  # what the processed target forbids is never emitted
-    lift = lift.to(dtype).masked_fill(~possible, 0.0)
+    possible = evidence.regret < inf  # what the processed target forbids is never emitted
+    lift = torch.where(possible, lift, 0.0)
     held = lift == -inf
-    applies = applies & evidence.some((lift > 0) & possible)
+    applies = applies & evidence.some(lift > 0)
     if evidence.greedy:
-        applies = applies & ~evidence.some(held & (evidence.tree.tokens == evidence.above(evidence.likeliest)))
-        chosen = _best(evidence, (lift - regret).masked_fill(~possible, -inf), regret)
-        cost = evidence.total(regret.masked_fill(~chosen, 0.0))
-        stays = ~evidence.some(chosen)
-        return Odds(applies, torch.where(evidence.above(stays), closed(evidence), chosen.to(dtype)), cost, cost)
+        applies = applies & ~evidence.some(held & evidence.chance)
+        value = torch.where(evidence.child, torch.where(possible, lift - evidence.regret, -inf)[:, None], -inf)
+        best = value.amax(-1, keepdim=True)
+        # of equals the least regret, then the smallest token, as an argmax over the vocabulary would have it
+        order = evidence.regret.to(dtype) + 1e-12 * evidence.tree.tokens
+        child, won = torch.where(value == best, -order[:, None], -inf).argmax(-1), best[..., 0] > 0
+        chance = torch.where(evidence.above(won), evidence.nodes == evidence.above(child), evidence.chance)
+        cost = evidence.regret.gather(1, child).masked_fill(~won, 0.0).to(dtype)
+        return Odds(applies, chance, cost, cost)
+    lift = lift.to(dtype)
     log_p = evidence.log_p.to(dtype)
     free = (1.0 - evidence.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
     outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log()
-    forced = evidence.some((lift == inf) & possible)  # p is restricted to these
+    forced = evidence.some(lift == inf)  # p is restricted to these
     outside = outside.masked_fill(forced, -inf)
     log_r = log_p + torch.where(evidence.above(forced), torch.where(lift == inf, 0.0, -inf), lift)
     top = torch.maximum(evidence.most(log_r), outside)
@@ -256,24 +265,3 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     cost = evidence.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))
     rest = ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
     return Odds(applies, r, (cost + rest).clamp_min(0.0), others)
-
-
-def _best(evidence: Evidence, value: Tensor, regret: Tensor) -> Tensor:
-    """[B, N] bool; the child of the largest value above 0 of each context; of equals the one with the least regret, then
-    the smallest token, as an argmax over the vocabulary would have it."""
-    best = evidence.is_draft & (value > 0) & (value == evidence.above(evidence.most(value)))
-    for order in (-regret, -evidence.tree.tokens.to(regret.dtype)):
-        order = order.masked_fill(~best, -math.inf)
-        best = best & (order == evidence.above(evidence.most(order)))
-    return best
-
-
-def closed(evidence: Evidence) -> Tensor:
-    """[B, N] the chance of each draft to be emitted, or, sampled, to be accepted, where the law is the target's."""
-    if evidence.greedy:
-        chance = evidence.tree.tokens == evidence.above(evidence.likeliest)
-    elif evidence.sampled:
-        chance = (evidence.log_p - evidence.log_q).clamp_max(0.0).exp() * evidence.above(evidence.has_q)
-    else:
-        chance = evidence.log_p.exp()
-    return chance.to(wide(chance.device)).masked_fill(~evidence.is_draft, 0.0)
