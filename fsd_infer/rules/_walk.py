@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,37 +42,36 @@ def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool
     """
     evidence = Evidence(round, lazy)
     if evidence.lazy:
-        evidence.check()
+        refuse(evidence.unfit())
     left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
     return _Walk(evidence, laws, left).verdict()
 
 
 def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
-    """[B, N] bool; the contexts whose ``cost`` [B, N] is paid from ``left`` [B] nats after those of the contexts above."""
-    parents, roots = evidence.tree.parents, evidence.tree.depths == 0
+    """[B, N] bool; contexts whose ``cost`` [B, N] is paid from ``left`` [B] nats after those of the contexts above."""
+    depths = evidence.tree.depths
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
-    steps = int(evidence.tree.depths.max()) if parents.device.type == "cpu" else parents.shape[1] - 1
-    for _ in range(steps):
+    for _ in range(int(depths.max()) if depths.device.type == "cpu" else depths.shape[1] - 1):
         spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
-        budget = torch.where(roots, left, (budget - spent).gather(1, parents))
+        budget = torch.where(depths > 0, evidence.above(budget - spent), left)
     return cost <= budget
 
 
 class _Walk:
-    """What is known of a round's chances and costs, [B, N] each.
+    """What is known of a round's laws, [B, N] each.
 
     Attributes:
         closed: chance of each draft under the target's law.
         open: under the rule's.
         cost: nats at each context that the rule's law costs.
         applies: contexts with a law other than the target's.
-        asked: those of them whose gate and dense law are known.
+        asked: contexts whose gate and dense law are known, or that have none.
         opened: the token of a dense law at temperature 0.
         slot: above it, where a dense law r is known: row of ``dense`` [·, V]. -1 elsewhere.
     """
 
     def __init__(self, evidence: Evidence, laws: Groups, left: Tensor) -> None:
-        self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.tree.tokens.device
+        self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
         self.left = to_device(left, self.device) if min(left.tolist()) < math.inf else None
         self.closed = self.open = evidence.chance
         self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
@@ -81,29 +79,24 @@ class _Walk:
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.dense: list[Tensor] = []
         self.laws = [self._add(law(evidence), rows) for law, rows in laws]
+        self.looks = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
 
-    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
-        """The law, and its rows [B, 1] bool or True for all, with what is known before a context is looked at."""
-        batch, evidence = self.tree.tokens.shape[0], self.evidence
-        mine: Tensor | bool = len(rows) == batch
-        if not mine:
-            index = to_device(torch.tensor(rows), self.device)
-            mine = torch.zeros(batch, 1, dtype=torch.bool, device=self.device).index_fill_(0, index, True)
-
-        def put(new: Tensor, old: Tensor) -> Tensor:
-            return new if mine is True else torch.where(mine, new, old)
-
+    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor]:
+        """A law and its rows [B, 1] bool, with what is known before the walk begins."""
+        index = to_device(torch.tensor(rows), self.device)
+        mine = torch.zeros_like(self.asked[:, :1]).index_fill_(0, index, True)
+        applies = law.applies
         if law.lift is not None:
-            odds = lifted(evidence, law.lift, law.applies)
-            law = replace(law, applies=odds.applies)
-            self.open, self.cost = put(odds.chance, self.open), put(odds.cost, self.cost)
+            applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
+            self.open, self.cost = torch.where(mine, chance, self.open), torch.where(mine, cost, self.cost)
         if law.test is not None:
-            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
-        self.applies = put(law.applies, self.applies)
-        if law.looks:
-            self.asked = put(~law.applies, self.asked)
-            if not evidence.lazy:
-                self._ask(law, evidence.whole if mine is True else evidence.all_of(index))
+            self.closed = torch.where(mine, law.test.chance.to(self.closed.dtype), self.closed)
+        self.applies = torch.where(mine, applies, self.applies)
+        if law.gate is None and law.log_r is None:
+            self.asked = self.asked | mine
+        elif not self.evidence.lazy:
+            whole = len(rows) == len(self.asked)
+            self._ask(law, self.evidence.whole if whole else self.evidence.all_of(index))
         return law, mine
 
     def _ask(self, law: Law, at: Contexts) -> None:
@@ -118,7 +111,7 @@ class _Walk:
         if law.log_r is None or not at.rows.shape[0]:
             return
         log_r = law.log_r(at)
-        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(log_r.shape[0], device=self.device))
+        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         above = evidence.above(slot)
         if evidence.greedy:
             token = log_r.argmax(-1)
@@ -136,19 +129,18 @@ class _Walk:
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
     def verdict(self) -> Verdict:
-        """The path, as far as it goes, by what is known of the laws; again, until that is enough."""
-        looks = self.evidence.lazy and any(law.looks for law, _ in self.laws)
+        """The path by what is known of the laws; again, until that is enough."""
         while True:
             pays, taken, exact = self._taken()
             taken[:, 0] = True
             reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
-            new = reached & self.applies & ~self.asked if looks else None
+            new = reached & self.applies & ~self.asked if self.looks and self.evidence.lazy else None
             if new is None or not new.any():
                 return self._gathered(reached, pays, exact)
             self.asked = self.asked | new
             for law, mine in self.laws:
                 rows, nodes = (new & mine).nonzero(as_tuple=True)
-                if law.looks and rows.shape[0]:
+                if len(rows):
                     self._ask(law, Contexts(self.evidence, rows, nodes))
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,45 +161,36 @@ class _Walk:
         return pays, (place >= 0) & (place < chance), place < self.closed
 
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
-        """The verdict on the CPU, from what holds at every node."""
+        """The verdict, from what holds at every node, on the CPU."""
         tree, evidence, nodes = self.tree, self.evidence, self.evidence.nodes
-        accepted = reached.sum(1, keepdim=True) - 1
-        end = (reached * nodes).amax(1, keepdim=True)
+        accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
         # by depth; what is not reached is written to where the end is, as the end
-        path = end.expand_as(reached).scatter(
-            1, torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
-        )
+        places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
+        path = end.expand_as(reached).scatter(1, places, ends)
         last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays.gather(1, end)), tree.tokens.gather(1, below))
-        sources = torch.where(nodes < accepted, int(Source.EXACT), int(Source.TARGET))
         is_open = pays.gather(1, path) & ~beyond
-        spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
+        sources = torch.where(nodes < accepted, int(Source.EXACT), int(Source.TARGET))
         if self.open is not self.closed:
             dense = torch.zeros_like(last)
             for law, mine in self.laws if not evidence.sampled else []:
                 dense = dense | mine if law.log_r is not None else dense
-            by_rule = torch.where(last, dense, ~exact.gather(1, below)) & is_open
-            sources = sources.masked_fill(by_rule, int(Source.GATE))
+            sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
         child = (tree.parents[:, None] == path[..., None]) & (evidence.is_draft[:, None] & ~beyond[..., None])
         leads = child.int() if tree.scores is None else torch.where(child, tree.scores[:, None], -math.inf)
         first = torch.where(child.any(-1), leads.argmax(-1), -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        found = [path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret]
-        return self._on_host(accepted, found)
-
-    def _on_host(self, accepted: Tensor, columns: list[Tensor]) -> Verdict:
-        """The verdict on the CPU, or what is wrong with the round."""
-        evidence = self.evidence
+        spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
         unfit = {} if evidence.lazy else evidence.unfit()
-        forks = [(evidence.child.sum(-1) > 1).any(1, keepdim=True)] if evidence.sampled else []
-        accepted, depth, *found = on_host(accepted, self.tree.depths, *unfit.values(), *forks, *columns)
-        for who in unfit:
-            refuse(who, found.pop(0) > 0)
-        if forks and found.pop(0).any():
+        forks = (evidence.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
+        columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
+        accepted, depths, forks, *found = on_host(accepted, tree.depths, forks, *unfit.values(), *columns)
+        refuse({who: found.pop(0) > 0 for who in unfit})
+        if forks.any():
             raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
-        path, tokens, sources, is_open, spent, first, regret = (x[:, : int(depth.max()) + 1] for x in found)
-        whole = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
-        return Verdict(*whole, is_open > 0, spent, first.long(), regret)
+        path, tokens, sources, is_open, spent, first, regret = (x[:, : int(depths.max()) + 1] for x in found)
+        numbers = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
+        return Verdict(*numbers, is_open > 0, spent, first.long(), regret)
 
     def _final(self, end: Tensor, is_open: Tensor) -> Tensor:
         """[B, 1] the token after the path, which ends at ``end`` [B, 1]: none of those that were drafted there."""
@@ -217,8 +200,7 @@ class _Walk:
         at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
         law = at.p
         if self.dense:
-            slot = self.slot.gather(1, end)
-            dense = torch.cat(self.dense) if len(self.dense) > 1 else self.dense[0]
+            slot, dense = self.slot.gather(1, end), torch.cat(self.dense) if len(self.dense) > 1 else self.dense[0]
             law = torch.where(is_open & (slot >= 0), dense[slot[:, 0].clamp_min(0)], law)
         weights = law
         if evidence.sampled:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,44 +16,31 @@ from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.rules.texts import Texts, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
-T = TypeVar("T")
-
-_TARGETS, _PROCESSED, _DRAFTERS = "the target's logits", "the target's processed logits", "the drafter's logits"
-
 
 class Evidence:
     """All trees of a round. Every quantity is [B, N] unless it says otherwise, and computed when it is asked for.
 
-    A node is two things: a draft, namely its token as a child of its parent, and a context, where the token after it is
-    drawn. ``p`` is the processed target, ``q`` the distribution that proposed the children; both are what a token would
-    be drawn from, so at temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature,
-    and ``q`` is raw.
+    A node is two things: a *draft*, its token as a child of its parent, and a *context*, where the token after it is
+    drawn. ``p`` is the processed target, ``q`` what proposed the children; both are what a token would be drawn from, so
+    at temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature, and ``q`` is raw.
 
     Args:
-        round: the evidence.
-        lazy: work over the vocabulary is done for the contexts that need it instead of for all; None: on a CPU.
-            Elsewhere a launch costs more than arithmetic, and nothing may wait for the device.
+        round: the trees, the logits, and what else came with the round.
+        lazy: work over the vocabulary is done for contexts that need it instead of for all; None: on a CPU. Elsewhere a
+            launch costs more than arithmetic, and nothing may wait for the device.
 
     Attributes:
-        tree: the drafts.
-        greedy: temperature 0.
-        sampled: the children were sampled from q (a chain). A law may then not depend on which they are.
+        tree, greedy: the drafts; temperature 0.
+        sampled: the children were sampled from q (a chain). A law must then not depend on which they are.
     """
 
     def __init__(self, round: Verification, lazy: bool | None = None) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
         self.lazy = round.tree.tokens.device.type == "cpu" if lazy is None else lazy
-        self._made: dict[Hashable, Any] = {}
+        self._known: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
-
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    # from nodes to nodes -------------------------------------------------------------------------------------------
 
     def above(self, values: Tensor) -> Tensor:
         """Values of contexts -> at each node that of its parent."""
@@ -64,13 +50,14 @@ class Evidence:
         """Values of drafts -> at each context the sum over its children."""
         return torch.where(self.child, values[:, None], 0).sum(-1)
 
-    def most(self, values: Tensor) -> Tensor:
-        """Values of drafts -> at each context the largest of its children's, -inf where it has none."""
-        return torch.where(self.child, values[:, None], -math.inf).amax(-1)
-
     def some(self, holds: Tensor) -> Tensor:
         """bool of drafts -> at each context, does it hold for any child."""
         return (self.child & holds[:, None]).any(-1)
+
+    @cached_property
+    def nodes(self) -> Tensor:
+        """[N] 0, 1, …"""
+        return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
 
     @cached_property
     def is_draft(self) -> Tensor:
@@ -81,13 +68,8 @@ class Evidence:
         return found
 
     @cached_property
-    def nodes(self) -> Tensor:
-        """[N] their numbers."""
-        return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
-
-    @cached_property
     def child(self) -> Tensor:
-        """[B, N, N] bool; is node j a child of node i, and no padding."""
+        """[B, N, N] bool; is node j a child of node i."""
         return (self.tree.parents[:, None] == self.nodes[:, None]) & self.is_draft[:, None]
 
     @cached_property
@@ -99,8 +81,6 @@ class Evidence:
     def has_q(self) -> Tensor:
         """bool; contexts with children whose distribution is known (n-gram lookup has none)."""
         return self.tree.q_index >= 0
-
-    # the target ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _maxima(self) -> tuple[Tensor, Tensor]:
@@ -114,26 +94,22 @@ class Evidence:
     @cached_property
     def log_p_max(self) -> Tensor:
         """ln p of it at contexts with children."""
-        if self.lazy:
-            return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
-        return self._maxima[0] - self.whole.scores.logsumexp(-1).view_as(self.likeliest)
+        return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
 
     @cached_property
     def entropy(self) -> Tensor:
         """-Σ p ln p in nats at contexts with children."""
-        if self.lazy:
-            return self._at_inner(ops.row_entropies)
-        return ops.row_entropies(self.whole.scores).view_as(self.likeliest)
+        return self._at_inner(ops.row_entropies)
 
     def best(self, k: int) -> Tensor:
         """[B, N, k] ln p of the k likeliest tokens, falling, at contexts with children; fewer in a smaller vocabulary."""
         k = min(k, self.round.scores.shape[-1])
-        if self.lazy:
-            return self._at_inner(lambda scores, rows: ops.likeliest(scores[rows], k)[0])
-        return ops.likeliest(self.whole.scores, k)[0].view(*self.likeliest.shape, k)
+        return self._at_inner(lambda scores, rows: ops.likeliest(scores if rows is None else scores[rows], k)[0])
 
-    def _at_inner(self, statistic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """A statistic of the rows [M, V] at contexts with children, 0 at others."""
+    def _at_inner(self, statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """A statistic of given rows of [M, V], at contexts with children, on a CPU of theirs alone."""
+        if not self.lazy:
+            return statistic(self.whole.scores, None).unflatten(0, self.inner.shape)
         inner = self.inner.flatten().nonzero().squeeze(-1)
         values = statistic(self.round.scores.flatten(0, 1), inner)
         whole = values.new_zeros(self.inner.numel(), *values.shape[1:])
@@ -141,9 +117,9 @@ class Evidence:
 
     @cached_property
     def regret(self) -> Tensor:
-        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; infinite at roots and padding."""
-        scores = self.round.scores
-        own = scores.flatten(1).gather(1, self.tree.parents * scores.shape[-1] + self.tree.tokens).float()
+        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; infinite where there is none."""
+        scores, tree = self.round.scores, self.tree
+        own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.is_draft, math.inf)
 
     @cached_property
@@ -156,18 +132,14 @@ class Evidence:
         """p(C), the probability of all children together, at each context, in the device's widest type."""
         return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
 
-    # the drafter ---------------------------------------------------------------------------------------------------
-
     @cached_property
     def draft_scores(self) -> Tensor:
         """[B, I, V] processed drafter logits; at temperature 0 raw ones."""
-        tree = self.tree
-        if not self.greedy:
-            if tree.q_scores is not None:
-                return tree.q_scores
-            if self.round.process_draft is not None:
-                return self.round.process_draft(tree)
-        return expand_draft(tree.q_logits, tree.draft_ids, self.round.logits.shape[-1])
+        if not self.greedy and self.tree.q_scores is not None:
+            return self.tree.q_scores
+        if not self.greedy and self.round.process_draft is not None:
+            return self.round.process_draft(self.tree)
+        return expand_draft(self.tree.q_logits, self.tree.draft_ids, self.round.logits.shape[-1])
 
     @cached_property
     def log_q(self) -> Tensor:
@@ -178,16 +150,13 @@ class Evidence:
 
     @cached_property
     def chance(self) -> Tensor:
-        """Of each draft to be emitted, or, sampled, to be accepted, where the law is the target's. At temperature 0 bool."""
+        """Of each draft to be emitted, or, sampled, to be accepted, where the law is p. At temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.is_draft
-        dtype = wide(self.log_p.device)
         if not self.sampled:
-            return self.log_p.to(dtype).exp()
-        chance = (self.log_p - self.log_q).clamp_max(0.0).to(dtype).exp()
+            return self.log_p.to(wide(self.log_p.device)).exp()
+        chance = (self.log_p - self.log_q).clamp_max(0.0).to(wide(self.log_p.device)).exp()
         return chance.masked_fill(~(self.is_draft & self.above(self.has_q)), 0.0)
-
-    # chance, and the text ------------------------------------------------------------------------------------------
 
     @property
     def coin(self) -> Tensor:
@@ -209,64 +178,48 @@ class Evidence:
 
     def known(self, n: int) -> Tensor:
         """bool; would the draft complete an n-gram that prompt, answer and its path already have."""
-        return self._once(("known", n), lambda: known(self.texts, self.tree, n))
-
-    # contexts, and checks ------------------------------------------------------------------------------------------
+        if n not in self._known:
+            self._known[n] = known(self.texts, self.tree, n)
+        return self._known[n]
 
     @cached_property
     def whole(self) -> Contexts:
         """All contexts in order, R = B·N."""
-        return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.tree.tokens.device), whole=True)
+        return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.nodes.device), whole=True)
 
     def all_of(self, rows: Tensor, whole: bool = False) -> Contexts:
         """All contexts of these rows, in order."""
-        count = self.tree.tokens.shape[1]
-        nodes = torch.arange(count, device=rows.device).repeat(rows.shape[0])
-        return Contexts(self, rows[:, None].expand(-1, count).flatten(), nodes, whole)
-
-    def _largest(self) -> dict[str, Tensor]:
-        """The largest logits, by whose they are: [B, N] at every node, of the drafter [B, I]."""
-        round = self.round
-        found = {_TARGETS: self._maxima[0]}
-        if round.scores is not round.logits:
-            found = {_TARGETS: ops.row_maxima(round.logits)[0], _PROCESSED: self._maxima[0]}
-        if self.tree.q_logits.shape[1]:
-            found[_DRAFTERS] = ops.row_maxima(self.tree.q_logits)[0]
-        return found
+        count = self.nodes.shape[0]
+        return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
     def unfit(self) -> dict[str, Tensor]:
-        """Where logits are no distribution, bool, by whose they are."""
-        wrong = {who: ~largest.isfinite() for who, largest in self._largest().items()}
-        if _DRAFTERS in wrong:  # rows that no node points to may hold anything
-            index = self.tree.q_index
-            wrong[_DRAFTERS] = wrong[_DRAFTERS].gather(1, index.clamp_min(0)) & (index >= 0)
+        """Where logits are no distribution, [B, N] bool, by whose they are; see :func:`refuse`."""
+        round, index, raw = self.round, self.tree.q_index, self._maxima[0]
+        if round.scores is not round.logits:
+            raw = ops.row_maxima(round.logits)[0]
+        wrong = {"the target's logits": ~raw.isfinite()}
+        if round.scores is not round.logits:
+            wrong["the target's processed logits"] = ~self._maxima[0].isfinite()
+        if self.tree.q_logits.shape[1]:  # rows that no node points to may hold anything
+            largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
+            wrong["the drafter's logits"] = ~largest.isfinite() & (index >= 0)
         return wrong
 
-    def check(self) -> None:
-        """Raise NonFiniteLogitsError for logits that are no distribution. Waits for the device."""
-        numbers = (number for largest in self._largest().values() for number in largest.flatten().tolist())
-        if not all(map(math.isfinite, numbers)):  # few numbers: sooner done here than by tensors
-            for who, wrong in self.unfit().items():
-                refuse(who, wrong)
 
-
-def refuse(who: str, unfit: Tensor) -> None:
-    """Raise NonFiniteLogitsError if any of ``unfit`` [B, N], a part of :meth:`Evidence.unfit` on the CPU, is true."""
-    rows = unfit.any(1).nonzero()[:, 0].tolist()
-    if rows:
-        fix = (
-            "Check the request's logits processors."
-            if who == _PROCESSED
-            else "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
-        )
-        raise NonFiniteLogitsError(f"{who} in row {rows[0]} are NaN, +inf or all -inf. {fix}")
+def refuse(unfit: dict[str, Tensor]) -> None:
+    """Raise NonFiniteLogitsError if any of :meth:`Evidence.unfit`, on the CPU, is true."""
+    for who, wrong in unfit.items():
+        if wrong.any():
+            row = int(wrong.any(1).nonzero()[0])
+            fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+            fix = "Check the request's logits processors." if "processed" in who else fix
+            raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
 
 
 class Contexts:
     """Distributions over the vocabulary at R contexts: node ``nodes[r]`` of the tree of row ``rows[r]``, [R] each.
 
-    What laws and gates are handed that need more of a context than :class:`Evidence` has. Nothing is computed before it
-    is asked for.
+    What gates and dense laws are handed. Nothing is computed before it is asked for.
     """
 
     def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
@@ -276,6 +229,10 @@ class Contexts:
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
         return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+
+    def _of_drafter(self, values: Tensor) -> Tensor:
+        """[B, I, ...] -> [R, ...] in fp32."""
+        return values[self.rows, self.of(self.evidence.tree.q_index).clamp_min(0)].float()
 
     @cached_property
     def logits(self) -> Tensor:
@@ -306,7 +263,7 @@ class Contexts:
     @cached_property
     def q_logits(self) -> Tensor:
         """[R, Vd] the drafter's raw logits over its own vocabulary, to be read only where ``has_q``."""
-        return self._draft_at(self.evidence.tree.q_logits)
+        return self._of_drafter(self.evidence.tree.q_logits)
 
     @cached_property
     def q_scores(self) -> Tensor:
@@ -315,21 +272,13 @@ class Contexts:
         if not tree.q_logits.shape[1]:
             return self.scores
         scores = self.evidence.draft_scores
-        whole = self.q_logits if scores is tree.q_logits else self._draft_at(scores)
-        return torch.where(self.has_q[:, None], whole, self.scores)
+        q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
+        return torch.where(self.has_q[:, None], q_scores, self.scores)
 
     @cached_property
     def q(self) -> Tensor:
         """[R, V]"""
         return self.q_scores.softmax(-1)
-
-    def _q_row(self) -> Tensor:
-        """[R] of the rows of [B, I, ...] that belong to the contexts."""
-        return self.of(self.evidence.tree.q_index).clamp_min(0)
-
-    def _draft_at(self, values: Tensor) -> Tensor:
-        """[B, I, ...] -> [R, ...] in fp32."""
-        return values[self.rows, self._q_row()].float()
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
         """[R] D(p, q), infinite where no q is known.
@@ -347,12 +296,13 @@ class Contexts:
         elif self._whole:  # what else asks for these has them in fp32 already
             found = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
         else:
-            which = (self.rows * logits.shape[1] + self.nodes, self.rows * tree.q_logits.shape[1] + self._q_row())
+            q_rows = self.rows * tree.q_logits.shape[1] + self.of(tree.q_index).clamp_min(0)
             pair = logits.flatten(0, 1), tree.q_logits.flatten(0, 1)
+            which = self.rows * logits.shape[1] + self.nodes, q_rows
             found = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
         return found.masked_fill(~self.has_q, math.inf)
 
     def known_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have."""
-        evidence = self.evidence
-        return known_tokens(evidence.texts, evidence.tree, self.rows, self.nodes, n, evidence.round.scores.shape[-1])
+        texts, vocabulary = self.evidence.texts, self.evidence.round.scores.shape[-1]
+        return known_tokens(texts, self.evidence.tree, self.rows, self.nodes, n, vocabulary)

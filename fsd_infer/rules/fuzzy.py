@@ -12,7 +12,7 @@ from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.gates import check_gate, divergence_gate
-from fsd_infer.rules.laws import Gate, Law, Test
+from fsd_infer.rules.laws import AtContexts, Law, Test
 from fsd_infer.rules.parameters import parameter
 
 
@@ -43,7 +43,7 @@ class DivergenceGate(LossyRule):
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
-    def gate(self, evidence: Evidence) -> Tensor | Gate:
+    def gate(self, evidence: Evidence) -> Tensor | AtContexts:
         """Where the gate is open, for :meth:`Law.where`."""
         return divergence_gate(evidence, self.divergence, self.threshold, self.gate_on == "processed")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Gate
+from fsd_infer.rules.laws import AtContexts
 
 
 def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:
@@ -25,7 +25,7 @@ def check_gate(rule: str, parameter: str, measure: str, threshold: float | None)
         )
 
 
-def divergence_gate(evidence: Evidence, measure: str, threshold: float, processed: bool = False) -> Tensor | Gate:
+def divergence_gate(evidence: Evidence, measure: str, threshold: float, processed: bool = False) -> Tensor | AtContexts:
     """D(p, q) <= T where q is known; T = 0 never opens a gate, inf always does (also where D is infinite).
 
     ``measure`` and ``processed`` are as in :meth:`Contexts.divergence`.

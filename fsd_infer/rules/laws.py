@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +22,19 @@ from fsd_infer.device.transfer import wide
 from fsd_infer.rules.clipping import clipped
 from fsd_infer.rules.evidence import Contexts, Evidence
 
-Dense = Callable[[Contexts], Tensor]  # contexts -> [R, V]
-Gate = Callable[[Contexts], Tensor]  # contexts -> [R] bool
+AtContexts = Callable[[Contexts], Tensor]
 ROUNDING = 1e-5  # of ln p, so that a token is not shut out by a cutoff that is its own ln p
 
 
-@dataclass(frozen=True)
-class Test:
-    """How a sampled draft is tested where the law is the target's, if not with the chance min(1, p/q).
+class Test(NamedTuple):
+    """How sampled drafts are tested where the law is p, if not with the chance min(1, p/q).
 
-    Attributes:
-        chance: [B, N] that each draft is accepted.
-        rest: weights [R, V], of any positive total, of what is drawn otherwise, the draft left out; None: p.
+    ``chance``: [B, N] that each draft is accepted. ``rest``: contexts -> [R, V] weights, of any positive total, of what
+    is drawn otherwise; None: p without the draft.
     """
 
     chance: Tensor
-    rest: Dense | None = None
+    rest: AtContexts | None = None
 
 
 @dataclass(frozen=True)
@@ -47,28 +45,23 @@ class Law:
         applies: [B, N] bool; at other contexts, and where what is left of a budget does not pay, the law is p.
         lift: [B, N] nats by which each draft is favoured, see :meth:`lifted`.
         log_r: see :meth:`dense`.
-        gate: what more has to hold at a context. It is asked last, and on a CPU only where the walk comes.
-        test: of sampled drafts where the law is the target's.
+        gate: contexts -> [R] bool that must hold, too. On a CPU it is asked only where the walk comes, as is ``log_r``.
+        test: of sampled drafts where the law is p.
     """
 
     applies: Tensor
     lift: Tensor | None = None
-    log_r: Dense | None = None
-    gate: Gate | None = None
+    log_r: AtContexts | None = None
+    gate: AtContexts | None = None
     test: Test | None = None
-
-    @property
-    def looks(self) -> bool:
-        """Does it take work over the vocabulary at its contexts."""
-        return self.gate is not None or self.log_r is not None
 
     @classmethod
     def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
-        """r = p; nothing is spent. ``test``: of sampled drafts, if not the usual one."""
+        """r = p; nothing is spent."""
         return cls(torch.zeros_like(evidence.is_draft), test=test)
 
     @classmethod
-    def lifted(cls, evidence: Evidence, lift: Callable[[], Tensor] | Tensor, gain: Dense | float = 1.0) -> Law:
+    def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
         """r(y) ∝ p(y)·e^lift(y), the lift of tokens that are not drafted being 0; at temperature 0 argmax ln p + lift.
 
         Args:
@@ -77,7 +70,7 @@ class Law:
                 that have it. ``-inf``: r(y) = p(y), and the others share what is left; at temperature 0 nothing else is
                 emitted where y is the likeliest.
             gain: [R, V] lift of each token as the draft of a sampled chain, whose law must not depend on the draft:
-                there r = clip(q, p/Z, p·e^gain/Z), the law closest to q, against which the draft is tested.
+                r = clip(q, p/Z, p·e^gain/Z), the law closest to q, against which the draft is tested.
         """
         if not evidence.sampled:
             return cls(evidence.inner, lift() if callable(lift) else lift)
@@ -89,7 +82,7 @@ class Law:
         return cls.dense(evidence, log_r)
 
     @classmethod
-    def dense(cls, evidence: Evidence, log_r: Dense) -> Law:
+    def dense(cls, evidence: Evidence, log_r: AtContexts) -> Law:
         """Any r, where q is known: contexts -> [R, V] ln r up to a constant; at temperature 0 the token is its argmax.
 
         A sampled draft x is accepted with probability min(1, r(x)/q(x)), else y is drawn from (r - q)+.
@@ -111,11 +104,15 @@ class Law:
         """
         limits = _limits(evidence, cutoff)
         if not evidence.sampled:
-            always = isinstance(cutoff, float) and cutoff == -math.inf
-            passes = evidence.is_draft if always else evidence.log_p >= evidence.above(limits)
+            everything = isinstance(cutoff, float) and cutoff == -math.inf
+            passes = evidence.is_draft if everything else evidence.log_p >= evidence.above(limits)
             lift = torch.zeros_like(evidence.regret)
-            if chance is not None:
-                lift = lift_to(evidence, chance).masked_fill(evidence.above(evidence.some(passes)), 0.0)
+            if chance is not None:  # the lift under which the children together have it
+                mass = evidence.draft_mass
+                raised = chance(mass).clamp(max=1.0)
+                ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
+                ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(evidence.some(passes), 0.0)
+                lift = evidence.above(ratio)
             return cls(evidence.inner, lift.masked_fill(passes, math.inf))
 
         def log_r(at: Contexts) -> Tensor:
@@ -133,11 +130,11 @@ class Law:
         """y ~ q, but what q gives to tokens with ln p below ``cutoff`` [B, N] is drawn from p: q(y) + η·p(y) where ln p(y)
         reaches it, η·p(y) elsewhere, η what q gives to the latter. At temperature 0 the drafter's token if it is above.
         """
-        if isinstance(cutoff, float) and cutoff == -math.inf:
-            return cls.dense(evidence, lambda at: at.q_scores)
         limits = _limits(evidence, cutoff)
 
         def log_r(at: Contexts) -> Tensor:
+            if isinstance(cutoff, float) and cutoff == -math.inf:
+                return at.q_scores
             limit = at.of(limits)[:, None]
             if evidence.greedy:
                 refused = at.log_p.gather(1, at.q_scores.argmax(-1, True)) < limit
@@ -148,8 +145,8 @@ class Law:
 
         return cls.dense(evidence, log_r)
 
-    def where(self, holds: Tensor | Gate) -> Law:
-        """The same law where it holds, and the target's elsewhere.
+    def where(self, holds: Tensor | AtContexts) -> Law:
+        """The same law where it holds, and p elsewhere.
 
         Args:
             holds: [B, N] bool at each context; or contexts -> [R] bool, for what takes work over the vocabulary.
@@ -165,12 +162,13 @@ class Law:
         Such drafts get the lift -inf. A dense law does not give such a y more than p(y): what it would have given is
         drawn from p.
         """
+        dense = self.log_r
         if self.lift is not None:
             return replace(self, lift=self.lift.masked_fill(evidence.known(n), -math.inf))
-        dense = self.log_r
+        if dense is None:
+            return self
 
         def log_r(at: Contexts) -> Tensor:
-            assert dense is not None
             known, log_r = at.known_tokens(n), dense(at)
             if evidence.greedy:
                 return torch.where(known.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
@@ -178,49 +176,32 @@ class Law:
             kept = torch.where(known, torch.minimum(r, at.p), r)
             return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
 
-        return self if dense is None else replace(self, log_r=log_r)
+        return replace(self, log_r=log_r)
 
     def log_probs(self, evidence: Evidence) -> Tensor:
         """[B, N, V] ln of the distribution of the next token, where a budget allows the law; above temperature 0."""
         at, applies, tree = evidence.whole, self.applies, evidence.tree
         if self.gate is not None:
             applies = applies & self.gate(at).view_as(applies)
-        log_p = at.log_p.view(*applies.shape, -1).double()
+        found = log_p = at.log_p.unflatten(0, applies.shape).double()
         if self.log_r is not None:
-            return torch.where(applies[..., None], self.log_r(at).log_softmax(-1).view_as(log_p).double(), log_p)
-        if self.lift is None:
-            return log_p
-        odds = lifted(evidence, self.lift, applies)
-        found = log_p + odds.others[..., None]
-        rows, drafts = evidence.is_draft.nonzero(as_tuple=True)
-        found[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = odds.chance[rows, drafts].log()
-        return torch.where(odds.applies[..., None], found, log_p)
+            found = self.log_r(at).log_softmax(-1).view_as(log_p).double()
+        elif self.lift is not None:
+            applies, chance, _, others = lifted(evidence, self.lift, applies)
+            found = log_p + others[..., None]
+            rows, drafts = evidence.is_draft.nonzero(as_tuple=True)
+            found[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+        return torch.where(applies[..., None], found, log_p)
 
 
 def _limits(evidence: Evidence, cutoff: Tensor | float) -> Tensor:
     """[B, N] ln p from which tokens reach a cutoff."""
-    return torch.zeros_like(evidence.inner, dtype=torch.float32) + cutoff - ROUNDING
+    return torch.zeros_like(evidence.is_draft, dtype=torch.float32) + cutoff - ROUNDING
 
 
-def lift_to(evidence: Evidence, chance: Callable[[Tensor], Tensor]) -> Tensor:
-    """[B, N] the lift under which some child is emitted with probability chance(p(C)) >= p(C) instead of p(C), and r ∝ p
-    among the children as well as among all other tokens."""
-    mass = evidence.draft_mass
-    raised = chance(mass).clamp(max=1.0)
-    lift = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
-    return evidence.above(lift.masked_fill(raised >= 1, math.inf))
-
-
-@dataclass(frozen=True)
-class Odds:
-    """A lifted law in numbers.
-
-    Attributes:
-        applies: [B, N] bool; contexts where it differs from p.
-        chance: [B, N] of each draft, r(c).
-        cost: [B, N] at each context, KL(r || p); at temperature 0 the regret.
-        others: [B, N] at each context, ln(r/p) of every token that is not drafted; at temperature 0 of no meaning.
-    """
+class Odds(NamedTuple):
+    """A lifted law in numbers, [B, N] each: contexts where it differs from p; of each draft r(c); at each context its cost,
+    and ln(r/p) of every token that is not drafted (at temperature 0 of no meaning)."""
 
     applies: Tensor
     chance: Tensor
@@ -234,34 +215,29 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     In logs and in the device's widest type: p(C) may underflow at a low temperature where its logarithm is a fine
     number, and so may e^-lift.
     """
-    dtype, inf = wide(lift.device), math.inf
-    possible = evidence.regret < inf  # what the processed target forbids is never emitted
+    dtype, inf, regret = wide(lift.device), math.inf, evidence.regret
+    possible = regret < inf  # what the processed target forbids is never emitted
     lift = torch.where(possible, lift, 0.0)
     held = lift == -inf
     applies = applies & evidence.some(lift > 0)
     if evidence.greedy:
         applies = applies & ~evidence.some(held & evidence.chance)
-        value = torch.where(evidence.child, torch.where(possible, lift - evidence.regret, -inf)[:, None], -inf)
+        value = torch.where(evidence.child, torch.where(possible, lift - regret, -inf)[:, None], -inf)
         best = value.amax(-1, keepdim=True)
         # of equals the least regret, then the smallest token, as an argmax over the vocabulary would have it
-        order = evidence.regret.to(dtype) + 1e-12 * evidence.tree.tokens
-        child, won = torch.where(value == best, -order[:, None], -inf).argmax(-1), best[..., 0] > 0
+        order = -regret.to(dtype) - 1e-12 * evidence.tree.tokens
+        child, won = torch.where(value == best, order[:, None], -inf).argmax(-1), best[..., 0] > 0
         chance = torch.where(evidence.above(won), evidence.nodes == evidence.above(child), evidence.chance)
-        cost = evidence.regret.gather(1, child).masked_fill(~won, 0.0).to(dtype)
+        cost = regret.gather(1, child).masked_fill(~won, 0.0).to(dtype)
         return Odds(applies, chance, cost, cost)
-    lift = lift.to(dtype)
-    log_p = evidence.log_p.to(dtype)
+    lift, log_p = lift.to(dtype), evidence.log_p.to(dtype)
     free = (1.0 - evidence.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
-    outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log()
     forced = evidence.some(lift == inf)  # p is restricted to these
-    outside = outside.masked_fill(forced, -inf)
+    outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
     log_r = log_p + torch.where(evidence.above(forced), torch.where(lift == inf, 0.0, -inf), lift)
-    top = torch.maximum(evidence.most(log_r), outside)
-    log_z = evidence.total((log_r - evidence.above(top)).exp()) + (outside - top).exp()
-    others = free - top - log_z.log()  # what all weights are scaled by: children that are held leave less
-    applies = applies & others.isfinite()
+    inside = torch.where(evidence.child, log_r[:, None], -inf).logsumexp(-1)
+    others = free - torch.logaddexp(inside, outside)  # what all weights are scaled by: children that are held leave less
     log_r = torch.where(held, log_p, log_r + evidence.above(others))
-    r, others = log_r.exp(), torch.where(forced, -inf, others)
-    cost = evidence.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))
-    rest = ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
-    return Odds(applies, r, (cost + rest).clamp_min(0.0), others)
+    r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
+    cost = (cost + evidence.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
+    return Odds(applies & others.isfinite(), r, cost, others.masked_fill(forced, -inf))
