@@ -13,7 +13,6 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
-from torch import Tensor
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Evidence, Exact, Rule, Texts, Tilted, Verification, parse_rule

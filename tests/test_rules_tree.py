@@ -16,7 +16,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.cpu import ops
-from fsd_infer.rules import Contexts, DraftOnly, Evidence, Exact, Fuzzy, FuzzyStrict, Law, Rule, Source, Verification, parse_rule
+from fsd_infer.rules import (
+    Contexts,
+    DraftOnly,
+    Evidence,
+    Exact,
+    Fuzzy,
+    FuzzyStrict,
+    Law,
+    Rule,
+    Source,
+    Verification,
+    parse_rule,
+)
 from fsd_infer.rules._walk import draw
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.tree_rounds import (
@@ -193,7 +205,7 @@ def test_logits_of_a_narrower_type_count_as_what_they_are(lazy: bool) -> None:
 
 
 def hand_made(greedy: bool = False) -> Verification:
-    """Root with children 1 and 2; p = (.4, .3, .2, .1), q close to it; first draw outside the children, second at .7."""
+    """Root with children 1 and 2; p = (.4, .3, .2, .1), q close to it; the first draw is outside the children."""
     p = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     q = torch.tensor([0.1, 0.42, 0.38, 0.1]).log()
     tree = DraftTree.from_rows([TreeRow([3, 1, 2], [0, 0, 0], [0.0, -1.0, -1.0], [0, -1, -1])], q[None, None])
@@ -212,7 +224,9 @@ def test_a_round_by_hand() -> None:
     assert fuzzy.sources.tolist() == [[Source.GATE, Source.TARGET]]
     assert fuzzy.gate_open.tolist() == [[True, False]]
     assert fuzzy.spent[0].tolist() == pytest.approx([-math.log(0.5), 0.0], abs=1e-6)
-    strict = FuzzyStrict("tv", 0.5)(hand_made())  # above q(C) = .8; then token 3 of {0: .5, 3: .5}, which nobody drafted
+    strict = FuzzyStrict("tv", 0.5)(
+        hand_made()
+    )  # above q(C) = .8; then token 3 of {0: .5, 3: .5}, which nobody drafted
     assert emitted(strict, 0) == [3]
     assert strict.sources[0, 0] == Source.GATE
     kl = 0.1 * math.log(0.1 / 0.4) + 0.42 * math.log(0.42 / 0.3) + 0.38 * math.log(0.38 / 0.2)

@@ -129,8 +129,8 @@ class Chains(Evidence):
         return torch.nn.functional.pad(self.drafted[:, :-1], (1, 0))
 
     def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, N] the lift of the draft that follows each node under the rule, and what the law there costs in nats; 0 but
-        in ``mine`` [B, N] bool, and where ``left`` [B] nats do not pay."""
+        """[B, N] the lift of the draft that follows each node under the rule, and what the law there costs in nats; 0
+        outside ``mine`` [B, N] bool, and where ``left`` [B] nats do not pay."""
         law = rule.charged_law(self)
         if law.lift is None:
             nothing = torch.zeros_like(self.regret)

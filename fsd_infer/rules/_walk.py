@@ -81,22 +81,25 @@ class _Walk:
         self.laws = [self._add(law(evidence), rows) for law, rows in laws]
         self.looks = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
 
-    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor]:
-        """A law and its rows [B, 1] bool, with what is known before the walk begins."""
-        index = to_device(torch.tensor(rows), self.device)
-        mine = torch.zeros_like(self.asked[:, :1]).index_fill_(0, index, True)
-        applies = law.applies
+    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
+        """A law and its rows, [B, 1] bool or True for all, with what is known before the walk begins."""
+        index, applies = to_device(torch.tensor(rows), self.device), law.applies
+        mine: Tensor | bool = len(rows) == len(applies)
+        mine = mine or torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
+
+        def put(new: Tensor, old: Tensor) -> Tensor:
+            return new if mine is True else torch.where(mine, new, old)
+
         if law.lift is not None:
             applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
-            self.open, self.cost = torch.where(mine, chance, self.open), torch.where(mine, cost, self.cost)
+            self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         if law.test is not None:
-            self.closed = torch.where(mine, law.test.chance.to(self.closed.dtype), self.closed)
-        self.applies = torch.where(mine, applies, self.applies)
+            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
+        self.applies = put(applies, self.applies)
         if law.gate is None and law.log_r is None:
             self.asked = self.asked | mine
         elif not self.evidence.lazy:
-            whole = len(rows) == len(self.asked)
-            self._ask(law, self.evidence.whole if whole else self.evidence.all_of(index))
+            self._ask(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
         return law, mine
 
     def _ask(self, law: Law, at: Contexts) -> None:
@@ -144,8 +147,8 @@ class _Walk:
                     self._ask(law, Contexts(self.evidence, rows, nodes))
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; that exact decoding, too,
-        would let follow."""
+        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; drafts that exact decoding
+        would let follow, too."""
         evidence, pays, chance = self.evidence, self.applies, self.closed
         if self.left is not None:
             pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
@@ -212,12 +215,12 @@ class _Walk:
                     weights = torch.where(~is_open & has_q & mine, rest, weights)
         drafted = torch.where(evidence.is_draft & (tree.parents == end), 0.0, math.inf)
         weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
-        weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, law)  # where rounding left nothing
-        return draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
+        token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
+        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # rounding left nothing
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One index per row by inverse CDF: weights [R, M] >= 0 (any positive total), uniforms [R] in [0, 1) -> [R].
+    """One index per row by inverse CDF: weights [R, M] >= 0 of any total (if 0: M), uniforms [R] in [0, 1) -> [R].
 
     The index is the first whose cumulative weight exceeds the uniform's share of the total, so an index of weight 0 is
     never returned. fp64, where the device has it, keeps the sum over a large vocabulary exact enough.

@@ -21,8 +21,8 @@ class Evidence:
     """All trees of a round. Every quantity is [B, N] unless it says otherwise, and computed when it is asked for.
 
     A node is two things: a *draft*, its token as a child of its parent, and a *context*, where the token after it is
-    drawn. ``p`` is the processed target, ``q`` what proposed the children; both are what a token would be drawn from, so
-    at temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature, and ``q`` is raw.
+    drawn. ``p`` is the processed target, ``q`` what proposed the children: what a token would be drawn from. So at
+    temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature, and ``q`` is raw.
 
     Args:
         round: the trees, the logits, and what else came with the round.
@@ -102,7 +102,7 @@ class Evidence:
         return self._at_inner(ops.row_entropies)
 
     def best(self, k: int) -> Tensor:
-        """[B, N, k] ln p of the k likeliest tokens, falling, at contexts with children; fewer in a smaller vocabulary."""
+        """[B, N, k] ln p of the k likeliest tokens, falling, at contexts with children; at most all tokens."""
         k = min(k, self.round.scores.shape[-1])
         return self._at_inner(lambda scores, rows: ops.likeliest(scores if rows is None else scores[rows], k)[0])
 
@@ -117,7 +117,7 @@ class Evidence:
 
     @cached_property
     def regret(self) -> Tensor:
-        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; infinite where there is none."""
+        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; inf where there is none."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.is_draft, math.inf)
@@ -197,12 +197,12 @@ class Evidence:
         round, index, raw = self.round, self.tree.q_index, self._maxima[0]
         if round.scores is not round.logits:
             raw = ops.row_maxima(round.logits)[0]
-        wrong = {"the target's logits": ~raw.isfinite()}
+        wrong = {"the target's logits": ~(raw.abs() < math.inf)}
         if round.scores is not round.logits:
-            wrong["the target's processed logits"] = ~self._maxima[0].isfinite()
+            wrong["the target's processed logits"] = ~(self._maxima[0].abs() < math.inf)
         if self.tree.q_logits.shape[1]:  # rows that no node points to may hold anything
             largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
-            wrong["the drafter's logits"] = ~largest.isfinite() & (index >= 0)
+            wrong["the drafter's logits"] = ~(largest.abs() < math.inf) & (index >= 0)
         return wrong
 
 

@@ -90,7 +90,9 @@ class Law:
         return cls(evidence.has_q, log_r=log_r)
 
     @classmethod
-    def passing(cls, evidence: Evidence, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None) -> Law:
+    def passing(
+        cls, evidence: Evidence, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None
+    ) -> Law:
         """The exact rule, but a draft passes in any case if ln p of its token is ``cutoff`` or more, and finite.
 
         On a tree: p restricted to the children that pass. A sampled draft x passes or is tested: r = q where tokens
@@ -102,10 +104,11 @@ class Law:
             chance: of a probability p, at least p. Where no child passes some child is emitted with chance(p(C)), in
                 proportion to p; a sampled draft that does not pass is accepted with min(1, chance(p(x))/q(x)).
         """
-        limits = _limits(evidence, cutoff)
         if not evidence.sampled:
-            everything = isinstance(cutoff, float) and cutoff == -math.inf
-            passes = evidence.is_draft if everything else evidence.log_p >= evidence.above(limits)
+            if isinstance(cutoff, float):  # with no need of ln p where it decides nothing
+                passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.is_draft & (cutoff < 0)
+            else:
+                passes = evidence.log_p >= evidence.above(cutoff - ROUNDING)
             lift = torch.zeros_like(evidence.regret)
             if chance is not None:  # the lift under which the children together have it
                 mass = evidence.draft_mass
@@ -116,26 +119,25 @@ class Law:
             return cls(evidence.inner, lift.masked_fill(passes, math.inf))
 
         def log_r(at: Contexts) -> Tensor:
-            passes = (at.log_p >= at.of(limits)[:, None]) & (at.p > 0)
+            passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
             kept = torch.where(passes, at.q, torch.minimum(at.q, at.p if chance is None else chance(at.p)))
             residual = (at.p - at.q).clamp_min(0.0)
             share = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0) / residual.sum(-1, keepdim=True).clamp_min(1e-30)
             return (kept + share * residual).log()
 
         law = cls.dense(evidence, log_r)
-        return law if chance is not None else law.where(evidence.log_p_max >= limits)
+        return law if chance is not None else law.where(evidence.log_p_max >= cutoff - ROUNDING)
 
     @classmethod
     def trusting(cls, evidence: Evidence, cutoff: Tensor | float) -> Law:
-        """y ~ q, but what q gives to tokens with ln p below ``cutoff`` [B, N] is drawn from p: q(y) + η·p(y) where ln p(y)
+        """y ~ q, but what q gives to tokens with ln p below ``cutoff`` [B, N] is drawn from p: q(y) + η·p(y) where ln p
         reaches it, η·p(y) elsewhere, η what q gives to the latter. At temperature 0 the drafter's token if it is above.
         """
-        limits = _limits(evidence, cutoff)
 
         def log_r(at: Contexts) -> Tensor:
             if isinstance(cutoff, float) and cutoff == -math.inf:
                 return at.q_scores
-            limit = at.of(limits)[:, None]
+            limit = _limit(at, cutoff)
             if evidence.greedy:
                 refused = at.log_p.gather(1, at.q_scores.argmax(-1, True)) < limit
                 return torch.where(refused, at.scores, at.q_scores)
@@ -194,14 +196,14 @@ class Law:
         return torch.where(applies[..., None], found, log_p)
 
 
-def _limits(evidence: Evidence, cutoff: Tensor | float) -> Tensor:
-    """[B, N] ln p from which tokens reach a cutoff."""
-    return torch.zeros_like(evidence.is_draft, dtype=torch.float32) + cutoff - ROUNDING
+def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
+    """[R, 1] ln p from which tokens reach a cutoff."""
+    return at.of(cutoff - ROUNDING)[:, None] if isinstance(cutoff, Tensor) else cutoff
 
 
 class Odds(NamedTuple):
-    """A lifted law in numbers, [B, N] each: contexts where it differs from p; of each draft r(c); at each context its cost,
-    and ln(r/p) of every token that is not drafted (at temperature 0 of no meaning)."""
+    """A lifted law in numbers, [B, N] each: the contexts where it differs from p; of each draft r(c); at each context its
+    cost, and ln(r/p) of every token that is not drafted (at temperature 0 of no meaning)."""
 
     applies: Tensor
     chance: Tensor
@@ -236,7 +238,7 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
     log_r = log_p + torch.where(evidence.above(forced), torch.where(lift == inf, 0.0, -inf), lift)
     inside = torch.where(evidence.child, log_r[:, None], -inf).logsumexp(-1)
-    others = free - torch.logaddexp(inside, outside)  # what all weights are scaled by: children that are held leave less
+    others = free - torch.logaddexp(inside, outside)  # what scales all weights: children that are held leave less
     log_r = torch.where(held, log_p, log_r + evidence.above(others))
     r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
     cost = (cost + evidence.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
