@@ -147,8 +147,8 @@ class _Walk:
                     self._ask(law, Contexts(self.evidence, rows, nodes))
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; drafts that exact decoding
-        would let follow, too."""
+        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; drafts that would follow
+        in exact decoding, too."""
         evidence, pays, chance = self.evidence, self.applies, self.closed
         if self.left is not None:
             pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)

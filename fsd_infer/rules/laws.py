@@ -202,7 +202,7 @@ def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
 
 
 class Odds(NamedTuple):
-    """A lifted law in numbers, [B, N] each: the contexts where it differs from p; of each draft r(c); at each context its
+    """A lifted law in numbers, [B, N] each: the contexts where it differs from p; r of each draft; at each context its
     cost, and ln(r/p) of every token that is not drafted (at temperature 0 of no meaning)."""
 
     applies: Tensor
