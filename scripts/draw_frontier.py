@@ -15,8 +15,7 @@ from torch import Tensor
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from fsd_infer.rules import Verification, parse_rule
-from fsd_infer.rules.contexts import Evidence
+from fsd_infer.rules import Evidence, Verification, parse_rule
 from fsd_infer.tree import DraftTree, TreeRow
 
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 4, 6, 8]  # two drafts, three below them, a path of five
@@ -63,8 +62,8 @@ def toy_round(rows: int = 1, seed: int = 5) -> Verification:
 def point(spec: str) -> tuple[float, float]:
     """(KL(law || p), accepted drafts) of a rule, expected over a round."""
     round = toy_round(COINS if spec.startswith("random") else 1)
-    at = Evidence(round, at_once=True).whole
-    nats, drafts = expected(round, parse_rule(spec).law(at).log_probs(at).view(round.scores.shape))
+    evidence = Evidence(round)
+    nats, drafts = expected(round, parse_rule(spec).law(evidence).log_probs(evidence))
     return float(nats.mean()), float(drafts.mean())
 
 
@@ -87,9 +86,9 @@ def random_laws(count: int = 3000) -> tuple[Tensor, Tensor]:
     round = toy_round(count)
     generator = torch.Generator().manual_seed(0)
     log_r = round.scores.clone()
-    bonus = torch.randn(count, len(PARENTS), generator=generator) * 2 + 4 * torch.rand(count, 1, generator=generator)
+    lift = torch.randn(count, len(PARENTS), generator=generator) * 2 + 4 * torch.rand(count, 1, generator=generator)
     for node in range(1, len(PARENTS)):
-        log_r[:, PARENTS[node], round.tree.tokens[0, node]] += bonus[:, node]
+        log_r[:, PARENTS[node], round.tree.tokens[0, node]] += lift[:, node]
     return expected(round, log_r.log_softmax(-1))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fsd_infer.device.transfer
+import fsd_infer.rules._walk
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
@@ -130,9 +131,9 @@ def test_a_round_waits_for_the_device_once(
     target = cuda_target("llama")
     drafter = drafter_of(kind, target)
     waits = 0
-    transfer = fsd_infer.device.transfer.to_host
+    transfer = fsd_infer.device.transfer.on_host
 
-    def to_host(*tensors: Tensor) -> Any:
+    def on_host(*tensors: Tensor) -> Any:
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
@@ -147,7 +148,8 @@ def test_a_round_waits_for_the_device_once(
         return max(row.target_forwards for row in outcome.stats.rows)
 
     run()  # what happens once may wait
-    monkeypatch.setattr(fsd_infer.device.transfer, "to_host", to_host)
+    for module in (fsd_infer.device.transfer, fsd_infer.rules._walk):
+        monkeypatch.setattr(module, "on_host", on_host)
     torch.cuda.set_sync_debug_mode("error")
     try:
         rounds = run()

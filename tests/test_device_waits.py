@@ -124,7 +124,7 @@ class Streamed:
     def end(self) -> None: ...
 
 
-ENDS = {"_AtOnce.__init__": 1}
+ENDS = {"_Walk._gathered": 1}
 REQUESTS: list[tuple[dict[str, Any], dict[str, int]]] = [  # options; waits per forward of the target by our function
     ({}, ENDS),
     ({"streamer": Streamed()}, ENDS),

@@ -16,9 +16,8 @@ import torch
 
 from benchmarks.markdown_table import beside, sweep
 from fsd_infer.engine import decode
-from fsd_infer.rules import Tilted, Verification
-from fsd_infer.rules.contexts import Evidence
-from fsd_infer.rules.tilted import clipped
+from fsd_infer.rules import Evidence, Tilted, Verification
+from fsd_infer.rules.clipping import clipped
 from fsd_infer.tree import DraftTree
 
 LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?!return)\S.*batch\..*\n)+", re.MULTILINE)
@@ -89,8 +88,8 @@ def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
     root, below = torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), torch.tensor([0.2, 0.1, 0.6, 0.1]).log()
     logits = torch.stack([root, below, below])[None]
     tree = DraftTree.chain(torch.tensor([[0, 1, 2]]), logits[:, :2])
-    at = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)), at_once=True).whole
-    law = Tilted(1.0, floor=0.0, novel=0).law(at).log_probs(at).exp()
+    evidence = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
+    law = Tilted(1.0, floor=0.0, novel=0).law(evidence).log_probs(evidence).exp()[0]
     b, c = float(law[0, 1]), float(law[1, 2])
     drafts, value = b * (1 + c), math.log(0.7 + 0.3 * math.exp(1 + math.log(0.4 + 0.6 * math.e)))
     shown = [f"r(c) = 0.6·e / Z = {c:.4f}", f"/ Z = {b:.4f}", f"{drafts:.4f}; exact", f"V = {value:.4f}"]

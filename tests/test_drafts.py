@@ -38,16 +38,16 @@ def by_hand(greedy: bool) -> Verification:
     return Verification(tree, scores, scores, greedy, uniforms)
 
 
-@pytest.mark.parametrize("step_by_step", [True, False])
+@pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_verdict_has_the_regret_of_each_first_choice(greedy: bool, step_by_step: bool) -> None:
+def test_a_verdict_has_the_regret_of_each_first_choice(greedy: bool, lazy: bool) -> None:
     round = by_hand(greedy)
-    verdict = verdict_of(Tilted(1.0, 0.0, novel=0), round, step_by_step)
+    verdict = verdict_of(Tilted(1.0, 0.0, novel=0), round, lazy)
     assert verdict.path[:, :2].tolist() == [[0, 2], [0, 1]]  # a regret of 0.75 is let through, one of 30.75 is not
     assert verdict.first.tolist() == [[2, 3, -1], [1, -1, -1]]
     wanted = torch.tensor([[0.0, 30.75, NAN], [0.75, NAN, NAN]])
     torch.testing.assert_close(verdict.regret, wanted, equal_nan=True)
-    exact = verdict_of(Exact(), round, step_by_step)  # whichever way a row goes, its root's regret is the same
+    exact = verdict_of(Exact(), round, lazy)  # whichever way a row goes, its root's regret is the same
     assert torch.equal(exact.regret[:, 0], wanted[:, 0])
 
 
@@ -59,8 +59,8 @@ def test_a_tree_without_scores_has_its_lowest_child_first() -> None:
     ancestors[:, :, 0] = True
     tokens, depths = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 1]])
     tree = DraftTree(tokens, parents, depths, ancestors, torch.zeros(1, 0, 6), parents - 1)
-    for step_by_step in (True, False):
-        verdict = verdict_of(Exact(), Verification(tree, scores, scores, True), step_by_step)
+    for lazy in (True, False):
+        verdict = verdict_of(Exact(), Verification(tree, scores, scores, True), lazy)
         assert verdict.accepted.tolist() == [1] and verdict.first.tolist() == [[1, -1]]
         assert verdict.regret[0, 0] == 2.0
 

@@ -21,7 +21,7 @@ def by_hand(first: float, second: float, draft: int, q: list[float]) -> Verifica
     target = torch.tensor([0.5, 0.3, 0.2, 0.0]).log().expand(1, 2, 4)
     drafter = torch.tensor([[q]]).log()
     tree = DraftTree.chain(torch.tensor([[0, draft]]), drafter, q_scores=drafter)
-    uniforms = torch.tensor([[[first, second, 0.5], [0.6, 0.0, 0.5]]])
+    uniforms = torch.tensor([[[first, second, 0.5], [0.0, 0.6, 0.5]]])
     return Verification(tree, target, target, False, uniforms)
 
 
@@ -45,8 +45,9 @@ def test_exact_test_and_residual_by_hand() -> None:
     closed = Fuzzy("tv", 0.29)(by_hand(0.51, 0.99, draft=1, q=q))
     assert closed.tokens.tolist() == [[0, 0]]
     # strict: a closed gate draws from p, whatever the exact test says of the draft
-    strict = FuzzyStrict("tv", 0.29)(by_hand(0.0, 0.99, draft=1, q=q))
+    strict = FuzzyStrict("tv", 0.29)(by_hand(0.31, 0.99, draft=1, q=q))  # p of the draft is .3
     assert strict.tokens.tolist() == [[2, 0]]
+    assert FuzzyStrict("tv", 0.29)(by_hand(0.29, 0.99, draft=1, q=q)).tokens.tolist() == [[1, 1]]
 
 
 def test_forbidden_draft_by_hand() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Law, RandomGate, Rule, Tilted, gates, parse_rule
-from fsd_infer.rules.contexts import Evidence
-from tests.tree_rounds import INF, SPECS, chain_round, tree_round
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Tilted, gates, parse_rule
+from tests.tree_rounds import INF, SPECS, tree_round
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -103,7 +102,6 @@ def test_bad_parameters_are_named(spec: str) -> None:
         (lambda: FuzzyStrict("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
         (lambda: Exact()(tree_round(0, uniforms=None)), "temperature above 0 needs uniforms"),
         (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
-        (lambda: Law.tilted(Evidence(chain_round(0), at_once=True).whole, 1.0), "these drafts were sampled"),
     ],
 )
 def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> None:

@@ -17,8 +17,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Exact, Fly, Rule, Verification, apply_rules, parse_rule
-from fsd_infer.rules.contexts import Contexts, Evidence
+from fsd_infer.rules import Evidence, Exact, Fly, Rule, Verification, apply_rules, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
@@ -114,10 +113,6 @@ REFERENCES: dict[str, partial[np.ndarray]] = {
 SHAPES = ["tree", "tree-processed", "tree-reduced", "chain", "chain-processed", "chain-reduced"]
 
 
-def contexts_of(round: Verification) -> Contexts:
-    return Evidence(round, at_once=False).all_nodes_of(torch.arange(round.tree.tokens.shape[0]))
-
-
 def inner_contexts(toy: Toy, greedy: bool = False):  # type: ignore[no-untyped-def]
     """A round with roots at 64 contexts, and (index, p, q, children) of each of its inner nodes."""
     generator = torch.Generator().manual_seed(3)
@@ -144,8 +139,8 @@ def inner_contexts(toy: Toy, greedy: bool = False):  # type: ignore[no-untyped-d
 @pytest.mark.parametrize("spec", REFERENCES)
 def test_law(spec: str, toy: str) -> None:
     round, inner = inner_contexts(TOYS[toy])
-    at = contexts_of(round)
-    laws = parse_rule(spec).law(at).log_probs(at).exp().double().numpy()
+    evidence = Evidence(round)
+    laws = parse_rule(spec).law(evidence).log_probs(evidence).exp().flatten(0, 1).numpy()
     changed = 0
     for index, p, q, children in inner:
         wanted = REFERENCES[spec](p, q, None if TOYS[toy].sampled else children)
@@ -242,11 +237,12 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
     models = TOYS[toy]
     round, contexts, weight = every_draft(models, length)
     rows = len(weight)
-    at = contexts_of(round)
-    acceptance = Exact(block=True).law(at).closed_acceptance
-    assert acceptance is not None
-    chance = acceptance.chance.double().view(rows, -1).numpy()
-    rest = acceptance.rest.double().view(rows, length + 1, V).numpy()
+    evidence = Evidence(round)
+    test = Exact(block=True).law(evidence).test
+    assert test is not None and test.rest is not None
+    chance = test.chance.double()[:, 1:].numpy()
+    rest = test.rest(evidence.whole).double().view(rows, length + 1, V).numpy()
+    rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
     p = softmax(models.scores(models.p).double().numpy(), axis=-1)
 
     def continued(context: int, steps: int) -> np.ndarray:

@@ -13,14 +13,12 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
-from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import Exact, Rule, Texts, Tilted, Verification, parse_rule
-from fsd_infer.rules.contexts import Evidence
-from fsd_infer.rules.laws import log_excess, tilt
+from fsd_infer.rules import Evidence, Exact, Rule, Texts, Tilted, Verification, parse_rule
+from fsd_infer.rules.clipping import clipped
+from fsd_infer.rules.laws import lifted
 from fsd_infer.rules.texts import known, known_tokens
-from fsd_infer.rules.tilted import clipped
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_round, verdict_of
 
@@ -34,8 +32,8 @@ def plain(price: float, **options: Any) -> Tilted:
 
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
-    at = Evidence(round, at_once=True).whole
-    return rule.charged_law(at).log_probs(at).double().exp().view(*round.scores.shape).numpy()
+    evidence = Evidence(round, lazy=False)
+    return rule.charged_law(evidence).log_probs(evidence).exp().numpy()
 
 
 def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
@@ -96,17 +94,17 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
     return child == choice if choice is not None and known[row, choice] else not known[row, child]
 
 
-@pytest.mark.parametrize("step_by_step", [True, False])
+@pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("options", [":floor=0:novel=0", ":floor=0:novel=2", ":floor=0.2:novel=0"])
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
-def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, step_by_step: bool) -> None:
+def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, lazy: bool) -> None:
     rule = parse_rule(f"tilted:{price}{options}")
     assert isinstance(rule, Tilted)
     lossy = 0
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
-        verdict = verdict_of(rule, replace(round, texts=Texts(answers)), step_by_step)
+        verdict = verdict_of(rule, replace(round, texts=Texts(answers)), lazy)
         again = known(Texts(answers), round.tree, rule.novel) if rule.novel else torch.zeros(6, 9).bool()
         for row in range(6):
             scores = round.scores[row]
@@ -192,9 +190,8 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         scores = base.scores * scale
         round = replace(base, scores=scores)
-        at = Evidence(round, at_once=True).whole
-        law = plain(float(price)).law(at)
-        assert isinstance(law.bonus, Tensor) and not law.bonus.isnan().any()
+        lift = plain(float(price)).law(Evidence(round, lazy=False)).lift
+        assert lift is not None and not lift.isnan().any()
         exact = mpmath.mpf(price)
         for row in range(2):
             p = [[mpmath.exp(mpmath.mpf(x)) for x in line] for line in scores[row].double().tolist()]
@@ -203,21 +200,31 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
             for token, child in children_of(round.tree, row, 0).items():
                 if p[0][token] > 0:
                     wanted = float((1 + precise_value(round.tree, row, p, exact, child)) / exact)
-                    assert float(law.bonus[row * 12, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
+                    assert float(lift[row, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
         verdict = plain(float(price))(round)
         assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
 
 
-def test_a_tilt_where_probabilities_underflow() -> None:
-    law = tilt([-2000.0, -2001.0], [INF, INF])
-    assert law is not None and law.cost == pytest.approx(2000 - math.log1p(math.exp(-1)))
-    assert law.children[0] == law.children[1] == law.cost and law.others == -INF
-    assert log_excess(-2000.0, law.children[0]) == pytest.approx(-math.log1p(math.exp(-1)))
-    assert tilt([-INF], [INF]) is None  # a forbidden child alone
-    small = tilt([-2000.0], [1.0])
-    assert small is not None and small.cost == 0.0 and small.others == 0.0
-    sure = tilt([0.0], [1000.0])
-    assert sure is not None and sure.children == [0.0] and sure.cost == 0.0
+@pytest.mark.parametrize(
+    ("log_p", "lift", "cost", "chances"),
+    [
+        ([-2000.0, -2001.0], [INF, INF], 2000 - math.log1p(math.exp(-1)), [1 / (1 + math.exp(-1)), 1 / (1 + math.e)]),
+        ([-INF, -2000.0], [INF, 0.0], 0.0, [0.0, 0.0]),  # a forbidden child alone: the law is p
+        ([-2000.0, -3000.0], [1.0, 0.0], 0.0, [0.0, 0.0]),
+        ([0.0, -2000.0], [1000.0, 0.0], 0.0, [1.0, 0.0]),
+        ([math.log(0.2), math.log(0.3)], [-INF, INF], 0.8 * math.log(0.8 / 0.3), [0.2, 0.8]),  # one keeps p
+    ],
+)
+def test_a_lift_where_probabilities_underflow(
+    log_p: list[float], lift: list[float], cost: float, chances: list[float]
+) -> None:
+    rest = math.log(max(1e-300, 1 - sum(map(math.exp, log_p))))
+    logits = torch.tensor([*log_p, rest if rest > -600 else -INF]).expand(1, 3, 3)
+    tree = DraftTree.from_rows([TreeRow([0, 0, 1], [0, 0, 0], [0.0, -1.0, -1.0], [-1] * 3)], torch.empty(1, 0, 3))
+    evidence = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
+    odds = lifted(evidence, torch.tensor([[0.0, *lift]]), evidence.inner)
+    assert odds.cost[0, 0].item() == pytest.approx(cost, rel=1e-6)
+    assert odds.chance[0, 1:].tolist() == pytest.approx(chances, abs=1e-6)
 
 
 def naive_repeats(text: list[int], n: int) -> bool:
@@ -280,8 +287,7 @@ def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
     for seed in range(6):
         round = tree_round(seed)
         gated, free = plain(0.2, gate=0.1)(round), plain(0.2)(round)
-        at = Evidence(round, at_once=True).whole
-        near = (at.divergence("js") <= 0.1).view(6, 9)
+        near = (Evidence(round, lazy=False).whole.divergence("js") <= 0.1).view(6, 9)
         for row in range(6):
             for step in range(int(gated.accepted[row]) + 1):
                 node = int(gated.path[row, step])
@@ -305,7 +311,7 @@ def test_what_only_fills_a_tree_up_wins_nothing() -> None:
     uniforms = torch.rand(1, 5, 3)
     together = Verification(both, logits.expand(2, -1, -1), logits.expand(2, -1, -1), False, uniforms.expand(2, -1, -1))
     single = Verification(alone, logits[:, :2], logits[:, :2], False, uniforms[:, :2])
-    for step_by_step in (True, False):
-        one, two = (verdict_of(plain(0.1, novel=0), round, step_by_step) for round in (single, together))
+    for lazy in (True, False):
+        one, two = (verdict_of(plain(0.1, novel=0), round, lazy) for round in (single, together))
         assert two.tokens[1, :2].tolist() == one.tokens[0].tolist()
         torch.testing.assert_close(two.spent[1, :2], one.spent[0])

@@ -16,8 +16,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.cpu import ops
-from fsd_infer.rules import Contexts, DraftOnly, Exact, Fuzzy, FuzzyStrict, Law, Rule, Source, Verification, parse_rule
-from fsd_infer.rules._draws import draw
+from fsd_infer.rules import (
+    Contexts,
+    DraftOnly,
+    Evidence,
+    Exact,
+    Fuzzy,
+    FuzzyStrict,
+    Law,
+    Rule,
+    Source,
+    Verification,
+    parse_rule,
+)
+from fsd_infer.rules._walk import draw
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.tree_rounds import (
     INF,
@@ -83,7 +95,7 @@ def test_rows_do_not_see_each_other(spec: str, shape: str, greedy: bool) -> None
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget" not in spec])
-def test_level_by_level_and_all_at_once_agree(spec: str, shape: str, greedy: bool) -> None:
+def test_where_the_walk_comes_and_all_at_once_agree(spec: str, shape: str, greedy: bool) -> None:
     rule = parse_rule(spec)
     for seed in range(8):
         round = any_round(shape, seed, greedy)
@@ -180,47 +192,50 @@ def test_draws_never_leave_the_support(weights: list[float], uniform: float) -> 
     assert weights[index[0]] > 0
 
 
-@pytest.mark.parametrize("step_by_step", [True, False])
-def test_logits_of_a_narrower_type_count_as_what_they_are(step_by_step: bool) -> None:
+@pytest.mark.parametrize("lazy", [True, False])
+def test_logits_of_a_narrower_type_count_as_what_they_are(lazy: bool) -> None:
     for seed in range(8):  # bf16 rounds to many ties, which the smallest token wins
         round = tree_round(seed, greedy=True)
         narrow = round.logits.bfloat16()
         wide = narrow.float()
         for spec in ("exact", "fuzzy:js:0.3", "draft-only"):
             rule = parse_rule(spec)
-            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow), step_by_step)
-            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide), step_by_step))
+            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow), lazy)
+            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide), lazy))
 
 
 def hand_made(greedy: bool = False) -> Verification:
-    """Root with children 1 and 2; p = (.4, .3, .2, .1), q close to it; first draw outside the children."""
+    """Root with children 1 and 2; p = (.4, .3, .2, .1), q close to it; the first draw is outside the children."""
     p = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     q = torch.tensor([0.1, 0.42, 0.38, 0.1]).log()
     tree = DraftTree.from_rows([TreeRow([3, 1, 2], [0, 0, 0], [0.0, -1.0, -1.0], [0, -1, -1])], q[None, None])
     logits = p.expand(1, 3, 4)
-    uniforms = torch.tensor([[[0.2, 0.7, 0.5], [0.95, 0.0, 0.5], [0.75, 0.0, 0.5]]])
+    uniforms = torch.tensor([[[0.9, 0.7, 0.5], [0.0, 0.95, 0.5], [0.0, 0.75, 0.5]]])
     return Verification(tree, logits, logits, greedy, uniforms)
 
 
 def test_a_round_by_hand() -> None:
-    exact = Exact()(hand_made())  # u = .2 draws token 0, no child
+    exact = Exact()(hand_made())  # above p(C) = .5; then token 0 of {0: .8, 3: .2}
     assert emitted(exact, 0) == [0]
     assert exact.sources[0, 0] == Source.TARGET
-    fuzzy = Fuzzy("tv", 0.5)(hand_made())  # redraw in {1: .6, 2: .4} at .7 gives 2; then the leaf draws at .75
+    fuzzy = Fuzzy("tv", 0.5)(hand_made())  # .9 in {1: .6, 2: .4} gives 2; then the leaf draws at .75
     assert emitted(fuzzy, 0) == [2, 2]
     assert fuzzy.path.tolist() == [[0, 2]]
     assert fuzzy.sources.tolist() == [[Source.GATE, Source.TARGET]]
     assert fuzzy.gate_open.tolist() == [[True, False]]
     assert fuzzy.spent[0].tolist() == pytest.approx([-math.log(0.5), 0.0], abs=1e-6)
-    strict = FuzzyStrict("tv", 0.5)(hand_made())  # u = .2 draws token 1 from q
-    assert emitted(strict, 0)[0] == 1
+    strict = FuzzyStrict("tv", 0.5)(
+        hand_made()
+    )  # above q(C) = .8; then token 3 of {0: .5, 3: .5}, which nobody drafted
+    assert emitted(strict, 0) == [3]
+    assert strict.sources[0, 0] == Source.GATE
     kl = 0.1 * math.log(0.1 / 0.4) + 0.42 * math.log(0.42 / 0.3) + 0.38 * math.log(0.38 / 0.2)
     assert strict.spent[0, 0].item() == pytest.approx(kl, abs=1e-6)
     assert emitted(Fuzzy("tv", 0.29)(hand_made()), 0) == [0]  # tv = .3: closed
-    outside = hand_made()
-    outside.uniforms[0, 0, 0] = 0.05  # type: ignore[index]
-    drafted = DraftOnly()(outside)  # q draws token 0, which nobody drafted
-    assert emitted(drafted, 0) == [0]
+    inside = hand_made()
+    inside.uniforms[0, 0, 0] = 0.41  # type: ignore[index]
+    drafted = DraftOnly()(inside)  # {1: .42, 2: .38} of q; what q gives to 1 beyond p = .3 is the gate's
+    assert emitted(drafted, 0)[0] == 1
     assert drafted.sources[0, 0] == Source.GATE
     greedy = Fuzzy("tv", 0.5)(hand_made(greedy=True))
     assert emitted(greedy, 0) == [1, 0]
@@ -277,7 +292,7 @@ def test_all_at_once_no_logits_are_widened_twice(
     tree = DraftTree.chain(torch.arange(3).expand(2, -1), torch.randn(2, 2, width).bfloat16(), ids)
     with _Widened() as widened:
         round = Verification(tree, logits, logits, greedy, torch.rand(2, 3, 3))
-        verdict_of(parse_rule(spec), round, step_by_step=False)
+        verdict_of(parse_rule(spec), round, lazy=False)
     # the target's, unless its maxima are enough, and the drafter's where that of as many tokens is asked for
     targets = not (greedy and spec == "exact")
     drafters = spec.startswith("fuzzy-strict") or (spec != "exact" and not reduced)
@@ -286,20 +301,21 @@ def test_all_at_once_no_logits_are_widened_twice(
 
 @dataclass(frozen=True)
 class _Asked(Rule):
-    """The exact rule, and how often it is asked."""
+    """A gate that is open everywhere, and at how many contexts it is asked in turn."""
 
     calls: list[int] = field(default_factory=list, hash=False)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
+        return Law.passing(evidence, -INF).where(self._open)
+
+    def _open(self, at: Contexts) -> Tensor:
         self.calls.append(len(at.rows))
-        return Exact().law(at)
+        return torch.ones_like(at.rows, dtype=torch.bool)
 
 
-def test_a_greedy_walk_that_goes_as_expected_asks_once() -> None:
-    round = tree_round(0, greedy=True)
-    logits, rows = torch.zeros_like(round.logits), torch.arange(6)[:, None]
-    logits[rows, round.tree.parents[:, 1:], round.tree.tokens[:, 1:]] = 1.0 + round.tree.tokens[:, 1:]
-    round, rule = replace(round, logits=logits, scores=logits), _Asked()
-    verdict = verdict_of(rule, round, step_by_step=True)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_gate_is_asked_once_and_where_the_walk_comes(greedy: bool) -> None:
+    round, rule = tree_round(0, greedy=greedy), _Asked()
+    verdict = verdict_of(rule, round, lazy=True)
     visited = sum(len(set(path) & inner_of(round, row)) for row, path in enumerate(verdict.path.tolist()))
     assert rule.calls == [visited] and int(verdict.accepted.min()) > 0

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import Asked, FuzzyRules
-from fsd_infer.rules import Texts, Verification, parse_rule
-from fsd_infer.rules.contexts import Evidence
+from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.simulated_device import SIM, SimulatedDevice
 
@@ -109,8 +108,8 @@ def law_of(rule: str, temperature: float, text: list[int], drafts: list[int], lo
     round = Verification(tree, scores, scores, greedy, torch.rand(1, count, 3), texts=Texts([text]))
     parsed = parse_rule(rule)
     if not greedy:
-        at = Evidence(round, at_once=True).whole
-        return parsed.charged_law(at).log_probs(at).double().exp()
+        evidence = Evidence(round)
+        return parsed.charged_law(evidence).log_probs(evidence)[0].exp()
     verdict, found = parsed(round), scores[0].argmax(-1)
     found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
     return torch.nn.functional.one_hot(found, V)

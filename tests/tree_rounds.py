@@ -124,11 +124,11 @@ def one_row(round: Verification, row: int) -> Verification:
     )
 
 
-def verdict_of(rule: Rule, round: Verification, step_by_step: bool) -> Verdict:
-    """What the rule says, however contexts are asked for."""
+def verdict_of(rule: Rule, round: Verification, lazy: bool) -> Verdict:
+    """What the rule says, if contexts are asked for where the walk comes, or all at once."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    return walk(round, [(rule.charged_law, rows)], [budget] * len(rows), step_by_step)
+    return walk(round, [(rule.charged_law, rows)], [budget] * len(rows), lazy)
 
 
 def emitted(verdict: Verdict, row: int) -> list[int]:

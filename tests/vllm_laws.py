@@ -30,9 +30,8 @@ from benchmarks.workplace import shown_command
 from fsd_bench.environment import environment
 from fsd_infer import Target
 from fsd_infer.files import write_json
-from fsd_infer.rules import Texts, Verification, parse_rule
-from fsd_infer.rules.contexts import Evidence
-from fsd_infer.rules.laws import tilt
+from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
+from fsd_infer.rules.laws import lifted
 from fsd_infer.tree import DraftTree
 from tests.head_toys import make_target
 
@@ -201,20 +200,13 @@ def enumerated(toy: Toy, case: Case, lossy: bool = True) -> tuple[dict[tuple[int
 
 def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> list[tuple[Tensor, Tensor, float]]:
     """(law, p, nats that the law costs) at each position of the chain."""
-    at = Evidence(verification(text, drafts, scores, False, torch.inf), at_once=True).whole
-    law, p = rule.charged_law(at), scores.double().softmax(-1)
-    bonus = torch.as_tensor(0.0 if law.bonus is None else law.bonus).expand(at.children.shape)
-    found = []
-    for n in range(len(drafts) + 1):
-        here = None
-        if n < len(drafts) and law.applies[n]:
-            here = tilt([float(at.child_log_p[n, n + 1])], [float(bonus[n, n + 1])])
-        r = p[n]
-        if here is not None:
-            r = p[n] * torch.tensor(here.others, dtype=torch.float64).exp()
-            r[drafts[n]] = p[n, drafts[n]] * np.exp(here.children[0])
-        found.append((r, p[n], 0.0 if here is None else here.cost))
-    return found
+    evidence = Evidence(verification(text, drafts, scores, False, torch.inf))
+    law, p = rule.charged_law(evidence), scores.double().softmax(-1)
+    if law.lift is None:
+        return [(row, row, 0.0) for row in p]
+    odds, laws = lifted(evidence, law.lift, law.applies), law.log_probs(evidence)[0].exp()
+    costs = odds.cost.masked_fill(~odds.applies, 0.0)[0].tolist()
+    return list(zip(laws, p, costs))
 
 
 def compare(toy: Toy, case: Case, answers: list[list[int]]) -> dict[str, Any]:

@@ -511,7 +511,23 @@ float log_sum_exp(const Number* x, int64_t count, float highest) {
   return highest + std::log(_mm512_reduce_add_ps(sum));
 }
 
-// The same where the largest is not known; NaN where these are no logits of a distribution.
+// Entropy of the softmax of `count` numbers, of which `highest`, finite, is the largest.
+template <class Number>
+float entropy(const Number* x, int64_t count, float highest) {
+  __m512 sum = _mm512_setzero_ps(), moment = sum;
+  for (int64_t at = 0; at < count; at += LANES) {
+    const __mmask16 inside = lanes(count - at);
+    // where e^x is 0 x must be finite
+    const __m512 below = _mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest));
+    const __m512 value = _mm512_max_ps(below, _mm512_set1_ps(-100.f)), weight = exponential(value);
+    sum = _mm512_mask_add_ps(sum, inside, sum, weight);
+    moment = _mm512_mask3_fmadd_ps(weight, value, moment, inside);
+  }
+  const float total = _mm512_reduce_add_ps(sum);
+  return std::log(total) - _mm512_reduce_add_ps(moment) / total;
+}
+
+// ln of the sum of e^x where the largest is not known; NaN where these are no logits of a distribution.
 template <class Number>
 float log_sum_exp(const Number* x, int64_t count) {
   __m512 top = _mm512_set1_ps(-INFINITY);
@@ -791,6 +807,24 @@ void fsd_row_statistics(int narrow_x, const void* x, const int64_t* pick, int64_
       where[row] = found.place;
       if (totals)
         totals[row] = std::isfinite(found.value) ? log_sum_exp(from[row], columns, found.value) : found.value;
+    }
+  };
+#pragma omp parallel num_threads(threads)
+  {
+    if (narrow_x) of((const bf16*)x);
+    else of((const float*)x);
+  }
+}
+
+// Of each of `rows` rows of x, as above: the entropy of its softmax; its largest number where that is infinite or NaN.
+void fsd_row_entropies(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns,
+                       float* entropies, int threads) {
+  const auto of = [&](auto numbers) {
+    const Rows<std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>> from{numbers, columns, pick};
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const float highest = maximum(from[row], columns).value;
+      entropies[row] = std::isfinite(highest) ? entropy(from[row], columns, highest) : highest;
     }
   };
 #pragma omp parallel num_threads(threads)

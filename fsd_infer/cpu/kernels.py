@@ -99,6 +99,9 @@ class Kernels:
         self._statistics = library.fsd_row_statistics
         self._statistics.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int)
         self._statistics.restype = None
+        self._entropies = library.fsd_row_entropies
+        self._entropies.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
+        self._entropies.restype = None
         self._rows = library.fsd_rows
         self._rows.argtypes, self._rows.restype = (c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p), c_int64
         self._divergence = library.fsd_divergence
@@ -152,6 +155,18 @@ class Kernels:
             threads,
         )
         return highest, where, total
+
+    def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        """See :func:`fsd_infer.cpu.ops.row_entropies`; arguments as of :meth:`row_statistics`."""
+        if rows is not None:
+            _check_rows(rows, logits)
+            rows = rows.contiguous()
+        found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
+        which, columns = None if rows is None else rows.data_ptr(), logits.shape[-1]
+        threads = torch.get_num_threads() if found.numel() * columns > _FEW_NUMBERS else 1
+        narrow = logits.dtype == torch.bfloat16
+        self._entropies(narrow, logits.data_ptr(), which, found.numel(), columns, found.data_ptr(), threads)
+        return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """logits [..., V] in bf16 or fp32 -> (ln q [..., count] in fp32, falling, tokens [..., count]); count <= V."""

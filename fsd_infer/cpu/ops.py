@@ -23,6 +23,7 @@ __all__ = [
     "packed_products",
     "plain_divergence",
     "restore",
+    "row_entropies",
     "row_maxima",
     "row_statistics",
     "speed_up",
@@ -73,6 +74,15 @@ def row_statistics(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, 
         return highest, best, total
     logits = logits if rows is None else logits[rows]
     return logits.amax(-1).float(), logits.argmax(-1), logits.float().logsumexp(-1)
+
+
+def row_entropies(logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Entropy of softmax of each row in nats, [...] or [R] in fp32; arguments as of :func:`row_maxima`."""
+    compiled = _compiled(logits)
+    if compiled is not None:
+        return compiled.row_entropies(logits.contiguous(), rows)
+    log_p = (logits if rows is None else logits[rows]).float().log_softmax(-1)
+    return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Between the host and a model's device. What a model makes stays on its device; what the engine knows is on the CPU.
 
 A launch returns at once, a transfer to the host waits for all that was launched before it. So a round has one, at its
-end (``_AtOnce`` in fsd_infer/rules/_walk.py), and what goes the other way is not waited for.
+end (fsd_infer/rules/_walk.py), and what goes the other way is not waited for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def to_host(*tensors: Tensor) -> list[Any]:
-    """Tensors [B, N] of one device, each with its own N, as nested lists of floats, in one transfer. Waits for the
-    device.
+def on_host(*tensors: Tensor) -> list[Tensor]:
+    """Tensors [B, N] of one device, each with its own N, on the CPU, in one transfer. Waits for the device.
+
+    From another device they come in its widest floating-point type.
     """
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
     whole = torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1).cpu()
-    return [part.tolist() for part in whole.split([tensor.shape[1] for tensor in tensors], dim=1)]
+    return list(whole.split([tensor.shape[1] for tensor in tensors], dim=1))
 
 
 def lists(*tensors: Tensor) -> list[Any]:
@@ -42,6 +45,6 @@ def lists(*tensors: Tensor) -> list[Any]:
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     return [
-        part if tensor.is_floating_point() else [[int(number) for number in row] for row in part]
-        for tensor, part in zip(tensors, to_host(*tensors), strict=True)
+        part.tolist() if tensor.is_floating_point() else [[int(number) for number in row] for row in part.tolist()]
+        for tensor, part in zip(tensors, on_host(*tensors), strict=True)
     ]

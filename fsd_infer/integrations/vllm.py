@@ -3,8 +3,8 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with the chance that the logits give it, so a rule whose law is r ∝ p·e^bonus
-on a chain is an edit of one logit per drafted position: + T·bonus at temperature T, + bonus at temperature 0.
+vLLM drafts greedily and accepts a draft with the chance that the logits give it, so a rule whose law is r ∝ p·e^lift
+on a chain is an edit of one logit per drafted position: + T·lift at temperature T, + lift at temperature 0.
 Everything is done on the device, for all rows at once and by the same rule objects as everywhere else. See
 docs/serving.md.
 
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
-from fsd_infer.integrations.vllm_step import Chains, Step, affordable
+from fsd_infer.integrations.vllm_step import Chains, Step
 from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
-CERTAIN = 1e4  # nats that stand for an infinite bonus: e^-10000 is 0
+CERTAIN = 1e4  # nats that stand for an infinite lift: e^-10000 is 0
 FILLED = ("ngram", "ngram_gpu")  # drafters that may have no draft; see :class:`Step`
 READ = {  # of vLLM's interface
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
@@ -81,6 +81,8 @@ class Asked:
             raise ValueError(f"rule: this server allows {most}, stricter forms of it, and exact.")
         if rule.name in NEED_Q or getattr(rule, "gate", None) is not None:
             raise ValueError(f"rule: {rule.name!r} needs the drafter's distribution, which vLLM does not hand over.")
+        if getattr(rule, "heat", None) is not None:
+            raise ValueError("rule: heat needs what an answer has spent, which vLLM does not keep: give a price.")
         if extra.get("only_in") not in (None, "think"):
             raise ValueError('only_in: must be "think", or left out.')
         found = cls(rule, params.temperature == 0, extra.get("only_in") == "think")
@@ -105,13 +107,8 @@ def no_looser(rule: Rule, most: Rule) -> bool:
         within = math.inf if rule.budget is None else rule.budget
         novel = (0 < rule.novel <= most.novel) if most.novel else True
         limit = math.inf if most.budget is None else most.budget
-        if (rule.price is None) != (most.price is None):
-            return False
-        if rule.price is None or most.price is None:
-            closer = (rule.learned_heat or 0.0) <= (most.learned_heat or 0.0)
-        else:
-            closer = rule.price >= most.price
-        return closer and rule.least_share >= most.least_share and novel and within <= limit
+        closer = rule.first_price >= most.first_price and rule.least_share >= most.least_share
+        return closer and novel and within <= limit
     return isinstance(rule, Exact) or rule == most
 
 
@@ -205,12 +202,10 @@ class FuzzyRules(_Processor):
             mine = step.drafted & (kind == number)[:, None]
             if asked.thinking_only:
                 mine = mine & step.thinking(*self.thinking)
-            bonus, cost = chains[asked.greedy].tilted(asked.rule, mine)
-            if asked.rule.budget is not None:
-                unpaid = ~affordable(cost, self.left[step.slot])
-                bonus, cost = bonus.masked_fill(unpaid, 0.0), cost.masked_fill(unpaid, 0.0)
+            left = None if asked.rule.budget is None else self.left[step.slot]
+            lift, cost = chains[asked.greedy].lifted(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
-            edit = bonus.clamp_max(CERTAIN)
+            edit = lift.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])
         return logits
 

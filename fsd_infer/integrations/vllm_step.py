@@ -6,14 +6,16 @@ so that a request is a :class:`DraftTree` of N nodes, its last token the root.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_infer.rules import Rule, Texts, Verification
-from fsd_infer.rules.contexts import Evidence
+from fsd_infer.rules import Evidence, Rule, Texts, Verification
+from fsd_infer.rules._walk import affordable
+from fsd_infer.rules.laws import lifted
 from fsd_infer.tree import DraftTree
 
 
@@ -118,38 +120,24 @@ class Chains(Evidence):
         tree = DraftTree.chain(step.tokens.clamp_min(0), scores.new_empty(batch, 0, scores.shape[-1]))
         tree.q_index = torch.full_like(step.tokens, -1)  # vLLM does not say what its drafter's distribution was
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
-        super().__init__(Verification(tree, scores, scores, greedy, uniforms, texts=step.texts), at_once=True)
+        super().__init__(Verification(tree, scores, scores, greedy, uniforms, texts=step.texts), lazy=False)
         self.drafted = step.drafted
 
     @cached_property
-    def is_child(self) -> Tensor:
-        """[B, N, N] bool; see the base."""
-        return torch.diag_embed(self.drafted[:, :-1], offset=1)
+    def is_draft(self) -> Tensor:
+        """See the base."""
+        return torch.nn.functional.pad(self.drafted[:, :-1], (1, 0))
 
-    def tilted(self, rule: Rule, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N] the bonus of the draft that follows each node under the rule, and what the law there costs in nats;
-        0 but in ``mine`` [B, N] bool."""
-        law, shape = rule.charged_law(self.whole), mine.shape
-        if law.bonus is None:
-            nothing = self.regret.new_zeros(shape)
+    def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, N] the lift of the draft that follows each node under the rule, and what the law there costs in nats; 0
+        outside ``mine`` [B, N] bool, and where ``left`` [B] nats do not pay."""
+        law = rule.charged_law(self)
+        if law.lift is None:
+            nothing = torch.zeros_like(self.regret)
             return nothing, nothing
-        of_nodes = law.bonus if isinstance(law.bonus, Tensor) else self.regret.new_full((1, 1), law.bonus)
-        of_nodes = of_nodes.expand(mine.numel(), shape[1]).view(*shape, -1)
-        bonus = torch.nn.functional.pad(of_nodes.diagonal(1, 1, 2), (0, 1)).clamp_min(0.0)
-        regret = self.regret.roll(-1, 1)
-        bonus = bonus.masked_fill(~(law.applies.view(shape) & mine) | regret.isinf(), 0.0)  # what is forbidden stays so
-        if self.greedy:
-            return bonus, torch.where(bonus > regret, regret, 0.0).to(bonus.dtype)
-        log_p = self.whole.log_p_max.view(shape) - regret
-        log_z = torch.logaddexp(log_p + bonus, torch.log1p(-log_p.exp().clamp_max(1.0)))
-        cost = (log_p + bonus - log_z).exp() * bonus - log_z
-        return bonus, torch.where(bonus.isinf(), -log_p, cost).clamp_min(0.0).masked_fill(bonus == 0, 0.0)
-
-
-def affordable(cost: Tensor, left: Tensor) -> Tensor:
-    """[B, N] bool; the contexts that ``left`` [B] nats pay for, each ``cost`` [B, N] after those before it."""
-    found = torch.empty_like(cost, dtype=torch.bool)
-    for node in range(cost.shape[1]):
-        found[:, node] = cost[:, node] <= left
-        left = left - cost[:, node].masked_fill(~found[:, node], 0.0)
-    return found
+        holds = mine if law.gate is None else mine & law.gate(self.whole).view_as(mine)
+        odds = lifted(self, law.lift, law.applies & holds)
+        cost = odds.cost.masked_fill(~odds.applies, 0.0)
+        pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
+        lift = torch.where(self.regret < math.inf, law.lift, 0.0).clamp_min(0.0)  # what is forbidden stays so
+        return lift.roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)

@@ -7,20 +7,20 @@ A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text for command lines a
     exact:block=true         lenient:0.5              typical       relaxed:10:0.6      threshold:single=0.4
     cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:novel=4
 
-To write one, derive from :class:`LossyRule` and return a :class:`Law` at each of the :class:`Contexts` that it is
-handed (docs/extending.md).
+To write one, derive from :class:`LossyRule` and return the :class:`Law` that follows from a round's :class:`Evidence`
+(docs/extending.md).
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, apply_rules
 from fsd_infer.rules.cactus import Cactus
 from fsd_infer.rules.cascade import CascadeToken
-from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.draft_only import DraftOnly
 from fsd_infer.rules.ensemble import Ensemble
+from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fly import Fly
 from fsd_infer.rules.fuzzy import Fuzzy, FuzzyStrict
-from fsd_infer.rules.laws import Acceptance, Law
+from fsd_infer.rules.laws import Law, Test
 from fsd_infer.rules.lenient import Lenient
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.parsing import RuleLike, parse_rule, parse_rules
@@ -34,12 +34,12 @@ from fsd_infer.rules.verification import Source, Verdict, Verification
 
 __all__ = [
     "RULES",
-    "Acceptance",
     "Cactus",
     "CascadeToken",
     "Contexts",
     "DraftOnly",
     "Ensemble",
+    "Evidence",
     "Exact",
     "Fly",
     "Fuzzy",
@@ -52,6 +52,7 @@ __all__ = [
     "Rule",
     "RuleLike",
     "Source",
+    "Test",
     "Texts",
     "Threshold",
     "Tilted",

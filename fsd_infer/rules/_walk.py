@@ -1,376 +1,231 @@
-"""How laws at single contexts become a round's verdict.
+"""The walk: which path of each tree is accepted, which token follows it, and what that costs.
 
-The walk goes down from the root as long as the emitted token is one of the node's children. What takes work over the
-whole vocabulary is done in tensors, for many contexts at once; the rest is done here, in Python, at the contexts that a
-row visits: which child a tilted law picks, what it costs, and whether the budget pays for it.
+It is one computation over all nodes of all rows. Every draft has a chance to follow its parent, under the target's law
+and under the rule's; one uniform number per context decides between its children and every other token; and the nodes
+whose ancestors were all taken are the path. So only one token per row, the last, is drawn from the vocabulary.
 
-On a CPU contexts are asked for step by step, so that only visited ones cost vocabulary-sized work, and at temperature 0
-those that are expected to be visited are asked for together. Elsewhere, where launches cost more than arithmetic and
-waiting more than both, all nodes are asked for at once, and what was found, the trees and the checks come to the host
-in one transfer.
+What takes work over the vocabulary at a context, dense laws and gates, is done on a CPU for contexts that the walk
+reaches: it starts over when it knows more. Elsewhere, where launches cost more than arithmetic and waiting more than
+both, it is done for all at once, and what was found comes to the host in one transfer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import lists, to_device
+from fsd_infer.device.transfer import on_host, to_device, wide
+from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
-from fsd_infer.rules._draws import drawn
-from fsd_infer.rules.contexts import Contexts, Evidence, refuse
-from fsd_infer.rules.laws import Law, Tilt, log_excess, log_sum, tilt
+from fsd_infer.rules.evidence import Contexts, Evidence, refuse
+from fsd_infer.rules.laws import Law, lifted
 from fsd_infer.rules.verification import Source, Verdict, Verification
-from fsd_infer.tree import DraftTree
 
-Groups = Sequence[tuple[Callable[[Contexts], Law], list[int]]]  # each rule's law and the rows that it holds for
-
-# At temperature 0 a child this much less likely than the target's choice, exp(-3), is not expected to be emitted.
-_EXPECTED_WITHIN = 3.0
+Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and the rows that it holds for
 
 
-def walk(round: Verification, laws: Groups, budgets: Sequence[float], step_by_step: bool | None = None) -> Verdict:
+def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool | None = None) -> Verdict:
     """Runs one round.
 
     Args:
         round: the evidence.
         laws: of every row.
         budgets: [B] nats for this round where the round itself brings no ``budget_left``.
-        step_by_step: ask for the contexts that are reached (True) or for all at once (False); None picks by the device.
+        lazy: see :class:`Evidence`.
 
     Raises:
         NonFiniteLogitsError: target or drafter logits that are no distribution.
         FsdError: uniforms are missing, or sampled drafts do not form a chain.
     """
-    if step_by_step is None:
-        step_by_step = round.tree.tokens.device.type == "cpu"
-    evidence = Evidence(round, at_once=not step_by_step)
-    if step_by_step:
-        evidence.check()
-    walker = _StepByStep(evidence, laws) if step_by_step else _AtOnce(evidence, laws)
-    return walker.verdict(list(budgets) if round.budget_left is None else round.budget_left.tolist())
+    evidence = Evidence(round, lazy)
+    if evidence.lazy:
+        refuse(evidence.unfit())
+    left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
+    return _Walk(evidence, laws, left).verdict()
 
 
-@dataclass(slots=True)
-class _Choice:
-    """What may be emitted at a context.
-
-    Attributes:
-        closed: the token if the law is the target's.
-        applies: there is another law.
-        bonus: of that law's children, by node; or one for all; None: it is dense.
-        opened, cost: of a dense law.
-        exact: would the exact rule accept the sampled draft.
-        log_p_max: ln p of the likeliest token, above temperature 0.
-    """
-
-    closed: int
-    applies: bool = False
-    bonus: Sequence[float] | float | None = None
-    opened: int = 0
-    cost: float = 0.0
-    exact: bool = False
-    log_p_max: float = 0.0
-
-
-@dataclass
-class _Steps:
-    """What a row has emitted so far this round; the last node of the path is not decided yet."""
-
-    left: float
-    path: list[int] = field(default_factory=lambda: [0])
-    tokens: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    open: list[bool] = field(default_factory=list)
-    spent: list[float] = field(default_factory=list)
+def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
+    """[B, N] bool; contexts whose ``cost`` [B, N] is paid from ``left`` [B] nats after those of the contexts above."""
+    depths = evidence.tree.depths
+    budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
+    for _ in range(int(depths.max()) if depths.device.type == "cpu" else depths.shape[1] - 1):
+        spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
+        budget = torch.where(depths > 0, evidence.above(budget - spent), left)
+    return cost <= budget
 
 
 class _Walk:
-    """The walk in Python.
-
-    Args:
-        evidence: of the round.
-        tokens, parents: the trees, [B][N].
+    """What is known of a round's laws, [B, N] each.
 
     Attributes:
-        regret: [B][N], see :attr:`Evidence.regret`; not read in trees without drafts.
-        scores: [B][N] of the trees, None if they have none.
-        second: [B][N] uniforms by which a tilted law redraws; not at temperature 0.
+        closed: chance of each draft under the target's law.
+        open: under the rule's.
+        cost: nats at each context that the rule's law costs.
+        applies: contexts with a law other than the target's.
+        asked: contexts whose gate and dense law are known, or that have none.
+        opened: the token of a dense law at temperature 0.
+        slot: above it, where a dense law r is known: row of ``dense`` [·, V]. -1 elsewhere.
     """
 
-    regret: list[list[float]]
-    scores: list[list[float]] | None
-    second: list[list[float]]
+    def __init__(self, evidence: Evidence, laws: Groups, left: Tensor) -> None:
+        self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
+        self.left = to_device(left, self.device) if min(left.tolist()) < math.inf else None
+        self.closed = self.open = evidence.chance
+        self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
+        self.applies = self.asked = torch.zeros_like(evidence.is_draft)
+        self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
+        self.dense: list[Tensor] = []
+        self.laws = [self._add(law(evidence), rows) for law, rows in laws]
+        self.looks = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
 
-    def __init__(self, evidence: Evidence, tokens: list[list[int]], parents: list[list[int]]) -> None:
-        self.greedy, self.sampled, self.tokens = evidence.greedy, evidence.sampled, tokens
-        self.children: list[dict[int, dict[int, int]]] = []  # per row: node -> token -> child
-        self.depth = 0
-        for row_parents, row_tokens, left_out in zip(parents, tokens, evidence.tree.padding, strict=True):
-            children: dict[int, dict[int, int]] = {}
-            depths = [0]
-            for node in range(1, len(row_parents)):
-                if node not in left_out:
-                    children.setdefault(row_parents[node], {})[row_tokens[node]] = node
-                depths.append(depths[row_parents[node]] + 1)
-            self.children.append(children)
-            self.depth = max(self.depth, max(depths))
-            if self.sampled and len(set(row_parents[1:])) < len(row_parents) - 1:
-                raise FsdError(
-                    "sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores."
-                )
+    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
+        """A law and its rows, [B, 1] bool or True for all, with what is known before the walk begins."""
+        index, applies = to_device(torch.tensor(rows), self.device), law.applies
+        mine: Tensor | bool = len(rows) == len(applies)
+        mine = mine or torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
 
-    def choice(self, row: int, node: int) -> _Choice | None:
-        """What may be emitted there; None if that is not known yet."""
-        raise NotImplementedError
+        def put(new: Tensor, old: Tensor) -> Tensor:
+            return new if mine is True else torch.where(mine, new, old)
 
-    def go(self, rows: list[_Steps]) -> None:
-        """Take every row to the end of its round."""
-        for row, steps in enumerate(rows):
-            self.advance(row, steps)
+        if law.lift is not None:
+            applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
+            self.open, self.cost = put(chance, self.open), put(cost, self.cost)
+        if law.test is not None:
+            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
+        self.applies = put(applies, self.applies)
+        if law.gate is None and law.log_r is None:
+            self.asked = self.asked | mine
+        elif not self.evidence.lazy:
+            self._ask(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
+        return law, mine
 
-    def verdict(self, left: list[float]) -> Verdict:
-        """left: [B] nats that rows may spend."""
-        rows = [_Steps(nats) for nats in left]
-        self.go(rows)
+    def _ask(self, law: Law, at: Contexts) -> None:
+        """What a law needs of the vocabulary at these contexts."""
+        evidence, where = self.evidence, (at.rows, at.nodes)
+        if law.gate is not None:
+            is_open = at.of(self.applies) & law.gate(at)
+            self.applies = self.applies.index_put(where, is_open)
+            if evidence.lazy and law.log_r is not None:
+                where = at.rows[is_open], at.nodes[is_open]
+                at = Contexts(evidence, *where)
+        if law.log_r is None or not at.rows.shape[0]:
+            return
+        log_r = law.log_r(at)
+        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
+        above = evidence.above(slot)
+        if evidence.greedy:
+            token = log_r.argmax(-1)
+            pair = at.scores.gather(1, torch.stack([at.of(evidence.likeliest), token], 1))
+            cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
+            self.opened = self.opened.index_put(where, token)
+            chance = self.tree.tokens == evidence.above(self.opened)
+        else:
+            r, cost = log_r.softmax(-1), divergence("kl")(at.scores, log_r)
+            self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
+            self.dense.append(r)
+            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
+            chance = chance / evidence.log_q.exp() if evidence.sampled else chance
+        self.open = torch.where((above >= 0) & evidence.is_draft, chance, self.open)
+        self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
-        def table(values: Callable[[_Steps], list[Any]], padding: Any = None) -> list[list[Any]]:
-            found = [values(steps) for steps in rows]
-            return [row + [row[-1] if padding is None else padding] * (self.depth + 1 - len(row)) for row in found]
-
-        drafts = [[self._first(row, node) for node in steps.path] for row, steps in enumerate(rows)]
-        first = torch.tensor([nodes + [-1] * (self.depth + 1 - len(nodes)) for nodes in drafts])
-        regret = torch.tensor(self.regret).gather(1, first.clamp_min(0)).masked_fill(first < 0, math.nan)
-        return Verdict(
-            path=torch.tensor(table(lambda steps: steps.path)),
-            accepted=torch.tensor([len(steps.path) - 1 for steps in rows]),
-            tokens=torch.tensor(table(lambda steps: steps.tokens, 0)),
-            sources=torch.tensor(table(lambda steps: steps.sources, int(Source.TARGET))),
-            gate_open=torch.tensor(table(lambda steps: steps.open, False)),
-            spent=torch.tensor(table(lambda steps: steps.spent, 0.0)),
-            first=first,
-            regret=regret,
-        )
-
-    def _first(self, row: int, node: int) -> int:
-        """See :attr:`Verdict.first`."""
-        children = self.children[row].get(node, {}).values()
-        if self.scores is None:
-            return min(children, default=-1)
-        scores = self.scores[row]
-        return max(children, key=lambda child: (scores[child], -child), default=-1)
-
-    def advance(self, row: int, steps: _Steps) -> bool:
-        """Go down as far as contexts are known; is this the end of the row's round."""
-        children = self.children[row]
+    def verdict(self) -> Verdict:
+        """The path by what is known of the laws; again, until that is enough."""
         while True:
-            node = steps.path[-1]
-            choice = self.choice(row, node)
-            if choice is None:
-                return False
-            by_token = children.get(node, {})
-            token, cost, forced, is_open = self._emitted(choice, row, node, by_token)
-            if is_open and cost > steps.left:
-                token, cost, forced, is_open = choice.closed, 0.0, False, False
-            child = by_token.get(token)
-            steps.tokens.append(token)
-            steps.open.append(is_open)
-            steps.spent.append(cost)
-            if steps.left < math.inf:  # an infinite budget pays infinite costs
-                steps.left -= cost
-            source = Source.TARGET if child is None else Source.EXACT
-            steps.sources.append(int(Source.GATE if forced else source))
-            if child is None:
-                return True
-            steps.path.append(child)
+            pays, taken, exact = self._taken()
+            taken[:, 0] = True
+            reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
+            new = reached & self.applies & ~self.asked if self.looks and self.evidence.lazy else None
+            if new is None or not new.any():
+                return self._gathered(reached, pays, exact)
+            self.asked = self.asked | new
+            for law, mine in self.laws:
+                rows, nodes = (new & mine).nonzero(as_tuple=True)
+                if len(rows):
+                    self._ask(law, Contexts(self.evidence, rows, nodes))
 
-    def _emitted(self, choice: _Choice, row: int, node: int, by_token: dict[int, int]) -> tuple[int, float, bool, bool]:
-        """(token, nats, would the exact rule not have let it through, is the law another than the target's)."""
-        closed, bonus = choice.closed, choice.bonus
-        if not choice.applies:
-            return closed, 0.0, False, False
-        if bonus is None:
-            token = choice.opened
-            if self.sampled and token in by_token:
-                forced = not choice.exact
-            else:
-                forced = token != closed or (not self.sampled and token not in by_token)
-            return token, choice.cost, forced, True
-        regret = self.regret[row]
-        bonuses = [bonus if isinstance(bonus, float) else bonus[child] for child in by_token.values()]
-        if self.greedy:
-            return _likeliest(closed, by_token, [regret[child] for child in by_token.values()], bonuses)
-        log_p = [choice.log_p_max - regret[child] for child in by_token.values()]
-        law = tilt(log_p, bonuses)
-        if law is None:
-            return closed, 0.0, False, False
-        token = _redrawn(closed, list(by_token), log_p, law, self.second[row][node])
-        return token, law.cost, token != closed, True
+    def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; drafts that would follow
+        in exact decoding, too."""
+        evidence, pays, chance = self.evidence, self.applies, self.closed
+        if self.left is not None:
+            pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
+        if self.open is not self.closed:
+            chance = torch.where(evidence.above(pays), self.open, self.closed)
+        if evidence.greedy:
+            return pays, chance.clone(), self.closed
+        # one number decides between the children, one after the other on a scale, and every other token
+        place = evidence.above(evidence.uniform(0)).to(chance.dtype)
+        if not evidence.sampled:
+            siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
+            place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
+        return pays, (place >= 0) & (place < chance), place < self.closed
+
+    def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
+        """The verdict, from what holds at every node, on the CPU."""
+        tree, evidence, nodes = self.tree, self.evidence, self.evidence.nodes
+        accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
+        # by depth; what is not reached is written to where the end is, as the end
+        places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
+        path = end.expand_as(reached).scatter(1, places, ends)
+        last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
+        tokens = torch.where(last, self._final(end, pays.gather(1, end)), tree.tokens.gather(1, below))
+        is_open = pays.gather(1, path) & ~beyond
+        sources = torch.where(nodes < accepted, int(Source.EXACT), int(Source.TARGET))
+        if self.open is not self.closed:
+            dense = torch.zeros_like(last)
+            for law, mine in self.laws if not evidence.sampled else []:
+                dense = dense | mine if law.log_r is not None else dense
+            sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
+        child = (tree.parents[:, None] == path[..., None]) & (evidence.is_draft[:, None] & ~beyond[..., None])
+        leads = child.int() if tree.scores is None else torch.where(child, tree.scores[:, None], -math.inf)
+        first = torch.where(child.any(-1), leads.argmax(-1), -1)
+        regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
+        spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
+        unfit = {} if evidence.lazy else evidence.unfit()
+        forks = (evidence.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
+        columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
+        accepted, depths, forks, *found = on_host(accepted, tree.depths, forks, *unfit.values(), *columns)
+        refuse({who: found.pop(0) > 0 for who in unfit})
+        if forks.any():
+            raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
+        path, tokens, sources, is_open, spent, first, regret = (x[:, : int(depths.max()) + 1] for x in found)
+        numbers = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
+        return Verdict(*numbers, is_open > 0, spent, first.long(), regret)
+
+    def _final(self, end: Tensor, is_open: Tensor) -> Tensor:
+        """[B, 1] the token after the path, which ends at ``end`` [B, 1]: none of those that were drafted there."""
+        evidence, tree = self.evidence, self.tree
+        if evidence.greedy:
+            return torch.where(is_open, self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+        at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
+        law = at.p
+        if self.dense:
+            slot, dense = self.slot.gather(1, end), torch.cat(self.dense) if len(self.dense) > 1 else self.dense[0]
+            law = torch.where(is_open & (slot >= 0), dense[slot[:, 0].clamp_min(0)], law)
+        weights = law
+        if evidence.sampled:
+            has_q = at.has_q[:, None]
+            weights = torch.where(has_q, (law - at.q).clamp_min(0.0), law)
+            for own, mine in self.laws:
+                if own.test is not None:
+                    rest = law if own.test.rest is None else own.test.rest(at)
+                    weights = torch.where(~is_open & has_q & mine, rest, weights)
+        drafted = torch.where(evidence.is_draft & (tree.parents == end), 0.0, math.inf)
+        weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
+        token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
+        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # rounding left nothing
 
 
-def _likeliest(
-    closed: int, children: Iterable[int], regret: Sequence[float], bonus: Sequence[float]
-) -> tuple[int, float, bool, bool]:
-    """The token with the largest score + bonus at temperature 0, as ``_Walk._emitted`` returns it.
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index per row by inverse CDF: weights [R, M] >= 0 of any total (if 0: M), uniforms [R] in [0, 1) -> [R].
 
-    Of equals the one of the largest score, then the smallest, as an argmax over the vocabulary would have it.
+    The index is the first whose cumulative weight exceeds the uniform's share of the total, so an index of weight 0 is
+    never returned. fp64, where the device has it, keeps the sum over a large vocabulary exact enough.
     """
-    best = (0.0, -0.0, -closed)
-    allowed = False
-    drafted = list(zip(children, regret, bonus))
-    if any(token == closed and gain == -math.inf for token, _, gain in drafted):
-        return closed, 0.0, False, False
-    for token, loss, gain in drafted:
-        if loss < math.inf:  # what the processed target forbids is never emitted
-            allowed = allowed or gain > 0
-            best = max(best, (gain - loss, -loss, -token))
-    token = -best[2]
-    return token, -best[1] if token != closed else 0.0, token != closed, allowed
-
-
-def _redrawn(closed: int, children: Sequence[int], log_p: Sequence[float], law: Tilt, uniform: float) -> int:
-    """y ~ p is kept with probability min(1, r(y)/p(y)), else drawn from (r - p)+, which children alone have: y ~ r."""
-    ratio = law.children[children.index(closed)] if closed in children else law.others
-    redraw = -math.expm1(min(0.0, ratio))
-    if uniform >= redraw:
-        return closed
-    weights = [log_excess(a, x) for a, x in zip(log_p, law.children)]
-    total, top = log_sum(weights), 0.0
-    if total == -math.inf:  # rounding left nothing
-        return closed
-    share = uniform / redraw
-    chosen = closed
-    for token, weight in zip(children, weights):
-        if weight > -math.inf:
-            chosen = token
-            top += math.exp(weight - total)
-            if share < top:
-                break
-    return chosen
-
-
-class _StepByStep(_Walk):
-    """Asks at the nodes that the rows have reached, and at temperature 0 at those that they are expected to reach."""
-
-    def __init__(self, evidence: Evidence, laws: Groups) -> None:
-        tree, uniforms = evidence.tree, evidence.round.uniforms
-        super().__init__(evidence, tree.tokens.tolist(), tree.parents.tolist())
-        self.evidence = evidence
-        self.laws = [(law, set(rows)) for law, rows in laws]
-        self.known: dict[tuple[int, int], _Choice] = {}
-        self.best = evidence.best.tolist() if self.greedy else []
-        self.regret = evidence.regret.tolist()
-        self.scores = _scores(tree)
-        self.second = [] if self.greedy or uniforms is None else uniforms[..., 1].tolist()
-
-    def choice(self, row: int, node: int) -> _Choice | None:
-        if self.greedy and node not in self.children[row]:
-            return _Choice(self.best[row][node])
-        return self.known.get((row, node))
-
-    def go(self, rows: list[_Steps]) -> None:
-        waiting = list(range(len(rows)))
-        while waiting := [row for row in waiting if not self.advance(row, rows[row])]:
-            for law, of_rule in self.laws:
-                reached = [(row, rows[row].path[-1]) for row in waiting if row in of_rule]
-                if reached:
-                    self._ask(law, self._with_expected(reached) if self.greedy else reached)
-
-    def _ask(self, law_of: Callable[[Contexts], Law], contexts: list[tuple[int, int]]) -> None:
-        rows, nodes = torch.tensor(contexts).unbind(1)
-        at = Contexts(self.evidence, rows, nodes)
-        inner = any(node in self.children[row] for row, node in contexts)
-        law = law_of(at) if inner else Law.target(at)
-        columns = {name: column.tolist() for name, column in _columns(at, law).items()}
-        if law.bonus is not None:
-            many = isinstance(law.bonus, Tensor)
-            columns["bonus"] = law.bonus.tolist() if many else [law.bonus] * len(contexts)  # type: ignore[union-attr]
-        for context, *values in zip(contexts, *columns.values()):
-            self.known[context] = _Choice(**dict(zip(columns, values)))
-
-    def _with_expected(self, contexts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """These contexts, and those that are expected to follow them. Only a guess."""
-        ahead = []
-        for row, node in contexts:
-            regret, children = self.regret[row], self.children[row]
-            while node in children:
-                ahead.append((row, node))
-                node = min(children[node].values(), key=regret.__getitem__)
-                if regret[node] >= _EXPECTED_WITHIN:
-                    break
-        return ahead
-
-
-class _AtOnce(_Walk):
-    """Asks at all nodes, and brings everything that the walk may need to the host in one transfer."""
-
-    def __init__(self, evidence: Evidence, laws: Groups) -> None:
-        tree, uniforms = evidence.tree, evidence.round.uniforms
-        batch, count = tree.tokens.shape
-        self.bonus: list[Sequence[float] | float | None] = [None] * batch
-        by_node: Tensor | None = None  # [B, N] bonuses that are tensors
-        columns: dict[str, Tensor] = {}  # [B, N] each
-        for law_of, rows in laws:
-            index = to_device(torch.tensor(rows), tree.tokens.device)
-            at = evidence.whole if len(rows) == batch else evidence.all_nodes_of(index)
-            law = law_of(at)
-            for name, column in _columns(at, law).items():
-                filled = columns.get(name, column.new_zeros(batch, count))
-                columns[name] = filled.index_copy(0, index, column.view(-1, count))
-            if isinstance(law.bonus, Tensor):
-                parents = tree.parents[index]
-                own = law.bonus.view(-1, count, count).gather(1, parents[:, None]).squeeze(1)
-                by_node = torch.zeros_like(tree.parents, dtype=own.dtype) if by_node is None else by_node
-                by_node = by_node.index_copy(0, index, own.to(by_node.dtype))
-            for row in rows:
-                self.bonus[row] = [] if isinstance(law.bonus, Tensor) else law.bonus
-        unfit = evidence.unfit()
-        numbers = list(columns.values())
-        tilted = any(bonus is not None for bonus in self.bonus)
-        if tilted:
-            numbers += [] if evidence.greedy or uniforms is None else [uniforms[..., 1]]
-        numbers += [] if by_node is None else [by_node]
-        numbers += [evidence.regret] if count > 1 else []
-        scores = tree.scores if tree.rows is None else None
-        numbers += [] if scores is None else [scores]
-        tokens, parents_, *found = lists(tree.tokens, tree.parents, *unfit.values(), *numbers)
-        for who in unfit:
-            refuse(who, found.pop(0))
-        super().__init__(evidence, tokens, parents_)
-        self.columns = {name: found.pop(0) for name in columns}
-        if tilted:
-            self.second = [] if evidence.greedy else found.pop(0)
-        if by_node is not None:
-            of_nodes = found.pop(0)
-            self.bonus = [of_nodes[row] if bonus == [] else bonus for row, bonus in enumerate(self.bonus)]
-        self.regret = found.pop(0) if count > 1 else [[0.0]] * batch
-        self.scores = _scores(tree) if scores is None else found.pop(0)
-
-    def choice(self, row: int, node: int) -> _Choice | None:
-        values = {name: column[row][node] for name, column in self.columns.items()}
-        return _Choice(**values, bonus=self.bonus[row])
-
-
-def _scores(tree: DraftTree) -> list[list[float]] | None:
-    """[B][N], None if it has none. Waits for the device unless the tree was made of rows."""
-    if tree.rows is not None:
-        return [row.scores for row in tree.rows]
-    return None if tree.scores is None else tree.scores.tolist()
-
-
-def _columns(at: Contexts, law: Law) -> dict[str, Tensor]:
-    """[R] each, by their names in :class:`_Choice`."""
-    found = drawn(at, law)
-    columns = {"closed": found.closed, "applies": law.applies}
-    if found.opened is not None and found.cost is not None:
-        columns.update(opened=found.opened, cost=found.cost)
-    if found.exact is not None:
-        columns["exact"] = found.exact
-    if law.bonus is not None and not at.greedy:
-        columns["log_p_max"] = at.log_p_max
-    return columns
+    cdf = weights.cumsum(-1, dtype=wide(weights.device))
+    total = cdf[:, -1]
+    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The base of all rules: a name, parameters, and a law at every context."""
+"""The base of all rules: a name, parameters, and a law."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fsd_infer.device.transfer import to_device
 from fsd_infer.registry import Registry
 from fsd_infer.rules._walk import walk
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.verification import Verdict, Verification
@@ -38,13 +38,13 @@ class Rule:
         for name, checks in parameters_of(type(self)).items():
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
 
-    def law(self, at: Contexts) -> Law:
-        """What is emitted at these contexts: a function of the text, the tree and ``at.coin``, and of nothing else."""
+    def law(self, evidence: Evidence) -> Law:
+        """What is emitted: a function of the text, the tree and ``evidence.coin``, and of nothing else."""
         raise NotImplementedError
 
-    def charged_law(self, at: Contexts) -> Law:
+    def charged_law(self, evidence: Evidence) -> Law:
         """:meth:`law`, with what all rules of its kind have in common."""
-        return self.law(at)
+        return self.law(evidence)
 
     def __call__(self, round: Verification) -> Verdict:
         """The verdict on a round in which this is every row's rule; see :func:`apply_rules`."""
@@ -91,11 +91,9 @@ class LossyRule(Rule):
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
     novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
 
-    def charged_law(self, at: Contexts) -> Law:
-        law = self.law(at)
-        return (
-            law.exact_where(at, self.novel) if self.novel and (law.bonus is not None or law.log_r is not None) else law
-        )
+    def charged_law(self, evidence: Evidence) -> Law:
+        law = self.law(evidence)
+        return law.novel(evidence, self.novel) if self.novel else law
 
 
 R = TypeVar("R", bound=type[Rule])

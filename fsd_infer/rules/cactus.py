@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import wide
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.laws import Law, lift
+from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 
@@ -29,12 +30,12 @@ class Cactus(LossyRule):
 
     delta: float = parameter(low=0, high=1e6)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.delta == 0:
-            return Law.target(at)
-        if at.sampled:
-            return Law.dense(at, _averaged(at.p, at.q, self._raised(at.p)).log())
-        return Law.tilted(at, lift(at, self._raised(at.child_mass)))
+            return Law.target(evidence)
+        if evidence.sampled:  # what it draws instead of a draft depends on the draft
+            return Law.dense(evidence, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
+        return Law.passing(evidence, math.inf, self._raised)
 
     def _raised(self, p: Tensor) -> Tensor:
         return (p + (2 * self.delta * p * (1 - p)).clamp_min(0.0).sqrt()).clamp_max(1.0)

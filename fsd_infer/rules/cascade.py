@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
@@ -28,7 +28,7 @@ class CascadeToken(LossyRule):
 
     alpha: float = parameter(0.3, high=1)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.alpha < 0:
-            return Law.target(at)
-        return Law.trusting(at, at.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf)
+            return Law.target(evidence)
+        return Law.trusting(evidence, evidence.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 
 
@@ -19,5 +19,5 @@ class DraftOnly(LossyRule):
     Args:
     """
 
-    def law(self, at: Contexts) -> Law:
-        return Law.trusting(at, -math.inf)
+    def law(self, evidence: Evidence) -> Law:
+        return Law.trusting(evidence, -math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
@@ -25,7 +25,7 @@ class Ensemble(LossyRule):
 
     weight: float = parameter(above=0, high=1)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.weight == 1:
-            return Law.target(at)
-        return Law.dense(at, (self.weight * at.p + (1 - self.weight) * at.q).log())
+            return Law.target(evidence)
+        return Law.dense(evidence, lambda at: (self.weight * at.p + (1 - self.weight) * at.q).log())

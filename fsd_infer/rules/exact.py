@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.rules.base import RULES, Rule
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.laws import Acceptance, Law
+from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.laws import Law, Test
 from fsd_infer.rules.parameters import parameter
 
 
@@ -26,16 +26,15 @@ class Exact(Rule):
 
     block: bool = parameter(False)
 
-    def law(self, at: Contexts) -> Law:
-        if not (self.block and at.sampled):
-            return Law.target(at)
-        kept, chance = at.once_per_round(self, lambda: _block(at.whole))
-        rest = (kept[at.rows, at.nodes, None] * at.p - at.q).clamp_min(0.0)
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, at.p)  # only where the draft is accepted
-        return Law.target(at, Acceptance(chance[at.rows, at.nodes], rest))
+    def law(self, evidence: Evidence) -> Law:
+        if not (self.block and evidence.sampled):
+            return Law.target(evidence)
+        weight, chance = _block(evidence)
+        test = Test(evidence.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
+        return Law.target(evidence, test)
 
 
-def _block(whole: Contexts) -> tuple[Tensor, Tensor]:
+def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
     """Block verification of sampled chains, node i holding the i-th draft.
 
     The accepted prefix is the longest one whose own test succeeds. The tests are independent; that of prefix i succeeds
@@ -47,14 +46,12 @@ def _block(whole: Contexts) -> tuple[Tensor, Tensor]:
         w: [B, N]
         chance: [B, N] that the draft below each node is accepted, once the node was.
     """
-    batch, nodes = whole.tree.tokens.shape
-    p, q = whole.p.view(batch, nodes, -1), whole.q.view(batch, nodes, -1)
-    draft = whole.draft.view(batch, nodes, 1)
-    ratio = (p.gather(-1, draft) / q.gather(-1, draft)).squeeze(-1)
-    inner = whole.has_q.view(batch, nodes)
+    batch, nodes = evidence.tree.tokens.shape
+    p, q = (values.view(batch, nodes, -1) for values in (evidence.whole.p, evidence.whole.q))
+    ratio, inner = (evidence.log_p - evidence.log_q).exp(), evidence.inner
     w = [torch.ones_like(ratio[:, 0])]
     for i in range(1, nodes):
-        w.append((w[-1] * ratio[:, i - 1]).clamp_max(1.0))
+        w.append((w[-1] * ratio[:, i]).clamp_max(1.0))
     weight = torch.stack(w, 1)
     surplus = (weight[..., None] * p - q).clamp_min(0.0).sum(-1)
     succeeds = torch.where(inner & (weight < 1), surplus / (surplus + 1 - weight), weight)  # 1 where w = 1

@@ -9,7 +9,7 @@ import torch
 
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.tilted import best_path
@@ -32,14 +32,12 @@ class Fly(LossyRule):
     window: int = parameter(6, low=1, high=1024)
     entropy: float = parameter(0.3, low=0, infinite=True)
 
-    def law(self, at: Contexts) -> Law:
-        if not at.greedy:
+    def law(self, evidence: Evidence) -> Law:
+        if not evidence.greedy:
             raise FsdError("rule 'fly' compares drafts with the target's likeliest tokens: it needs temperature 0.")
-        agrees = at.is_draft & (at.node_regret == 0)
-        ones = torch.ones_like(at.node_regret)
-        run = at.once_per_round(("fly",), lambda: best_path(at.tree.ancestors, ones, agrees))
-        passes = at.of_children(run, -1.0) >= self.window - 1
-        log_p = at.log_p_max[:, None] + (best := at.scores.topk(3).values) - best[:, :1]
+        agrees = evidence.regret == 0
+        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.regret), agrees)
+        log_p = evidence.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
-        bonus = torch.zeros_like(at.regret).masked_fill(passes, math.inf)
-        return Law.tilted(at, bonus).where(unsure & ~(at.regret == 0).any(-1))
+        lift = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
+        return Law.lifted(evidence, lift).where(unsure & ~evidence.some(agrees))

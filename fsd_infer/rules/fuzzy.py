@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.gates import check_gate, divergence_gate
-from fsd_infer.rules.laws import Acceptance, Law
+from fsd_infer.rules.laws import AtContexts, Law, Test
 from fsd_infer.rules.parameters import parameter
 
 
@@ -44,13 +43,13 @@ class DivergenceGate(LossyRule):
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
-    def gate(self, at: Contexts) -> Tensor:
-        """[R] bool"""
-        return divergence_gate(at, self.divergence, self.threshold, self.gate_on == "processed")
+    def gate(self, evidence: Evidence) -> Tensor | AtContexts:
+        """Where the gate is open, for :meth:`Law.where`."""
+        return divergence_gate(evidence, self.divergence, self.threshold, self.gate_on == "processed")
 
-    def cutoff(self, at: Contexts) -> Tensor | float:
-        """[R] ln p that a token needs to pass the floor."""
-        return at.log_p_max + math.log(self.floor) if self.floor else -math.inf
+    def cutoff(self, evidence: Evidence) -> Tensor | float:
+        """[B, N] ln p that a token needs to pass the floor."""
+        return evidence.log_p_max + math.log(self.floor) if self.floor else -math.inf
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), **divergence(self.divergence).describe()}
@@ -66,8 +65,8 @@ class Fuzzy(DivergenceGate):
     A token that the processed target forbids is never emitted.
     """
 
-    def law(self, at: Contexts) -> Law:
-        return Law.passing(at, self.cutoff(at)).where(self.gate(at))
+    def law(self, evidence: Evidence) -> Law:
+        return Law.passing(evidence, self.cutoff(evidence)).where(evidence.has_q).where(self.gate(evidence))
 
 
 @RULES.register("fuzzy-strict")
@@ -81,7 +80,7 @@ class FuzzyStrict(DivergenceGate):
     below it is replaced by y ~ p.
     """
 
-    def law(self, at: Contexts) -> Law:
-        law = Law.trusting(at, self.cutoff(at)).where(self.gate(at))
+    def law(self, evidence: Evidence) -> Law:
+        law = Law.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
         # a closed gate draws y ~ p whatever the draft is, and goes down if that is what was drawn
-        return law.closed_by(Acceptance(torch.zeros_like(at.rows), at.p)) if at.sampled else law
+        return replace(law, test=Test(evidence.log_p.exp())) if evidence.sampled else law

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.laws import AtContexts
 
 
 def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:
@@ -24,19 +25,19 @@ def check_gate(rule: str, parameter: str, measure: str, threshold: float | None)
         )
 
 
-def divergence_gate(at: Contexts, measure: str, threshold: float, processed: bool = False) -> Tensor:
-    """[R] bool, D(p, q) <= T where q is known; T = 0 never opens a gate, inf always does (also where D is infinite).
+def divergence_gate(evidence: Evidence, measure: str, threshold: float, processed: bool = False) -> Tensor | AtContexts:
+    """D(p, q) <= T where q is known; T = 0 never opens a gate, inf always does (also where D is infinite).
 
     ``measure`` and ``processed`` are as in :meth:`Contexts.divergence`.
     """
     if threshold == 0:
-        return torch.zeros_like(at.has_q)
+        return torch.zeros_like(evidence.has_q)
     if threshold == math.inf:
-        return at.has_q
-    never = divergence(measure).infinite_on_reduced_vocabulary and at.tree.draft_ids is not None
-    if never and (at.greedy or not processed):
+        return evidence.has_q
+    never = divergence(measure).infinite_on_reduced_vocabulary and evidence.tree.draft_ids is not None
+    if never and (evidence.greedy or not processed):
         _warn_never_opens(measure)
-    return at.divergence(measure, processed) <= threshold
+    return lambda at: at.divergence(measure, processed) <= threshold
 
 
 @cache

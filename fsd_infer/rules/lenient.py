@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
-
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.laws import Law, lift
+from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 
@@ -28,9 +27,7 @@ class Lenient(LossyRule):
 
     lenience: float = parameter(above=0, high=1)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.lenience == 1:
-            return Law.target(at)
-        if at.sampled:
-            return Law.keeping(at, torch.minimum(at.q, at.p / self.lenience))
-        return Law.tilted(at, lift(at, (at.child_mass / self.lenience).clamp_max(1.0)))
+            return Law.target(evidence)
+        return Law.passing(evidence, math.inf, lambda p: p / self.lenience)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
@@ -22,5 +22,5 @@ class RandomGate(LossyRule):
 
     rate: float = parameter(low=0, high=1)
 
-    def law(self, at: Contexts) -> Law:
-        return Law.passing(at, -math.inf).where(at.has_q & (at.coin < self.rate))
+    def law(self, evidence: Evidence) -> Law:
+        return Law.passing(evidence, -math.inf).where(evidence.has_q & (evidence.coin < self.rate))

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
-
-_ROUNDING = 1e-5  # of ln p, so that the k-th token itself is not shut out
 
 
 @RULES.register("relaxed")
@@ -34,11 +32,10 @@ class Relaxed(LossyRule):
     delta: float = parameter(0.6, low=0, high=1)
     relative: bool = False
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.k == 0:
-            return Law.target(at)
-        best = at.scores.topk(min(self.k, at.scores.shape[-1])).values
-        among_best = at.log_p_max + best[:, -1] - best[:, 0]
-        p_max = at.log_p_max.exp()
+            return Law.target(evidence)
+        best = evidence.best(self.k)
+        p_max = best[..., 0].exp()
         near_best = (p_max * self.delta if self.relative else (p_max - self.delta).clamp_min(0.0)).log()
-        return Law.passing(at, torch.maximum(among_best, near_best) - _ROUNDING)
+        return Law.passing(evidence, torch.maximum(best[..., -1], near_best))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.laws import Law, lift
+from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 
@@ -32,13 +30,8 @@ class Threshold(LossyRule):
     single: float = parameter(1.0, low=0, high=1)
     acc: float = parameter(1.0, above=0, high=1)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.single == self.acc == 1:
-            return Law.target(at)
+            return Law.target(evidence)
         cutoff = math.log(self.single) if 0 < self.single < 1 else math.inf if self.single else -math.inf
-        if at.sampled:
-            passes = (at.log_p >= cutoff) & (at.p > 0)
-            return Law.keeping(at, torch.where(passes, at.q, torch.minimum(at.q, at.p / self.acc)))
-        passes = at.children & (at.child_log_p >= cutoff)
-        lifted = lift(at, (at.child_mass / self.acc).clamp_max(1.0)).masked_fill(passes.any(-1, keepdim=True), 0.0)
-        return Law.tilted(at, lifted.masked_fill(passes, math.inf))
+        return Law.passing(evidence, cutoff, lambda p: p / self.acc)

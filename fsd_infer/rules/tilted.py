@@ -18,16 +18,16 @@ from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_PRICE = 1e-3
 FIRST_PRICE = 2.0  # of a learned price, before anything is spent
-RARE = 100.0  # the floor of a learned price: drafts that a hot sample is this much less likely to take than the best
 HEAT = 0.3  # of a learned price
-LIKELY = 16  # tokens that a sample is drawn from; leaving the others out allows less, never more
+RARE = 100.0  # the floor of a learned price: drafts that a hot sample takes this much less often than the best token
+LIKELY = 16  # tokens that a hot sample is drawn from; leaving the others out allows less, never more
 GREEDY_SHARPNESS = 2.0  # at temperature 0 drafts are accepted about as under a draw from a law tilted so much more
 
 
@@ -44,7 +44,7 @@ class Tilted(LossyRule):
     temperature 0, it is what the target would say. Needs no q on trees. As the price falls to 0, p given that the walk
     takes one of the tree's deepest paths.
 
-    Without a price the rule learns one: it spends at most what the target's own samples would. At each emitted token
+    Without a price the rule learns one: it spends about what the target's own samples would. At each emitted token
     a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat), would cost some nats on average. What
     was spent beyond their sum so far raises the price, and what was left over lowers it (drift plus penalty: Neely,
     2010), so spending follows that sum within a few nats. Sure texts allow little, loose ones more.
@@ -56,7 +56,8 @@ class Tilted(LossyRule):
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. What lies ahead is valued as
             if all gates were open. None: everywhere, also where no q is known.
         divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
-        heat: with a learned price, see above; 0.3 allows about 0.04 nats per token of a chat and 0.015 of a sum.
+        heat: with a learned price, see above; by default 0.3, which allows about 0.04 nats per token of a chat and
+            0.015 of a worked sum.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -90,56 +91,56 @@ class Tilted(LossyRule):
         heat = self.learned_heat
         return 0.25 if heat is None else RARE**-heat
 
-    def prices(self, at: Contexts) -> Tensor | float:
-        """Of every row of the batch [B, 1], or one for all."""
-        if self.price is not None:
-            return self.price
-        overspent = at.overspent
-        if overspent is None:
-            return FIRST_PRICE
-        return (FIRST_PRICE + overspent).clamp_min(LEAST_PRICE)[:, None].to(wide(at.tree.tokens.device))
+    @property
+    def first_price(self) -> float:
+        """The price, given or of a text's first round."""
+        return FIRST_PRICE if self.price is None else self.price
+
+    def prices(self, evidence: Evidence) -> Tensor:
+        """[B, 1] of every row."""
+        overspent = evidence.round.overspent
+        first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_price
+        if self.price is not None or overspent is None:
+            return first
+        return (first + overspent[:, None]).clamp_min(LEAST_PRICE)
 
     def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
         heat = self.learned_heat
         return None if heat is None else sampling_cost(scores, heat, greedy)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         if self.price == math.inf:
-            return Law.target(at)
-        if at.sampled:
-            prices = self.prices(at)
-            prices = prices if isinstance(prices, float) else prices[at.rows].float()
-            law = Law.dense(at, clipped(at.log_p, at.q_scores.log_softmax(-1), self._wins(at) / prices))
-        else:
-            law = Law.tilted(at, at.of_children(at.once_per_round(self, lambda: self._bonus(at))))
-        return law if self.gate is None else law.where(divergence_gate(at, self.divergence, self.gate))
+            return Law.target(evidence)
+        law = Law.lifted(evidence, lambda: self._lift(evidence), self._gain)
+        if self.gate is None:
+            return law
+        return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
 
-    def _bonus(self, at: Contexts) -> Tensor:
-        """[B, N] v(c)/price of every node."""
-        price, tree, dtype = self.prices(at), at.tree, wide(at.tree.tokens.device)
-        regret, floor = at.node_regret.to(dtype), self.least_share
-        favoured = at.is_draft & (regret <= (-math.log(floor) if floor else torch.finfo(dtype).max))
-        novel = ~at.node_known(self.novel) if self.novel else torch.ones_like(favoured)
-        favoured = favoured & novel
-        if at.greedy:
-            settled = ~novel & at.is_draft & (regret == 0)  # a copy that the target makes: so it has no siblings
-            alone = torch.zeros_like(settled).scatter_reduce_(1, tree.parents, settled, "amax").gather(1, tree.parents)
-            value = best_path(tree.ancestors, novel.to(dtype) - price * regret, favoured & ~alone | settled)
+    def _lift(self, evidence: Evidence) -> Tensor:
+        """[B, N] v(c)/price of every draft."""
+        price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
+        regret = evidence.regret.to(price.dtype)
+        novel = ~evidence.known(self.novel) if self.novel else evidence.is_draft
+        favoured = novel & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
+        if evidence.greedy:
+            copied = ~novel & (regret == 0)  # by the target itself: such a draft has no siblings
+            open = favoured & ~evidence.above(evidence.some(copied)) | copied
+            value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret, open)
         else:
-            log_p = at.node_log_p.to(dtype)
-            mass = torch.zeros_like(regret).scatter_add_(1, tree.parents, log_p.exp().masked_fill(~favoured, 0.0))
+            log_p = evidence.log_p.to(regret.dtype)
+            mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
             value = price * log_mean_exp(tree.ancestors, log_p + 1 / price, favoured, 1.0 - mass)
         return ((1 + value) / price).masked_fill(~favoured, 0.0)
 
-    def _wins(self, at: Contexts) -> Tensor:
-        """[R, V] drafts that each token is worth as the draft of a sampled chain: 1 or 0."""
-        wins = torch.ones_like(at.log_p)
+    def _gain(self, at: Contexts) -> Tensor:
+        """[R, V] the same of each token as the draft of a sampled chain, which is worth 1 or 0."""
+        gain = (1 / self.prices(at.evidence))[at.rows].float().repeat(1, at.log_p.shape[1])
         if self.least_share:
-            wins.masked_fill_(at.log_p < at.log_p_max[:, None] + math.log(self.least_share), 0.0)
-        return wins.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else wins
+            gain.masked_fill_(at.log_p < at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share), 0.0)
+        return gain.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else gain
 
     def tilt(self, greedy: bool) -> float:
-        return (GREEDY_SHARPNESS if greedy else 1.0) / (FIRST_PRICE if self.price is None else self.price)
+        return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_price
 
     def describe(self) -> dict[str, object]:
         gated = {} if self.gate is None else divergence(self.divergence).describe()
@@ -193,36 +194,3 @@ def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) ->
         rest: [B, N]; below 0 counts as 0.
     """
     return (_sums_down(ancestors, logs, open) + rest.clamp_min(0.0).log()[:, None]).logsumexp(-1)
-
-
-_STEPS = 24
-
-
-def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
-    """ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), Z such that r adds up to 1: maximises Σ gain·min(r, q) - KL(r || p).
-
-    Newton's method within a bracket on the sum, which is piecewise linear in 1/Z and rises with it. The number of
-    steps is fixed, so that nothing waits for a device; what is left of an error is scaled away.
-
-    Args:
-        log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
-        gain: [R, V], at least 0.
-    """
-    low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
-    log_a = high
-    for _ in range(_STEPS):
-        law, total, slope = _clip(log_p, log_q, gain, log_a)
-        low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
-        newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
-        inside = (newton >= low) & (newton <= high)
-        log_a = torch.where(inside, newton, (low + high) / 2)
-    law, total, _ = _clip(log_p, log_q, gain, log_a)
-    return law - total.log()
-
-
-def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """ln of clip(q, a·p, a·p·e^gain) [R, V]; its sum [R, 1], and the part of that which is proportional to a."""
-    least = log_p + log_a
-    law = log_q.clamp(least, least + gain)
-    r = law.exp()
-    return law, r.sum(-1, keepdim=True), r.masked_fill(law == log_q, 0.0).sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
@@ -28,7 +28,6 @@ class Typical(LossyRule):
     epsilon: float = parameter(0.09, low=0, infinite=True)
     delta: float = parameter(0.3, low=0, infinite=True)
 
-    def law(self, at: Contexts) -> Law:
+    def law(self, evidence: Evidence) -> Law:
         log_epsilon, log_delta = (math.log(x) if x > 0 else -math.inf for x in (self.epsilon, self.delta))
-        entropy = -(at.p * at.log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
-        return Law.passing(at, (log_delta - entropy).clamp_max(log_epsilon))
+        return Law.passing(evidence, (log_delta - evidence.entropy).clamp_max(log_epsilon))

@@ -1,0 +1,308 @@
+"""What a rule sees of a round: numbers of nodes [B, N], and distributions over the vocabulary [R, V] at R contexts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fsd_infer.cpu import ops
+from fsd_infer.device.transfer import wide
+from fsd_infer.divergence import Divergence, divergence, expand_draft
+from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_infer.rules.texts import Texts, known, known_tokens
+from fsd_infer.rules.verification import Verification
+
+
+class Evidence:
+    """All trees of a round. Every quantity is [B, N] unless it says otherwise, and computed when it is asked for.
+
+    A node is two things: a *draft*, its token as a child of its parent, and a *context*, where the token after it is
+    drawn. ``p`` is the processed target, ``q`` what proposed the children: what a token would be drawn from. So at
+    temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature, and ``q`` is raw.
+
+    Args:
+        round: the trees, the logits, and what else came with the round.
+        lazy: work over the vocabulary is done for contexts that need it instead of for all; None: on a CPU. Elsewhere a
+            launch costs more than arithmetic, and nothing may wait for the device.
+
+    Attributes:
+        tree, greedy: the drafts; temperature 0.
+        sampled: the children were sampled from q (a chain). A law must then not depend on which they are.
+    """
+
+    def __init__(self, round: Verification, lazy: bool | None = None) -> None:
+        self.round, self.tree, self.greedy = round, round.tree, round.greedy
+        self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
+        self.lazy = round.tree.tokens.device.type == "cpu" if lazy is None else lazy
+        self._known: dict[int, Tensor] = {}
+        if round.uniforms is None and not round.greedy:
+            raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
+
+    def above(self, values: Tensor) -> Tensor:
+        """Values of contexts -> at each node that of its parent."""
+        return values.gather(1, self.tree.parents)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Values of drafts -> at each context the sum over its children."""
+        return torch.where(self.child, values[:, None], 0).sum(-1)
+
+    def some(self, holds: Tensor) -> Tensor:
+        """bool of drafts -> at each context, does it hold for any child."""
+        return (self.child & holds[:, None]).any(-1)
+
+    @cached_property
+    def nodes(self) -> Tensor:
+        """[N] 0, 1, …"""
+        return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
+
+    @cached_property
+    def is_draft(self) -> Tensor:
+        """bool; every node but roots and padding."""
+        found, rows = (self.nodes > 0).expand_as(self.tree.parents), self.tree.rows
+        if rows is not None and self.tree.scores is not None and any(-math.inf in row.scores for row in rows):
+            found = found & (self.tree.scores > -math.inf)  # only trees made of rows have padding
+        return found
+
+    @cached_property
+    def child(self) -> Tensor:
+        """[B, N, N] bool; is node j a child of node i."""
+        return (self.tree.parents[:, None] == self.nodes[:, None]) & self.is_draft[:, None]
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """bool; contexts with children."""
+        return self.child.any(-1)
+
+    @property
+    def has_q(self) -> Tensor:
+        """bool; contexts with children whose distribution is known (n-gram lookup has none)."""
+        return self.tree.q_index >= 0
+
+    @cached_property
+    def _maxima(self) -> tuple[Tensor, Tensor]:
+        return ops.row_maxima(self.round.scores)
+
+    @property
+    def likeliest(self) -> Tensor:
+        """The target's likeliest token at each context, the first of equals."""
+        return self._maxima[1]
+
+    @cached_property
+    def log_p_max(self) -> Tensor:
+        """ln p of it at contexts with children."""
+        return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """-Σ p ln p in nats at contexts with children."""
+        return self._at_inner(ops.row_entropies)
+
+    def best(self, k: int) -> Tensor:
+        """[B, N, k] ln p of the k likeliest tokens, falling, at contexts with children; at most all tokens."""
+        k = min(k, self.round.scores.shape[-1])
+        return self._at_inner(lambda scores, rows: ops.likeliest(scores if rows is None else scores[rows], k)[0])
+
+    def _at_inner(self, statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """A statistic of given rows of [M, V], at contexts with children, on a CPU of theirs alone."""
+        if not self.lazy:
+            return statistic(self.whole.scores, None).unflatten(0, self.inner.shape)
+        inner = self.inner.flatten().nonzero().squeeze(-1)
+        values = statistic(self.round.scores.flatten(0, 1), inner)
+        whole = values.new_zeros(self.inner.numel(), *values.shape[1:])
+        return whole.index_copy_(0, inner, values).unflatten(0, self.inner.shape)
+
+    @cached_property
+    def regret(self) -> Tensor:
+        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; inf where there is none."""
+        scores, tree = self.round.scores, self.tree
+        own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
+        return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.is_draft, math.inf)
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        """ln p of each draft at its parent; -inf at roots and padding."""
+        return self.above(self.log_p_max) - self.regret
+
+    @cached_property
+    def draft_mass(self) -> Tensor:
+        """p(C), the probability of all children together, at each context, in the device's widest type."""
+        return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
+
+    @cached_property
+    def draft_scores(self) -> Tensor:
+        """[B, I, V] processed drafter logits; at temperature 0 raw ones."""
+        if not self.greedy and self.tree.q_scores is not None:
+            return self.tree.q_scores
+        if not self.greedy and self.round.process_draft is not None:
+            return self.round.process_draft(self.tree)
+        return expand_draft(self.tree.q_logits, self.tree.draft_ids, self.round.logits.shape[-1])
+
+    @cached_property
+    def log_q(self) -> Tensor:
+        """ln q of each draft at its parent, where that has a q."""
+        scores, row = self.draft_scores, self.above(self.tree.q_index).clamp_min(0)
+        own = scores.flatten(1).gather(1, row * scores.shape[-1] + self.tree.tokens).float()
+        return own - ops.row_statistics(scores)[2].gather(1, row)
+
+    @cached_property
+    def chance(self) -> Tensor:
+        """Of each draft to be emitted, or, sampled, to be accepted, where the law is p. At temperature 0 bool."""
+        if self.greedy:
+            return (self.tree.tokens == self.above(self.likeliest)) & self.is_draft
+        if not self.sampled:
+            return self.log_p.to(wide(self.log_p.device)).exp()
+        chance = (self.log_p - self.log_q).clamp_max(0.0).to(wide(self.log_p.device)).exp()
+        return chance.masked_fill(~(self.is_draft & self.above(self.has_q)), 0.0)
+
+    @property
+    def coin(self) -> Tensor:
+        """A uniform number in [0, 1) of each context's own, for rules that act at random."""
+        return self.uniform(2)
+
+    def uniform(self, column: int) -> Tensor:
+        """A column of the uniforms; 0 and 1 are what tokens are drawn by."""
+        if self.round.uniforms is None:
+            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
+        return self.round.uniforms[..., column]
+
+    @property
+    def texts(self) -> Texts:
+        """Prompt and answer so far of each row of the batch. Raises FsdError if the round came without them."""
+        if self.round.texts is None:
+            raise FsdError("this rule looks at prompt and answer; pass texts in Verification.")
+        return self.round.texts
+
+    def known(self, n: int) -> Tensor:
+        """bool; would the draft complete an n-gram that prompt, answer and its path already have."""
+        if n not in self._known:
+            self._known[n] = known(self.texts, self.tree, n)
+        return self._known[n]
+
+    @cached_property
+    def whole(self) -> Contexts:
+        """All contexts in order, R = B·N."""
+        return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.nodes.device), whole=True)
+
+    def all_of(self, rows: Tensor, whole: bool = False) -> Contexts:
+        """All contexts of these rows, in order."""
+        count = self.nodes.shape[0]
+        return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
+
+    def unfit(self) -> dict[str, Tensor]:
+        """Where logits are no distribution, [B, N] bool, by whose they are; see :func:`refuse`."""
+        round, index, raw = self.round, self.tree.q_index, self._maxima[0]
+        if round.scores is not round.logits:
+            raw = ops.row_maxima(round.logits)[0]
+        wrong = {"the target's logits": ~(raw.abs() < math.inf)}
+        if round.scores is not round.logits:
+            wrong["the target's processed logits"] = ~(self._maxima[0].abs() < math.inf)
+        if self.tree.q_logits.shape[1]:  # rows that no node points to may hold anything
+            largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
+            wrong["the drafter's logits"] = ~(largest.abs() < math.inf) & (index >= 0)
+        return wrong
+
+
+def refuse(unfit: dict[str, Tensor]) -> None:
+    """Raise NonFiniteLogitsError if any of :meth:`Evidence.unfit`, on the CPU, is true."""
+    for who, wrong in unfit.items():
+        if wrong.any():
+            row = int(wrong.any(1).nonzero()[0])
+            fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+            fix = "Check the request's logits processors." if "processed" in who else fix
+            raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
+
+
+class Contexts:
+    """Distributions over the vocabulary at R contexts: node ``nodes[r]`` of the tree of row ``rows[r]``, [R] each.
+
+    What gates and dense laws are handed. Nothing is computed before it is asked for.
+    """
+
+    def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
+        self.evidence, self.rows, self.nodes = evidence, rows, nodes
+        self._whole = whole  # all nodes of all rows in order: views instead of copies
+
+    def of(self, values: Tensor) -> Tensor:
+        """[B, N, ...] -> [R, ...]"""
+        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+
+    def _of_drafter(self, values: Tensor) -> Tensor:
+        """[B, I, ...] -> [R, ...] in fp32."""
+        return values[self.rows, self.of(self.evidence.tree.q_index).clamp_min(0)].float()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[R, V] the target's raw logits, fp32."""
+        return self.of(self.evidence.round.logits).float()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[R, V] the same after the request's processors: ln p up to a constant."""
+        round = self.evidence.round
+        return self.logits if round.scores is round.logits else self.of(round.scores).float()
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        """[R, V]"""
+        return self.scores.log_softmax(-1)
+
+    @cached_property
+    def p(self) -> Tensor:
+        """[R, V]"""
+        return self.scores.softmax(-1)
+
+    @cached_property
+    def has_q(self) -> Tensor:
+        """[R] bool"""
+        return self.of(self.evidence.has_q)
+
+    @cached_property
+    def q_logits(self) -> Tensor:
+        """[R, Vd] the drafter's raw logits over its own vocabulary, to be read only where ``has_q``."""
+        return self._of_drafter(self.evidence.tree.q_logits)
+
+    @cached_property
+    def q_scores(self) -> Tensor:
+        """[R, V] ln q up to a constant, over the target's vocabulary; that of p where no q is known."""
+        tree = self.evidence.tree
+        if not tree.q_logits.shape[1]:
+            return self.scores
+        scores = self.evidence.draft_scores
+        q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
+        return torch.where(self.has_q[:, None], q_scores, self.scores)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[R, V]"""
+        return self.q_scores.softmax(-1)
+
+    def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
+        """[R] D(p, q), infinite where no q is known.
+
+        Args:
+            measure: see :mod:`fsd_infer.divergence`.
+            processed: of the distributions after the request's processors instead of the raw ones. At temperature 0
+                processed ones are one-hot, and raw ones are compared in any case.
+        """
+        measure, tree, logits = divergence(measure), self.evidence.tree, self.evidence.round.logits
+        if not tree.q_logits.shape[1]:
+            return torch.full(self.rows.shape, math.inf, device=self.rows.device)
+        if processed and not self.evidence.greedy:
+            found = measure(self.scores, self.q_scores)
+        elif self._whole:  # what else asks for these has them in fp32 already
+            found = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
+        else:
+            q_rows = self.rows * tree.q_logits.shape[1] + self.of(tree.q_index).clamp_min(0)
+            pair = logits.flatten(0, 1), tree.q_logits.flatten(0, 1)
+            which = self.rows * logits.shape[1] + self.nodes, q_rows
+            found = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
+        return found.masked_fill(~self.has_q, math.inf)
+
+    def known_tokens(self, n: int) -> Tensor:
+        """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have."""
+        texts, vocabulary = self.evidence.texts, self.evidence.round.scores.shape[-1]
+        return known_tokens(texts, self.evidence.tree, self.rows, self.nodes, n, vocabulary)
