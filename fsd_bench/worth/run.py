@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fsd_bench.environment import environment
 from fsd_bench.models import ModelOptions
 from fsd_bench.runner import encode_row
-from fsd_bench.worth.forecast import Forecast, Measured, Row, forecast, request_options, reshaped
+from fsd_bench.worth.forecasts import Forecast, Measured, Row, forecast, request_options, reshaped
 from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsd_bench.worth.forecast import COSTS, Forecast, Row
+from fsd_bench.worth.forecasts import COSTS, Forecast, Row
 from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.engine.drafts import drafts_text

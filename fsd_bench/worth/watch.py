@@ -87,7 +87,7 @@ class _Session(WrappedSession):
             greedy = watch.temperature == 0
             scores = logits if greedy else logits.float() / watch.temperature
             seen = Evidence(
-                tree, logits, scores, greedy, watch.temperature, self.text, watch.limit - self.emitted, self.state,
+                tree, logits, scores, greedy, watch.temperature, [*self.text], watch.limit - self.emitted, self.state,
                 watch.generator,
             )  # fmt: skip
             watch.on_round(seen)

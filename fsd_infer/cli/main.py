@@ -1,5 +1,4 @@
-"""`fsd-infer`: its command line. What the commands do: :mod:`fsd_infer.cli.commands`,
-:mod:`fsd_infer.cli.evidence`.
+"""`fsd-infer`: its command line. What they do: :mod:`fsd_infer.cli.commands` and :mod:`fsd_infer.cli.evidence`.
 
 Nothing here imports torch: `--help` and a mistyped option are answered at once.
 """
@@ -189,7 +188,10 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--at-most-{bound}", type=real_number, metavar="POINTS", help=f"of {what} above exact's")
     parser.add_argument("--confidence", type=real_number, default=0.9, help="that the promise holds (%(default)s)")
     parser.add_argument(
-        "--rules", required=True, help="as for sweep; lists from careful to bold: tilted:4/2/1,fuzzy:js:0.1/0.2/0.3"
+        "--rules",
+        default="auto",
+        help="as for sweep; lists from careful to bold: tilted:4/2/1,fuzzy:js:0.1/0.2/0.3; auto: a few that "
+        "worth finds fast on some of the prompts, with their shapes (%(default)s)",
     )
     parser.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--verify", metavar="FILE,...", help="other prompts to verify on (default: half of --prompts)")
