@@ -78,7 +78,7 @@ def test_of_exact_the_forecast_is_what_decoding_measures(
     assert own.tau == own.plain_tau
     assert found.exact.tokens == found.exact.speed == 1.0
     assert found.row("tilted:3").best.tau > 0
-    assert all(row.best.seconds > 0 and row.best.tau >= 1 for row in found.rows)
+    assert all(row.best.seconds > 0 and row.best.tau > 0.99 for row in found.rows)
     assert found.yardsticks["0.3"] < found.yardsticks["0.5"] < found.yardsticks["0.8"]
     assert json.dumps(found.to_dict()) and verdict(found) in worth_text(found)
 
