@@ -257,9 +257,7 @@ class Doctor:
         return Finding("cached features", False, f"differ by {own:.0%} from the target's{why}", "cache them again")
 
     def check_decoding(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
-        """Are drafts accepted in decoding as often as the chains that training runs agree with the answers, and what do
-        the head's mistakes cost? Returns the findings, acceptance by depth, and the answers.
-        """
+        """Do drafts do as well in decoding as in training's chains? Findings, acceptance by depth, and the answers."""
         asked = [row.prompt() for row in self.rows[:prompts]]
         drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
         made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
@@ -273,11 +271,8 @@ class Doctor:
         expected = depth_shares(runs)
         pairs = [(a, b) for a, b in zip(depth_shares(seen), expected, strict=True) if not math.isnan(a + b)]
         if not pairs:
-            return (
-                [Finding("decoding", None, "the answers are too short to compare"), mistakes],
-                reached,
-                made.sequences,
-            )
+            short = Finding("decoding", None, "the answers are too short to compare")
+            return [short, mistakes], reached, made.sequences
         says = "accepted " + " ".join(f"{a:.0%}" for a, _ in pairs)
         says += " by depth; expected " + " ".join(f"{b:.0%}" for _, b in pairs)
         fine = abs(pairs[0][0] - pairs[0][1]) < _CLEAR

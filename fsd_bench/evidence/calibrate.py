@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.environment import environment
+from fsd_bench.evidence.candidates import AUTO, forecast_rules
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
 from fsd_bench.evidence.summary import At, per_prompt, read_sweep, summarise
@@ -91,8 +92,8 @@ def calibrate(
     """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.decoder.calibrated`.
 
     Args:
-        options: prompts, candidates (lists from careful to bold) and one temperature. A promise of score uses only
-            prompts with a reference.
+        options: prompts, candidates (lists from careful to bold, or "auto" alone: see :mod:`.candidates`) and one
+            temperature. A promise of score uses only prompts with a reference.
         promise: what is to be kept.
         output: folder for the sweeps of both sets (``calibration.jsonl``, ``verification.jsonl``; a killed run goes on
             there), their reports, and ``record.json``.
@@ -113,6 +114,8 @@ def calibrate(
         raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
     if len(options.temperatures) != 1:
         raise FsdError("calibrate for one temperature at a time: a setting is used at the temperature it was tried at.")
+    if list(options.rules) == [AUTO]:
+        options = replace(options, rules=forecast_rules(options, progress))
     if promise.kind == NATS:
         options = replace(options, rules=[_with_budget(rule, promise.value) for rule in options.rules])
     options = replace(options, controls=False)

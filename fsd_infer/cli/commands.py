@@ -14,13 +14,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fsd_infer.cli.run import needed
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.files import jsonable, usable_name, writable
-from fsd_infer.numerals import read_float
+from fsd_infer.files import jsonable
 
 LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
 
@@ -37,7 +35,7 @@ def generate(args: argparse.Namespace) -> int:
     options = request_options(args)
     models = _decoder_options(args)
     prompt = check_text(read_prompt(args), "the prompt")
-    _set_threads(args.threads)
+    set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)
     streamer = None
     if args.stream:
@@ -69,7 +67,7 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_options(args: argparse.Namespace) -> dict[str, Any]:
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Which models, and how, as benchmarks take it."""
     from fsd_infer.drafters.shape import parse_tree
 
@@ -83,7 +81,7 @@ def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
     """The same as ``FuzzyDecoder.from_pretrained`` takes it."""
     from fsd_infer.targets.loading import parse_device, parse_dtype
 
-    return {**_model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
+    return {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,11 +144,11 @@ def bench(args: argparse.Namespace) -> int:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     record = fsd_bench.run(
         args.prompts,
-        _words(args.methods),
+        words(args.methods),
         json_path=args.json,
         resume=args.resume,
         progress=True,
-        **_model_options(args),
+        **model_options(args),
         limit=args.limit,
         every=args.every,
         max_new_tokens=args.max_new_tokens,
@@ -161,7 +159,7 @@ def bench(args: argparse.Namespace) -> int:
         threads=args.threads,
         warmup=not args.no_warmup,
         log_likelihood=args.log_likelihood,
-        baselines=_words(args.baseline or ""),
+        baselines=words(args.baseline or ""),
         score=args.score,
         isolate=args.isolate,
     )
@@ -171,71 +169,7 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def sweep(args: argparse.Namespace) -> int:
-    """`fsd-infer sweep`."""
-    needed("scipy")
-    from fsd_bench.evidence.page import write_page
-    from fsd_bench.evidence.settings import SweepOptions
-    from fsd_bench.evidence.sweep import sweep as run_sweep
-
-    _set_threads(args.threads)
-    options = SweepOptions(
-        prompts=_words(args.prompts),
-        rules=_words(args.rules),
-        temperatures=_temperatures(args.temperatures),
-        repeats=args.repeats,
-        examples=args.examples,
-        **_sweep_options(args),
-    )
-    page = writable(args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html"), "the report")
-    file = run_sweep(options, args.output, progress=True)
-    write_page(file, page)
-    print(f"answers: {file}\nreport: {page}", file=sys.stderr)
-    return 0
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """`fsd-infer calibrate`."""
-    needed("scipy")
-    from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
-    from fsd_bench.evidence.calibrate import calibrate as run_calibrate
-    from fsd_bench.evidence.settings import SweepOptions
-    from fsd_bench.report import calibration_lines
-
-    loss, nats, speed = args.at_most_score_loss, args.at_most_nats, args.at_least_speed
-    bounds = {name: None if most is None else most / 100 for name, most in (
-        ("copies", args.at_most_copies), ("repeats", args.at_most_repeats)
-    )}  # fmt: skip
-    if loss is not None:
-        promise = Promise(SCORE, loss / 100, **bounds)
-    else:
-        promise = Promise(NATS, nats, **bounds) if nats is not None else Promise(SPEED, speed, **bounds)
-    _set_threads(args.threads)
-    options = SweepOptions(
-        prompts=_words(args.prompts), rules=_words(args.rules), temperatures=[args.temperature], examples=4,
-        **_sweep_options(args),
-    )  # fmt: skip
-    record = run_calibrate(
-        options, promise, args.output, confidence=args.confidence, verify=_words(args.verify or ""), progress=True
-    )
-    print(calibration_lines(record))
-    return 0
-
-
-def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What sweep and calibrate share."""
-    named = ("limit", "max_new_tokens", "seed", "score", "raw")
-    return {**_model_options(args), **{name: getattr(args, name) for name in named}}
-
-
-def _temperatures(text: str) -> list[float]:
-    values = [read_float(part) for part in _words(text)]
-    if None in values:
-        raise FsdError(f"--temperatures takes numbers with commas between them, got {text!r}.")
-    return values  # type: ignore[return-value]
-
-
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     """The parts of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -252,7 +186,7 @@ def warmup(args: argparse.Namespace) -> int:
 
     parse_tree(args.tree)  # takes no time, but a typing error is told here
     dtype = parse_dtype(args.dtype)
-    _set_threads(args.threads)
+    set_threads(args.threads)
     clock = Clock()
     target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
     clock.lap("load")
@@ -305,7 +239,7 @@ def serve(args: argparse.Namespace) -> int:
     from fsd_infer.serving.app import Limits, make_app
     from fsd_infer.serving.run import serve as serve_app
 
-    _set_threads(args.threads)
+    set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**_decoder_options(args))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
     app = make_app(decoder, args.rule, limits, os.environ.get("FSD_API_KEY", ""))
@@ -370,7 +304,7 @@ def fetch(args: argparse.Namespace) -> int:
     return 0
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
     if threads is not None:
         import torch
 

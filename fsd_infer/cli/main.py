@@ -1,4 +1,4 @@
-"""`fsd-infer`: its command line. What the commands do: :mod:`fsd_infer.cli.commands`.
+"""`fsd-infer`: its command line. What they do: :mod:`fsd_infer.cli.commands` and :mod:`fsd_infer.cli.evidence`.
 
 Nothing here imports torch: `--help` and a mistyped option are answered at once.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli import commands
+from fsd_infer.cli import commands, evidence
 from fsd_infer.cli.options import SCORES, gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser, run
 from fsd_infer.numerals import MOST_SEED
@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", _bench_options, "measure methods side by side on a file of prompts"),
         ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
         ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
+        ("worth", _worth_options, "forecast what lossy rules would be worth with a drafter, from a run of exact"),
         ("warmup", _warmup_options, "load the models and compile the CPU kernels ahead of the first request"),
         ("estimate", _estimate_options, "memory and the least time of a round on GPUs, from a target's config alone"),
         ("serve", _serve_options, "a small server with the OpenAI API, for one process"),
@@ -162,7 +163,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.sweep)
+    parser.set_defaults(function=evidence.sweep)
     parser.add_argument(
         "--rules",
         required=True,
@@ -178,7 +179,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.calibrate)
+    parser.set_defaults(function=evidence.calibrate)
     promise = parser.add_argument_group("promise").add_mutually_exclusive_group(required=True)
     promise.add_argument("--at-most-score-loss", type=real_number, metavar="POINTS", help="below exact, of 100")
     promise.add_argument("--at-most-nats", type=real_number, metavar="NATS", help="spent in any answer")
@@ -187,7 +188,10 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--at-most-{bound}", type=real_number, metavar="POINTS", help=f"of {what} above exact's")
     parser.add_argument("--confidence", type=real_number, default=0.9, help="that the promise holds (%(default)s)")
     parser.add_argument(
-        "--rules", required=True, help="as for sweep; lists from careful to bold: tilted:4/2/1,fuzzy:js:0.1/0.2/0.3"
+        "--rules",
+        default="auto",
+        help="as for sweep; lists from careful to bold: tilted:4/2/1,fuzzy:js:0.1/0.2/0.3; auto: a few that "
+        "worth finds fast on some of the prompts, with their shapes (%(default)s)",
     )
     parser.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--verify", metavar="FILE,...", help="other prompts to verify on (default: half of --prompts)")
@@ -195,6 +199,23 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
         "--output", required=True, metavar="DIR", help="sweeps, reports and record; a killed run goes on"
     )
     _evidence_options(parser)
+
+
+def _worth_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=evidence.worth)
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="as for bench")
+    parser.add_argument("--limit", type=positive, default=16, metavar="N", help="prompts, evenly spread (%(default)s)")
+    parser.add_argument("--raw", action="store_true", help="continue the prompts as they are, without chat template")
+    parser.add_argument("--rules", default="", metavar="RULE,...", help="to forecast beside the usual ones")
+    parser.add_argument("--temperature", type=real_number, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=96, metavar="N", help="(%(default)s)")
+    parser.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
+    parser.add_argument(
+        "--check", type=positive, nargs="?", const=5, default=0, metavar="N",
+        help="decode with exact and the N fastest rules too, and print what that gives beside the forecast (%(const)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write forecast, measurements and environment")
+    _model_options(parser)
 
 
 def _evidence_options(parser: argparse.ArgumentParser) -> None:

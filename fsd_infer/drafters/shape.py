@@ -77,6 +77,12 @@ class TreeShape:
         return cls(depth, width, nodes, stop_below)
 
     @property
+    def text(self) -> str:
+        """As :meth:`parse` reads it within a list."""
+        stop = [f"{self.stop_below:g}"] if self.stop_below else []
+        return "x".join([str(self.depth), str(self.width), str(self.nodes), *stop])
+
+    @property
     def candidates(self) -> int:
         return self.width + (self.depth - 1) * self.width**2
 

@@ -1,0 +1,282 @@
+"""The forecast: what each rule would emit, spend and take, each with the shape that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from fsd_bench.worth.replay import Cell, Replay
+from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
+from fsd_infer.drafters.loading import head_of
+from fsd_infer.engine.drafts import Drafts
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import Exact, Fly, Rule, parse_rule
+
+PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
+RULES = (
+    *(f"tilted:{price:g}" for price in PRICES),
+    *(f"tilted:{price:g}:floor=0" for price in PRICES),
+    *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
+    *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
+)
+COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
+DEPTH = 12  # of the chain that is decoded with
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
+STOP = 0.3
+DEEP_TREE = TreeShape(depth=8, width=4, nodes=24)
+TREES = ((1, 4), (2, 6), (3, 8), (4, 8), (4, 12), (5, 12), (5, 16), (6, 9), (6, 16), (8, 9), (8, 12), (8, 16), (8, 24))
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A rule with a shape.
+
+    Attributes:
+        tau: tokens per target forward.
+        plain_tau: the same without the correction for where a lossy rule's rounds begin.
+        nats: per token, as rules count them.
+        lossy: share of tokens that only another law than the target's let through.
+        depth, nodes: means of the trees, the root counted among the nodes.
+        seconds: of a round, by this run's clock.
+    """
+
+    shape: TreeShape
+    tau: float
+    plain_tau: float
+    nats: float
+    lossy: float
+    depth: float
+    nodes: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tau / self.seconds
+
+    def per_cost(self, cost: float) -> float:
+        """Tokens per target forward's worth of work, where a drafted token costs ``cost`` and nodes nothing."""
+        return self.tau / (1 + cost * self.depth)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rule on its best shape, decoded: tokens per target forward, nats per token, tokens per second after prefill."""
+
+    tau: float
+    nats: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule with all shapes. ``best`` is the fastest; ``tokens`` and ``speed`` compare it with exact's fastest.
+    ``measured``: what decoding with it said, where that was checked.
+    """
+
+    rule: str
+    shapes: list[Shaped]
+    best: Shaped
+    tokens: float
+    speed: float
+    measured: Measured | None = None
+
+    def per_cost(self, cost: float) -> float:
+        return max(each.per_cost(cost) for each in self.shapes)
+
+
+@dataclass
+class Forecast:
+    """What rules are worth with a drafter.
+
+    Attributes:
+        rows: exact first, then from the cheapest rule per token to the dearest.
+        regret: of the drafter's first choices, see :meth:`.Drafts.summary`.
+        yardsticks: nats per token that the target's own samples spend, by temperature, counted as at temperature 0.
+        decoded: the shape of exact's run; ``tau`` of that run, as it was measured, and its number of ``rounds``.
+        forwards: seconds of a target forward by nodes; ``draft_step`` and ``rest``: of a drafted step, and of what
+            else a round takes.
+    """
+
+    rows: list[Row]
+    regret: dict[str, Any]
+    yardsticks: dict[str, float]
+    decoded: TreeShape
+    tau: float
+    rounds: int
+    temperature: float
+    forwards: dict[str, float] = field(default_factory=dict)
+    draft_step: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def exact(self) -> Row:
+        return self.rows[0]
+
+    def row(self, rule: str) -> Row:
+        """Raises KeyError for a rule that was not replayed."""
+        for row in self.rows:
+            if row.rule == rule:
+                return row
+        raise KeyError(rule)
+
+    def frontier(self, most_nats: float = float("inf")) -> list[Row]:
+        """Rules faster than exact and than every cheaper rule, from cheap to dear."""
+        found, fastest = [], 1.0
+        for row in self.rows[1:]:
+            if row.speed > fastest and row.best.nats <= most_nats:
+                found.append(row)
+                fastest = row.speed
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        made = asdict(self)
+        for row, facts in zip(self.rows, made["rows"], strict=True):
+            facts["per_cost"] = {f"{cost:g}": row.per_cost(cost) for cost in COSTS}
+        return made
+
+
+def deep_drafter(decoder: FuzzyDecoder, drafter: Drafter) -> Drafter:
+    """The drafter with a shape that others can be cut from: the one that was asked for, or a deep one. Raises FsdError
+    for a drafter without shapes.
+    """
+    if isinstance(drafter, LMDrafter):
+        depth = DEPTH if drafter.by_default else drafter.depth
+        return reshaped(drafter, TreeShape(depth, 1, depth + 1))
+    head = head_of(drafter)
+    if head is drafter and head is not None:
+        chosen = head.by_default or head.choice is not None
+        return reshaped(head, DEEP_TREE if chosen else replace(head.shape, stop_below=0.0))
+    raise FsdError(f"worth forecasts for heads and small LMs, not for drafter {drafter.name!r}: name one of these.")
+
+
+def reshaped(drafter: Drafter, shape: TreeShape) -> Drafter:
+    """The same head or small LM with another shape; nothing is copied."""
+    if isinstance(drafter, LMDrafter):
+        made = copy(drafter)
+        made.depth, made.stop_below, made.by_default = shape.depth, shape.stop_below, False
+        return made
+    head = head_of(drafter)
+    assert head is not None
+    return head.reshaped(shape)
+
+
+def _shapes(deep: Drafter) -> tuple[TreeShape, list[TreeShape]]:
+    """What is decoded with, and all that are replayed, among them that."""
+    if isinstance(deep, LMDrafter):
+        whole = TreeShape(deep.depth, 1, deep.depth + 1)
+        chains = [TreeShape(length, 1, length + 1) for length in LENGTHS if length < deep.depth]
+        stopped = [TreeShape(length, 1, length + 1, STOP) for length in {8, deep.depth} if length <= deep.depth]
+        return whole, [*chains, whole, *stopped]
+    head = head_of(deep)
+    assert head is not None
+    whole = head.shape
+    cuts = [TreeShape(d, whole.width, n) for d, n in TREES if d <= whole.depth and n <= whole.nodes]
+    return whole, [*(cut for cut in cuts if cut != whole), whole]
+
+
+def request_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Of ``generate``, with nothing but a temperature."""
+    sampled: dict[str, Any] = dict(do_sample=temperature > 0, temperature=temperature or None)
+    return dict(max_new_tokens=max_new_tokens, top_p=None, top_k=None, **sampled)
+
+
+def forecast(
+    decoder: FuzzyDecoder,
+    prompts: Sequence[Any],
+    rules: Sequence[str | Rule] = (),
+    *,
+    drafter: Drafter | None = None,
+    temperature: float = 0.0,
+    max_new_tokens: int = 96,
+    chat: bool | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> Forecast:
+    """Decode the prompts once with ``exact``, and replay rules on the rounds.
+
+    Args:
+        decoder: target and drafter.
+        prompts: as for :meth:`FuzzyDecoder.generate`, one after the other.
+        rules: beside :data:`RULES`.
+        drafter: a head or a small LM; None: the decoder's. Its shape is cut; without one that was asked for it drafts
+            :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
+        temperature, max_new_tokens, chat: of the request.
+        seed: of draws.
+        progress: show a bar.
+
+    Raises:
+        FsdError: no prompts, a drafter of another kind, a rule that makes no sense, and as of ``generate``.
+    """
+    if not prompts:
+        raise FsdError("no prompts: give at least one.")
+    deep = deep_drafter(decoder, decoder.drafter if drafter is None else drafter)
+    whole, shapes = _shapes(deep)
+    tried = dict.fromkeys([Exact(), *map(parse_rule, RULES), *map(parse_rule, rules)])
+    replayed = [rule for rule in tried if temperature == 0 or not isinstance(rule, Fly)]
+    names = {parse_rule(text): text for text in ["exact", *RULES, *rules] if isinstance(text, str)}
+    eos = decoder.target.model.generation_config.eos_token_id
+    replay = Replay(replayed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()))
+    generator = torch.Generator().manual_seed(seed)
+    watch = Watch(replay.add, temperature, max_new_tokens, generator)
+    options = request_options(temperature, max_new_tokens)
+    drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
+    for number, prompt in enumerate(tqdm(prompts, desc="worth", unit="answer", disable=not progress)):
+        made = decoder.generate([prompt], drafter=Watching(deep, watch), seed=seed + number, chat=chat, **options)
+        stats = made.stats
+        drafts.merge(stats.drafts.regrets())
+        emitted += stats.new_tokens - 1
+        rounds += stats.target_forwards
+        rest += stats.phases.get("rule", 0.0) + stats.phases.get("cache", 0.0)
+        length += len(decoder.encode(prompt, chat)) + stats.new_tokens
+    if not rounds:
+        raise FsdError("every answer ended with its first token: give other prompts.")
+    forwards = Forwards(decoder.target, length // len(prompts), deep.max_nodes)
+    step, rest = watch.draft_seconds / max(watch.steps, 1), rest / rounds
+    shaped = {cell: _shaped(replay, cell, whole, forwards, step, rest) for cell in replay.rounds}
+    return Forecast(
+        _rows(replayed, shapes, shaped, names), drafts.summary(),
+        {f"{t:g}": watch.spent[t] / watch.contexts for t in YARDSTICKS},
+        whole, emitted / rounds, rounds, temperature,
+        {str(count): seconds for count, seconds in zip(forwards.counts, forwards.seconds)}, step, rest,
+    )  # fmt: skip
+
+
+def _shaped(replay: Replay, cell: Cell, whole: TreeShape, forwards: Forwards, step: float, rest: float) -> Shaped:
+    rule, shape = cell
+    found, (count, depths, nodes) = replay.rounds[cell], replay.drafted[cell]
+    plain = found.mean()
+    rates = plain if isinstance(rule, Exact) and shape == whole else found.stationary()  # the latter was decoded
+    depth, nodes_mean = depths / count, nodes / count
+    return Shaped(
+        shape, rates.tokens, plain.tokens, rates.nats / rates.tokens, rates.lossy / rates.tokens, depth, nodes_mean,
+        depth * step + forwards.at(nodes_mean) + rest,
+    )  # fmt: skip
+
+
+def _rows(
+    rules: Sequence[Rule], shapes: Sequence[TreeShape], shaped: dict[Cell, Shaped], names: dict[Rule, str]
+) -> list[Row]:
+    found = {}
+    for rule in rules:
+        cells = [shaped[rule, shape] for shape in shapes]
+        found[rule] = cells, max(cells, key=lambda cell: cell.tokens_per_second)
+    base = found[rules[0]][1]
+    rows = [
+        Row(
+            names.get(rule, rule.name),
+            cells,
+            best,
+            best.tau / base.tau,
+            best.tokens_per_second / base.tokens_per_second,
+        )
+        for rule, (cells, best) in found.items()
+    ]
+    return [rows[0], *sorted(rows[1:], key=lambda row: row.best.nats)]

@@ -1,0 +1,75 @@
+"""A forecast for the terminal: a table, and what it says in a sentence."""
+
+from __future__ import annotations
+
+from fsd_bench.worth.forecasts import COSTS, Forecast, Row
+from fsd_infer.cli.report import number, percent, table
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.engine.drafts import drafts_text
+
+MOST_NATS = 0.1  # per token, of what is recommended
+LEAST_SPEED = 1.1  # of what is recommended, times exact's
+
+
+def shape_name(shape: TreeShape) -> str:
+    """ "chain 8", "chain 8,0.3" with ``stop_below``, or "tree 5,4,12"."""
+    if shape.width == 1:
+        return f"chain {shape.depth}" + (f",{shape.stop_below:g}" if shape.stop_below else "")
+    return f"tree {shape.depth},{shape.width},{shape.nodes}"
+
+
+def worth_text(found: Forecast) -> str:
+    """All of it."""
+    parts = [_rules_table(found), _costs_table(found), f"drafter: {drafts_text(found.regret)}"]
+    if found.temperature == 0:
+        spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in found.yardsticks.items())
+        parts.append(f"yardstick, nats per token that the target's own samples spend: {spent}")
+    return "\n\n".join([*parts, verdict(found)])
+
+
+def _rules_table(found: Forecast) -> str:
+    checked = any(row.measured for row in found.rows)
+    headers = ["rule", "shape", "tau", "x tokens", "x speed", "nats/token", "lossy %"]
+    headers += ["tau measured", "tok/s measured"] if checked else []
+    rows = []
+    for row in found.rows:
+        best = row.best
+        cells = [row.rule, shape_name(best.shape), number(best.tau), number(row.tokens), number(row.speed)]
+        cells += [number(best.nats, 3), percent(best.lossy, 1)]
+        if checked:
+            measured = row.measured
+            cells += ["-", "-"] if measured is None else [number(measured.tau), number(measured.tokens_per_second, 1)]
+        rows.append(cells)
+    note = (
+        f"forecast from {found.rounds} rounds of exact with {shape_name(found.decoded)}, whose tau is {found.tau:.2f}"
+    )
+    note += "\neach rule on the shape that is fastest here; x: beside exact on its own"
+    return table(headers, rows) + "\n" + note
+
+
+def _costs_table(found: Forecast) -> str:
+    rows = [[row.rule, *(number(row.per_cost(cost)) for cost in COSTS)] for row in [found.exact, *found.frontier()]]
+    note = "c: cost of a drafted token in target forwards, nodes free as on a GPU; each on its best shape"
+    return table(["tokens per cost", *(f"c = {cost:g}" for cost in COSTS)], rows) + "\n" + note
+
+
+def recommended(found: Forecast) -> Row | None:
+    """The fastest rule that spends little, if that is worth anything."""
+    rows = [row for row in found.frontier(MOST_NATS) if row.speed >= LEAST_SPEED]
+    return rows[-1] if rows else None
+
+
+def verdict(found: Forecast) -> str:
+    """What to do, in a sentence."""
+    row = recommended(found)
+    if row is not None:
+        return (
+            f"{row.rule} on {shape_name(row.best.shape)} emits {row.tokens:.2f} times exact's tokens per forward at "
+            f"{row.speed:.2f} times its speed for {row.best.nats:.2f} nats per token."
+        )
+    median = found.regret["regret_median"]
+    mistakes = "" if median is None else f"its mistakes cost {median:.1f} nats in the median, and "
+    return (
+        f"With this drafter leave it exact: {mistakes}no rule below {MOST_NATS:g} nats per token is {LEAST_SPEED:g} "
+        "times as fast."
+    )

@@ -1,0 +1,131 @@
+"""Exact decoding with a drafter that hands every round to a replay, and the seconds that its parts take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsd_bench.probe import Probe
+from fsd_bench.worth.replay import Evidence
+from fsd_bench.worth.steps import BEGINNING
+from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
+from fsd_infer.targets.target import Target
+from fsd_infer.tree import DraftTree
+
+YARDSTICKS = (0.3, 0.5, 0.8)  # temperatures
+PROBED = (1, 2, 4, 8, 12, 16, 24, 32, 48)  # nodes
+
+
+@dataclass
+class Watch:
+    """What is gathered over all answers.
+
+    Attributes:
+        on_round: called with each round's evidence.
+        temperature, limit: of the request.
+        generator: of replays.
+        steps: drafted, and the seconds that took.
+        spent: by temperature of :data:`YARDSTICKS`, the sum over the contexts that tokens were emitted from of
+            E[ln p(y*) - ln p(y)] for y drawn at that temperature; and the number of contexts.
+    """
+
+    on_round: Callable[[Evidence], None]
+    temperature: float
+    limit: int
+    generator: torch.Generator
+    steps: int = 0
+    draft_seconds: float = 0.0
+    spent: dict[float, float] = field(default_factory=lambda: dict.fromkeys(YARDSTICKS, 0.0))
+    contexts: int = 0
+
+
+class Watching(WrappedDrafter):
+    """Any drafter of a fixed shape, for one prompt at a time."""
+
+    def __init__(self, drafter: Drafter, watch: Watch) -> None:
+        super().__init__(drafter)
+        self.watch = watch
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        return _Session(self.drafter.start(first_tokens, request), self.watch, first_tokens)
+
+
+class _Session(WrappedSession):
+    def __init__(self, session: DraftSession, watch: Watch, first_tokens: Tensor) -> None:
+        super().__init__(session)
+        self.watch, self.text = watch, first_tokens.tolist()
+        self.emitted, self.state = 0, BEGINNING
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self.text += tokens[0, : int(counts[0])].tolist()
+        super().extend(tokens, features, counts)
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        _wait(roots.device)
+        start = time.perf_counter()
+        tree = super().draft(roots)
+        depth = tree.max_depth  # waits for the device
+        self.watch.draft_seconds += time.perf_counter() - start
+        self.watch.steps += depth
+        return tree
+
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        watch, count = self.watch, int(accepted[0]) + 1
+        nodes = path[0, :count].tolist()
+        log_p = logits[0, nodes].float().log_softmax(-1)
+        watch.contexts += count
+        for temperature in YARDSTICKS:
+            sampled = (log_p / temperature).softmax(-1)
+            mean = (sampled * log_p.nan_to_num(neginf=0.0)).sum(-1)
+            watch.spent[temperature] += float((log_p.amax(-1) - mean).sum())
+        if self.emitted:  # else it is the prompt's end
+            greedy = watch.temperature == 0
+            scores = logits if greedy else logits.float() / watch.temperature
+            seen = Evidence(
+                tree, logits, scores, greedy, watch.temperature, [*self.text], watch.limit - self.emitted, self.state,
+                watch.generator,
+            )  # fmt: skip
+            watch.on_round(seen)
+            self.state = seen.end(nodes[-1], int(tokens[0, count - 1]))
+        self.emitted += count
+        super().observe(tree, logits, path, tokens, accepted)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Forwards:
+    """Seconds of a target's forward over so many nodes after ``context`` tokens, the least of a few, interpolated."""
+
+    def __init__(self, target: Target, context: int, most: int, repeats: int = 5) -> None:
+        self.counts = [count for count in PROBED if count < most] + [most]
+        room = target.max_positions
+        context = context if room is None else max(1, min(context, room - most))
+        with target.lock, torch.inference_mode():
+            probe = Probe(target, context, most)
+            self.seconds = [min(self._timed(probe, count) for _ in range(repeats)) for count in self.counts]
+
+    @staticmethod
+    def _timed(probe: Probe, count: int) -> float:
+        device = probe.target.device
+        _wait(device)
+        start = time.perf_counter()
+        probe(count)
+        _wait(device)
+        return time.perf_counter() - start
+
+    def at(self, nodes: float) -> float:
+        """Seconds, for a mean number of nodes."""
+        for (low, a), (high, b) in zip(
+            zip(self.counts, self.seconds), zip(self.counts[1:], self.seconds[1:]), strict=False
+        ):
+            if nodes <= high:
+                return a + (b - a) * max(0.0, nodes - low) / (high - low)
+        return self.seconds[-1]

@@ -1,0 +1,100 @@
+"""What the commands do that measure or forecast rules: sweep, calibrate and worth."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.cli.commands import model_options, set_threads, words
+from fsd_infer.cli.run import needed
+from fsd_infer.errors import FsdError
+from fsd_infer.files import jsonable, usable_name, writable, write_json
+from fsd_infer.numerals import read_float
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """`fsd-infer sweep`."""
+    needed("scipy")
+    from fsd_bench.evidence.page import write_page
+    from fsd_bench.evidence.settings import SweepOptions
+    from fsd_bench.evidence.sweep import sweep as run_sweep
+
+    set_threads(args.threads)
+    options = SweepOptions(
+        prompts=words(args.prompts),
+        rules=words(args.rules),
+        temperatures=_temperatures(args.temperatures),
+        repeats=args.repeats,
+        examples=args.examples,
+        **_sweep_options(args),
+    )
+    page = writable(args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html"), "the report")
+    file = run_sweep(options, args.output, progress=True)
+    write_page(file, page)
+    print(f"answers: {file}\nreport: {page}", file=sys.stderr)
+    return 0
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """`fsd-infer calibrate`."""
+    needed("scipy")
+    from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
+    from fsd_bench.evidence.calibrate import calibrate as run_calibrate
+    from fsd_bench.evidence.settings import SweepOptions
+    from fsd_bench.report import calibration_lines
+
+    loss, nats, speed = args.at_most_score_loss, args.at_most_nats, args.at_least_speed
+    bounds = {name: None if most is None else most / 100 for name, most in (
+        ("copies", args.at_most_copies), ("repeats", args.at_most_repeats)
+    )}  # fmt: skip
+    if loss is not None:
+        promise = Promise(SCORE, loss / 100, **bounds)
+    else:
+        promise = Promise(NATS, nats, **bounds) if nats is not None else Promise(SPEED, speed, **bounds)
+    set_threads(args.threads)
+    options = SweepOptions(
+        prompts=words(args.prompts), rules=words(args.rules), temperatures=[args.temperature], examples=4,
+        **_sweep_options(args),
+    )  # fmt: skip
+    record = run_calibrate(
+        options, promise, args.output, confidence=args.confidence, verify=words(args.verify or ""), progress=True
+    )
+    print(calibration_lines(record))
+    return 0
+
+
+def worth(args: argparse.Namespace) -> int:
+    """`fsd-infer worth`."""
+    needed("scipy")
+    from fsd_bench.worth.run import WorthOptions
+    from fsd_bench.worth.run import worth as run_worth
+    from fsd_bench.worth.text import worth_text
+
+    record = None if args.json is None else writable(args.json, "the record")
+    set_threads(args.threads)
+    named = ("prompts", "temperature", "limit", "max_new_tokens", "raw", "seed")
+    options = WorthOptions(
+        rules=words(args.rules), measure=args.check, **{name: getattr(args, name) for name in named},
+        **model_options(args),
+    )  # fmt: skip
+    found, facts = run_worth(options, progress=True)
+    print(worth_text(found))
+    if record is not None:
+        write_json(record, jsonable(facts), indent=1)
+        print(f"record: {record}", file=sys.stderr)
+    return 0
+
+
+def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What sweep and calibrate share."""
+    named = ("limit", "max_new_tokens", "seed", "score", "raw")
+    return {**model_options(args), **{name: getattr(args, name) for name in named}}
+
+
+def _temperatures(text: str) -> list[float]:
+    values = [read_float(part) for part in words(text)]
+    if None in values:
+        raise FsdError(f"--temperatures takes numbers with commas between them, got {text!r}.")
+    return values  # type: ignore[return-value]

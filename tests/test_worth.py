@@ -1,0 +1,247 @@
+"""The forecast: what it says of exact and of first rounds is what decoding says, and its chain of rounds is a chain."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsd_bench.evidence.candidates import forecast_rules
+from fsd_bench.evidence.settings import SweepOptions
+from fsd_bench.worth import Forecast, forecast
+from fsd_bench.worth.forecasts import request_options, reshaped
+from fsd_bench.worth.replay import Evidence, Replay, _walk
+from fsd_bench.worth.steps import BEGINNING, BIN, HIT, Rounds, Step, stationary_shares
+from fsd_bench.worth.text import verdict, worth_text
+from fsd_bench.worth.watch import Watch, Watching
+from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer.cli.main import main
+from fsd_infer.drafters import Drafter, LMDrafter, LookupDrafter
+from fsd_infer.rules import Rule, parse_rule
+from tests.families import VOCAB, tiny_head, tiny_model
+from tests.text_toys import save_tiny_chat_target, write_rows
+
+PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
+NEW = 20
+FEW = ("exact", "tilted:2", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3", "fly:2:0.1", "draft-only")
+
+
+def noisy(model: Any, strength: float) -> Any:
+    """The model with its weights perturbed."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + strength * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def decoders() -> dict[str, FuzzyDecoder]:
+    target = Target(tiny_model("llama"))
+    small = LMDrafter(Target(noisy(tiny_model("llama"), 0.1)), target, 6)
+    head = tiny_head(target, TreeShape(3, 3, 9))
+    return {"lm": FuzzyDecoder(target, small), "head": FuzzyDecoder(target, head)}
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rules, for speed."""
+    monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", FEW[1:-1])
+
+
+def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperature: float = 0.0) -> tuple[float, int]:
+    """(tokens per forward, forwards) of decoding."""
+    emitted = forwards = 0
+    for number, prompt in enumerate(PROMPTS):
+        made = decoder.generate([prompt], rule, drafter=drafter, seed=number, **request_options(temperature, NEW)).stats
+        emitted, forwards = emitted + made.new_tokens - 1, forwards + made.target_forwards
+    return emitted / forwards, forwards
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["lm", "head"])
+def test_of_exact_the_forecast_is_what_decoding_measures(
+    kind: str, temperature: float, decoders: dict[str, FuzzyDecoder]
+) -> None:
+    decoder = decoders[kind]
+    found = forecast(decoder, PROMPTS, ["tilted:3"], temperature=temperature, max_new_tokens=NEW)
+    tau, forwards = decoded(decoder, decoder.drafter, "exact", temperature)
+    assert (found.tau, found.rounds) == (pytest.approx(tau), forwards)
+    own = next(each for each in found.exact.shapes if each.shape == found.decoded)
+    if temperature == 0:  # else other draws are replayed
+        assert own.tau == pytest.approx(tau) and own.nats == own.lossy == 0
+    assert own.tau == own.plain_tau
+    assert found.exact.tokens == found.exact.speed == 1.0
+    assert found.row("tilted:3").best.tau > 0
+    assert all(row.best.seconds > 0 and row.best.tau > 0.99 for row in found.rows)
+    assert found.yardsticks["0.3"] < found.yardsticks["0.5"] < found.yardsticks["0.8"]
+    assert json.dumps(found.to_dict()) and verdict(found) in worth_text(found)
+
+
+def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[Evidence]:
+    rounds: list[Evidence] = []
+    watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0))
+    decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), **request_options(0.0, NEW))
+    return rounds
+
+
+@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("length", [2, 4, 6])
+def test_a_replayed_first_round_is_the_one_that_decoding_has(
+    spec: str, length: int, decoders: dict[str, FuzzyDecoder]
+) -> None:
+    decoder, rule, shape = decoders["lm"], parse_rule(spec), TreeShape(length, 1, length + 1)
+    for prompt in PROMPTS:
+        seen = seen_rounds(decoder, prompt)[0]
+        nodes, walks = seen.cut(0, shape, rule.tilt(True)), dict[Any, Any]()
+        part = rule, seen.walked(rule, nodes)
+        _walk(seen, [part], walks)
+        steps, _ = Replay([rule], [shape], frozenset())._steps(seen, nodes, walks[part], NEW)
+        made = decoder.generate(
+            [prompt], rule, drafter=reshaped(decoder.drafter, shape), **request_options(0.0, len(steps) + 1)
+        )
+        assert made.stats.target_forwards == 1 and len(made.sequences[0]) == len(steps) + 1
+        assert made.stats.divergence_spent == pytest.approx(sum(step.nats for step in steps), abs=1e-4)
+        longer = decoder.generate(
+            [prompt], rule, drafter=reshaped(decoder.drafter, shape), **request_options(0.0, len(steps) + 2)
+        )
+        assert longer.stats.target_forwards == 2  # the round ended there
+        assert longer.sequences[0][: len(steps) + 1] == made.sequences[0]
+
+
+@pytest.mark.parametrize("kind", ["lm", "head"])
+def test_a_narrow_vocabulary_changes_no_verdict(kind: str, decoders: dict[str, FuzzyDecoder]) -> None:
+    rules = [parse_rule(spec) for spec in ("tilted:1", "tilted:0.3:floor=0:novel=2", "tilted:8:novel=0")]
+    for seen in seen_rounds(decoders[kind], PROMPTS[2])[:4]:
+        parts = [tuple(seen.cut(0, shape, 0.5)) for shape in (TreeShape(2, 3, 5), TreeShape(6, 3, 9))]
+        parts += [tuple(seen.cut(1, TreeShape(6, 3, 9), 0.5))]
+        asked = [(rule, nodes) for rule in rules for nodes in parts]
+        walks: dict[Any, Any] = {}
+        _walk(seen, asked, walks)
+        for rule, nodes in asked:
+            whole = rule(seen.part(nodes))
+            count = int(whole.accepted[0]) + 1
+            assert [step[1] for step in walks[rule, nodes]] == whole.tokens[0, :count].tolist()
+            assert [step[2] for step in walks[rule, nodes]] == pytest.approx(whole.spent[0, :count].tolist(), abs=1e-5)
+
+
+def test_shares_follow_from_the_rules_own_transitions() -> None:
+    """After a hit: 1 token, then a miss, or 3 and a hit, as likely. After a miss: 1 and a miss in three of four rounds,
+    else 2 and a hit. So a third of the rounds follow hits, with 2 tokens on average, the others have 1.25.
+    """
+    miss, hit, go = Step(0.0, False, BIN), Step(0.0, False, HIT), Step(0.5, True)
+    rounds = Rounds()
+    for _ in range(10):
+        rounds.add(BEGINNING, [miss])
+        rounds.add(HIT, [miss])
+        rounds.add(HIT, [go, go, hit])
+    for place in range(40):
+        rounds.add(BIN, [miss] if place % 4 else [go, hit])
+    assert rounds.stationary().tokens == pytest.approx(2 / 3 * 1.25 + 1 / 3 * 2.0)
+    assert rounds.stationary().nats == pytest.approx(2 / 3 * 0.125 + 1 / 3 * 0.5)
+    assert rounds.stationary().lossy == pytest.approx(2 * rounds.stationary().nats)
+    assert rounds.mean().tokens == pytest.approx((10 + 20 * 2 + 40 * 1.25) / 70)
+
+
+def test_rounds_that_were_seen_in_part_count_as_far_as_they_were_seen() -> None:
+    rounds, go = Rounds(), Step(0.0, False)
+    for _ in range(10):
+        rounds.add(BEGINNING, [go, Step(0.0, False, HIT)])
+        rounds.add(HIT, [go], real=False)  # what follows is not known there ...
+        rounds.add(HIT, [go, go, Step(0.0, False, HIT)], real=False)
+    assert rounds.mean().tokens == 2.0
+    assert rounds.stationary().tokens == pytest.approx(3.0)  # ... but elsewhere
+
+
+def test_states_that_are_never_left_for_others_take_all() -> None:
+    moves = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.25, 0.75]]).numpy()
+    assert stationary_shares(moves).tolist() == pytest.approx([0, 1 / 3, 2 / 3])
+    assert stationary_shares(torch.eye(3).numpy()).tolist() == pytest.approx([1, 0, 0])
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, drafter/, a copy of it with other weights, and prompts.jsonl."""
+    made = tmp_path_factory.mktemp("worth")
+    save_tiny_chat_target(made / "target")
+    shutil.copytree(made / "target", made / "drafter")
+    model = Target.from_pretrained(str(made / "target"), dtype=torch.float32).model
+    noisy(model, 0.05).save_pretrained(made / "drafter")
+    write_rows(made / "prompts.jsonl", [{"prompt": f"what is the answer to {n}"} for n in range(3)])
+    return made
+
+
+def command(folder: Path, *more: str) -> int:
+    models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter"), "--dtype", "fp32"]
+    return main(["worth", *models, "--prompts", str(folder / "prompts.jsonl"), "--max-new-tokens", "12", *more])
+
+
+@pytest.mark.usefixtures("few")
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "worth.json"
+    assert command(folder, "--limit", "2", "--rules", "relaxed:3:0.5", "--check", "2", "--json", str(record)) == 0
+    text = capsys.readouterr().out
+    assert "x speed" in text and "first drafts are the target's likeliest token" in text and "yardstick" in text
+    found = json.loads(record.read_text())
+    rows = found["forecast"]["rows"]
+    assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
+    measured = [row for row in rows if row["measured"]]
+    assert len(measured) == 3 and rows[0] in measured
+    assert found["forecast"]["regret"]["count"] > 0 and found["environment"]
+    assert found["options"]["max_new_tokens"] == 12
+    raw = command(folder, "--raw", "--temperature", "0.7")
+    assert raw == 0 and "yardstick" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--drafter", "lookup"], "worth forecasts for heads and small LMs, not for drafter 'lookup'"),
+        (["--temperature", "-1"], "temperature must be 0 or above"),
+        (["--tree", "auto"], "give a shape for tree auto"),
+        (["--rules", "nonsense"], "unknown rule 'nonsense'"),
+    ],
+)
+def test_what_cannot_be_forecast_is_refused_in_a_line(
+    folder: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(folder, *more) != 0
+    assert said in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_calibration_that_names_no_rules_gets_the_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SweepOptions(
+        prompts=[folder / "prompts.jsonl"], rules=["auto"], max_new_tokens=12, target=str(folder / "target"),
+        drafter=str(folder / "drafter"), dtype="fp32",
+    )  # fmt: skip
+    kept: list[Forecast] = []
+
+    def watched(*arguments: Any, **more: Any) -> Forecast:
+        kept.append(forecast(*arguments, **more))
+        kept[0].rows[1:] = [row.__class__(**{**vars(row), "speed": 1.0 + n}) for n, row in enumerate(kept[0].rows[1:])]
+        return kept[0]
+
+    monkeypatch.setattr("fsd_bench.evidence.candidates.forecast", watched)
+    rules = forecast_rules(options)
+    assert 1 < len(rules) <= 4
+    assert {rule.partition("@")[0] for rule in rules} <= {row.rule for row in kept[0].rows}
+    assert all(TreeShape.parse(rule.partition("@")[2]) for rule in rules)
+    monkeypatch.setattr(Forecast, "frontier", lambda *arguments: [])
+    with pytest.raises(FsdError, match="nothing to calibrate"):
+        forecast_rules(options)
+
+
+def test_a_forecast_needs_prompts_and_drafts(decoders: dict[str, FuzzyDecoder]) -> None:
+    with pytest.raises(FsdError, match="no prompts"):
+        forecast(decoders["lm"], [])
+    with pytest.raises(FsdError, match="not for drafter 'lookup'"):
+        forecast(decoders["lm"], PROMPTS, drafter=LookupDrafter(VOCAB))
