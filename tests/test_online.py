@@ -18,8 +18,8 @@ from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
-from fsd_infer.drafters.loading import choose_trees, head_of
-from fsd_infer.drafters.online import RETRY, Choice, RoundChoice
+from fsd_infer.drafters.loading import choose_trees, main_of
+from fsd_infer.drafters.online import RETRY, Choice, Law, RoundChoice
 from fsd_infer.drafters.shape import AUTO, parse_tree
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.tree import DraftTree, TreeRow
@@ -151,14 +151,14 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize("sure", [0.3, 0.9])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = Choice("cpu", clock=machine).begin(1, 0.0, 48)
+    choice = Choice("cpu", clock=machine).begin(1, Law(), 48)
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
 def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again() -> None:
     machine = Machine(small_machine, 0.02)
-    choice = Choice("cpu", clock=machine).begin(1, 0.0, 48)
+    choice = Choice("cpu", clock=machine).begin(1, Law(), 48)
     speed(choice, machine, 0.5, 100)
     assert choice.idle
     before = machine.spent
@@ -223,7 +223,7 @@ def make_drafter(kind: str) -> EagleDrafter | GraftedDrafter:
 @pytest.mark.parametrize("seed", [None, 3])
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
     drafter = make_drafter(kind)
-    assert head_of(drafter) is not None and drafter.target is not None
+    assert main_of(drafter) is not None and drafter.target is not None
     choose_trees(drafter)
     assert drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = (clock := Adversary()), CHEAP
@@ -288,7 +288,7 @@ def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
 def test_names() -> None:
     drafter = make_drafter("head")
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
-    assert head_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
+    assert main_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
     assert drafter.choice is None and twice.nodes == drafter.shape.nodes, "one choice for all"
     choose_trees(drafter)
     assert drafter.reshaped(TreeShape(1, 1, 2)).choice is None, "a tree that is asked for is what is used"
