@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.online import RETRY, Choice, Law, RoundChoice
 from fsd_infer.drafters.shape import AUTO, parse_tree
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.families import VOCAB, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, noisy_model, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------
 
@@ -214,12 +215,13 @@ class Adversary:
 CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
 
 
-def make_drafter(kind: str) -> EagleDrafter | GraftedDrafter:
-    head = tiny_head(Target(tiny_model("llama")))
-    return head if kind == "head" else GraftedDrafter(head, LookupDrafter(VOCAB))
+def make_drafter(kind: str) -> TreeDrafter | GraftedDrafter:
+    target = Target(tiny_model("llama"))
+    main = LMDrafter(Target(noisy_model("llama")), target) if "lm" in kind else tiny_head(target)
+    return GraftedDrafter(main, LookupDrafter(VOCAB)) if "graft" in kind else main
 
 
-@pytest.mark.parametrize("kind", ["head", "graft"])
+@pytest.mark.parametrize("kind", ["head", "graft", "lm", "lm graft"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
     drafter = make_drafter(kind)
@@ -239,8 +241,9 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
     assert len(sizes) > 2 if seed is None else clock.reads == 0
 
 
-def test_texts_sampled_with_a_seed_come_again() -> None:
-    drafter = choose_trees(make_drafter("head"))
+@pytest.mark.parametrize("kind", ["head", "lm"])
+def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
+    drafter = choose_trees(make_drafter(kind))
     assert drafter.target is not None and drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
     decoder = FuzzyDecoder(drafter.target, drafter)
@@ -250,9 +253,12 @@ def test_texts_sampled_with_a_seed_come_again() -> None:
     assert decoder.generate(tiny_prompts((7,)), **options).sequences == first
 
 
-def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
-    """The third token of sampled answers, whose trees depend on a clock and on what was accepted before."""
-    drafter = choose_trees(make_drafter("head"))
+@pytest.mark.parametrize("kind", ["head", "lm"])
+def test_the_law_stays_the_targets_whatever_the_clock_says(kind: str) -> None:
+    """The third token of sampled answers, whose trees depend on a clock and on what was accepted before; of a small LM
+    the length of its sampled chains, and on what these have drawn.
+    """
+    drafter = choose_trees(make_drafter(kind))
     target, prompt, rows = drafter.target, tiny_prompts((7,))[0], 10
     assert target is not None and drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
@@ -289,7 +295,9 @@ def test_names() -> None:
     drafter = make_drafter("head")
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
     assert main_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
-    assert drafter.choice is None and twice.nodes == drafter.shape.nodes, "one choice for all"
+    assert isinstance(drafter, EagleDrafter) and drafter.choice is None and twice.nodes == drafter.shape.nodes, (
+        "one choice for all"
+    )
     choose_trees(drafter)
     assert drafter.reshaped(TreeShape(1, 1, 2)).choice is None, "a tree that is asked for is what is used"
     assert drafter.target is not None

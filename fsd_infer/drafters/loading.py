@@ -8,6 +8,7 @@ from pathlib import Path
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import LMDrafter, load_lm
 from fsd_infer.drafters.online import Choice
 from fsd_infer.drafters.shape import AUTO, DEFAULT_SHAPES, TreeShape, of_device
@@ -34,6 +35,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             a directory       a head checkpoint, ours or a public EAGLE-1/2 one, or a causal LM of the target's
                               vocabulary or a peft adapter for one
             a hub id          a causal LM of the target's vocabulary
+            "self:layers=..." the target with some of its layers, "self:bits=..." with rounded weights
+                              (:mod:`fsd_infer.drafters.itself`)
             ================  ===================================================================================
         target: what it is to draft for.
         tree: shape of the tree of a head or small LM, or "auto": chosen round by round, see
@@ -106,11 +109,11 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
         if found is not None:
             return found
     try:
-        model = load_lm(source, target)
+        model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
         raise UnknownNameError(
             f"unknown drafter {name!r}: it is no directory and no hub id (owner/model), and none of shipped, none, "
-            f"{', '.join(free_drafters())}, X+lookup and X+recycle (X any other of these)."
+            f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+lookup and X+recycle (X any other)."
         ) from None
     made = LMDrafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None
