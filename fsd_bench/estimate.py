@@ -7,7 +7,8 @@ C, vocabulary V, draft vocabulary Vd, depth D, width w:
 * target: weights without the input embeddings (all experts of a mixture), and B·C tokens of keys and values, are read
   once; 2 operations per weight and node, and 4·L·heads·head width per node and token that it sees;
 * head: read D times, over D tokens of the text and then over w nodes; so are the D sets of logits, of which each is
-  read in bf16, and written and read in fp32;
+  read in bf16, and written and read in fp32; a small LM in its place likewise, of weights that were rounded b bits each
+  and 4 bytes for 64 of them;
 * rule: p at all nodes is read once (exact); lossy rules also write and read p and q in fp32.
 
 How long an accepted path is cannot be known on paper. ``break-even`` is the τ (tokens per round) at which drafting is
@@ -18,19 +19,22 @@ its part of every layer and of the caches, and a whole head; what they exchange 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsd_bench.planned import planned_target
 from fsd_bench.roofline import HARDWARE, Hardware, Part, Work, devices_for
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
+from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.request.prompts import PREFILL_CHUNK
+from fsd_infer.targets.rounding import GROUP
 from fsd_infer.targets.target import Target
 
 LOGITS = 2 + 4 + 4  # bytes that a log-probability costs: bf16 read, fp32 written and read
@@ -55,6 +59,8 @@ class Planned:
         graphs: with CUDA graphs.
         head_weight: bytes of a head's weight: 2, and 1 on a CPU whose kernels read fp8.
     """
+
+    name = "head"
 
     target: Target
     head: EagleHead
@@ -92,8 +98,28 @@ class Planned:
         return _count(self.head) - sum(map(_count, once))
 
     @cached_property
+    def drafter_bytes(self) -> float:
+        """Of weights that a depth reads."""
+        return float(self.head_weight * (self.own_weights + self.head_rows))
+
+    @cached_property
+    def once(self) -> int:
+        """Weights of the head that are read once a round."""
+        return _count(self.head) - self.own_weights
+
+    @property
+    def held(self) -> Part:
+        """The drafter's weights, as far as they are not the target's."""
+        own, copied = _count(self.head), self.head_rows if self.head.config.draft_vocab_size else 0
+        return Part("head's weights", 2.0 * (own + copied), f"2 B x ({own:,} + {copied:,} of the LM head's rows)")
+
+    @property
+    def feature_width(self) -> int:
+        return self.head.config.feature_width
+
+    @cached_property
     def head_cache(self) -> int:
-        """Bytes of a token's keys and values in the head."""
+        """Bytes of a token's keys and values in the drafter."""
         layer = self.head.config.layer
         heads = int(layer.get("num_key_value_heads") or layer["num_attention_heads"])
         width = int(layer.get("head_dim") or self.head.config.hidden_size // layer["num_attention_heads"])
@@ -108,13 +134,12 @@ class Planned:
         slots = self.context + self.new + nodes
         slots = -(-slots // SLOTS) * SLOTS if self.graphs else slots
         beyond = (shape.depth - 1) * shape.width
-        features, own = self.head.config.feature_width, _count(self.head)
-        copied = self.head_rows if self.head.config.draft_vocab_size else 0
+        features = self.feature_width
         parts = [
             Part("target's weights", 2.0 * self.weights, f"2 B x {self.weights:,}", shared=True),
-            Part("head's weights", 2.0 * (own + copied), f"2 B x ({own:,} + {copied:,} of the LM head's rows)"),
+            self.held,
             Part("target's cache", float(b * slots * kv), f"{b} rows x {slots} slots x {kv} B", True),
-            Part("head's cache", float(b * (slots + beyond) * self.head_cache),
+            Part(f"{self.name}'s cache", float(b * (slots + beyond) * self.head_cache),
                  f"{b} x ({slots} + {beyond}) x {self.head_cache} B"),
             Part("reading the prompt", 2.0 * b * (chunk * ((layers + 3) * h + 3 * inner) + 2 * self.context * features),
                  f"2 B x {b} x ({chunk} x (({layers} + 3) x {h} + 3 x {inner}) + 2 x {self.context} x {features})"),
@@ -142,14 +167,14 @@ class Planned:
         """Drafting, verifying and judging once."""
         b, c, depth, width = self.batch, self.context, shape.depth, shape.width
         read, nodes, v, vd = self.own_weights + self.head_rows, shape.nodes, self.target.vocab_size, self.drafted
-        once = _count(self.head) - self.own_weights
-        rows, weight = max(depth, width), self.head_weight
-        each = weight * read + b * c * self.head_cache + LOGITS * b * width * vd
+        once, weight = self.once, self.head_weight
+        rows, each_weight = max(depth, width), self.drafter_bytes / read
+        each = self.drafter_bytes + b * c * self.head_cache + LOGITS * b * width * vd
         how = (
-            f"{depth} x ({weight} B x {read:,} + {b} x {c} x {self.head_cache} B + {LOGITS} B x {b} x {width} x {vd}; "
-            f"2 x {b} x {rows} x {read:,})"
+            f"{depth} x ({each_weight:.3g} B x {read:,} + {b} x {c} x {self.head_cache} B + {LOGITS} B x {b} x {width} "
+            f"x {vd}; 2 x {b} x {rows} x {read:,})"
         )
-        drafting = Work("head", float(each), 2.0 * b * rows * read, how, depth)
+        drafting = Work(self.name, each, 2.0 * b * rows * read, how, depth)
         fusing = Work("features", float(weight * once), 2.0 * b * depth * once, f"{weight} B x {once:,}")
         judged = b * nodes * (2 * LOGITS * v if lossy else 2 * v)
         rule = f"{2 * LOGITS if lossy else 2} B x {b} x {nodes} x {v}"
@@ -158,6 +183,77 @@ class Planned:
     def plain(self) -> list[Work]:
         """A token without a drafter."""
         return [self.forward(1), Work("rule", 2.0 * self.batch * self.target.vocab_size, 0.0, "2 B x rows x V")]
+
+
+@dataclass(frozen=True)
+class PlannedLM(Planned):
+    """The same with a small LM in place of the head.
+
+    Attributes:
+        head: the small LM, without values.
+        bits: of the weights in its layers, None: 16.
+        is_part: its other weights are the target's own.
+    """
+
+    name = "small LM"
+
+    head: Target  # type: ignore[assignment]
+    bits: int | None = None
+    is_part: bool = False
+    head_rows = once = 0
+
+    @property
+    def drafted(self) -> int:
+        return self.head.vocab_size
+
+    @property
+    def feature_width(self) -> int:
+        return self.target.hidden_size
+
+    @cached_property
+    def own_weights(self) -> int:
+        return Planned(self.head, self.head).read_weights  # type: ignore[arg-type]
+
+    @cached_property
+    def _rounded(self) -> int:
+        """Weights of the layers' matrices, if they are rounded."""
+        layers = self.head.layers(range(int(self.head.config.num_hidden_layers))) if self.bits else []
+        return sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.dim() > 1)
+
+    @cached_property
+    def drafter_bytes(self) -> float:
+        return 2.0 * (self.own_weights - self._rounded) + self._rounded_bytes
+
+    @property
+    def _rounded_bytes(self) -> float:
+        return self._rounded * ((self.bits or 0) / 8 + 4 / GROUP)
+
+    @property
+    def held(self) -> Part:
+        others = 0 if self.is_part else _count(self.head.model) - self._rounded
+        how = f"2 B x {others:,} + {(self.bits or 0) / 8 + 4 / GROUP:.3g} B x {self._rounded:,}"
+        return Part("small LM's weights", 2.0 * others + self._rounded_bytes, how)
+
+    @property
+    def head_cache(self) -> int:
+        return self.head.cache_bytes_per_token
+
+
+def planned_lm(target: Target, name: str, **request: Any) -> PlannedLM:
+    """With a small LM of a name: "self:..." or as of :func:`planned_target`.
+
+    Args:
+        target: without values.
+        name: of the drafter.
+        request: of :class:`Planned`.
+
+    Raises:
+        FsdError: there is no such drafter.
+    """
+    if not name.startswith(PREFIX):
+        return PlannedLM(target, planned_target(name), **request)
+    what = Itself.parse(name)
+    return PlannedLM(target, replace(what, bits=None).of(target, name), bits=what.bits, is_part=True, **request)
 
 
 def _count(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import LMDrafter, TreeShape
-from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
+from fsd_infer.drafters.lm import check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.data import keep_on_host, on_host
@@ -216,7 +216,7 @@ class LMModule(SmallLMModule, DistillationModule):
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:
         """The drafter as it is now, as a copy in the target's dtype, adapters merged."""
         model = self.head.merged(target.dtype).to(target.device)
-        return LMDrafter(Target(model, self.head.tokenizer, self.head.name), target, *chain_of(tree, target))
+        return LMDrafter(Target(model, self.head.tokenizer, self.head.name), target, tree)
 
 
 def check_loss(loss: Loss) -> None:

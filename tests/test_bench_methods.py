@@ -15,7 +15,7 @@ from fsd_bench.server import Server
 from fsd_infer import FsdError
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import TreeShape
-from fsd_infer.drafters.lm import DEFAULT_CHAINS, TILTED_CHAINS
+from fsd_infer.drafters.shape import AUTO, LARGEST_OF_LM
 from tests.bench_toys import Toy
 from tests.openai_server import Behaviour, made_up, serving
 
@@ -101,8 +101,8 @@ def test_beams_in_batches(toy: Toy) -> None:
 
 def test_a_record_names_the_drafts_that_were_made(toy: Toy) -> None:
     facts = toy_run(toy, ["exact", "tilted:1"], limit=1)["methods"]
-    assert facts["exact"]["drafter"]["depth"] == DEFAULT_CHAINS["cpu"][0]
-    assert facts["tilted:1"]["drafter"]["depth"] == TILTED_CHAINS["cpu"][0]
+    for rule in ("exact", "tilted:1"):
+        assert facts[rule]["drafter"]["depth"] == LARGEST_OF_LM["cpu"].depth and facts[rule]["drafter"]["tree"] == AUTO
 
 
 def test_where_the_time_goes_adds_up(toy: Toy) -> None:

@@ -30,7 +30,7 @@ def drafter_of(kind: str, target: Target) -> Drafter:
     if kind == "oracle":
         return OracleDrafter(target)
     if kind == "lm":
-        return LMDrafter(cuda_target("llama"), target, depth=3)
+        return LMDrafter(cuda_target("llama"), target, TreeShape.chain(3))
     options = {"draft_vocab_size": VOCAB // 2} if kind == "reduced" else {}
     eagle = tiny_head(target, TreeShape(depth=4, width=4, nodes=20), **options)
     return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
@@ -167,7 +167,7 @@ def test_phases_are_the_devices_own_time() -> None:
         for _ in range(50):
             torch.mm(slow, slow)
 
-    decoder = FuzzyDecoder(target, LMDrafter(cuda_target("llama"), target, depth=2))
+    decoder = FuzzyDecoder(target, LMDrafter(cuda_target("llama"), target, TreeShape.chain(2)))
     decoder.generate(tiny_prompts(), max_new_tokens=4, do_sample=False)
     target.decoder.register_forward_pre_hook(work)
     stats = decoder.generate(tiny_prompts(), max_new_tokens=12, do_sample=False).stats

@@ -66,7 +66,7 @@ def drafter(kind: str, device: torch.device) -> Drafter:
     if kind.startswith("lm"):
         small = Target(tiny_model("llama", seed=1, num_hidden_layers=1).to(device))
         small.check_lm_head()
-        return LMDrafter(small, target(device), depth=2, stop_below=stop)
+        return LMDrafter(small, target(device), TreeShape.chain(2, stop))
     made = tiny_head(target(device), TreeShape(depth=2, width=3, nodes=7, stop_below=stop), **HEADS[kind])
     if made.head.lm_head is not None:
         torch.nn.init.normal_(made.head.lm_head.weight)

@@ -89,7 +89,7 @@ def test_a_row_that_leaps_at_its_neighbours_end_stays_within_the_caches(kind: st
     texts = [prompt + reference(target.model, [prompt])[0] for prompt in (first, second)]
     main: Drafter
     if kind == "lm":
-        main = LMDrafter(Target(tiny_model("llama", seed=5)), target, depth=depth)
+        main = LMDrafter(Target(tiny_model("llama", seed=5)), target, TreeShape.chain(depth))
     else:
         main = tiny_head(target, TreeShape(depth, 1, depth + 1))
     # the first row gets ahead by ten tokens at once, the second follows as the first has four left
@@ -223,7 +223,11 @@ def test_sampled_law_equals_generate(kind: str, sampled: tuple[dict[str, Any], n
     """
     options, theirs = sampled
     stop = 0.03 if kind == "lm that stops" else 0.0  # so flat are these models: after one draft or after two
-    drafter = OracleDrafter(target) if kind == "oracle" else LMDrafter(Target(noisy_model("llama")), target, 3, stop)
+    drafter = (
+        OracleDrafter(target)
+        if kind == "oracle"
+        else LMDrafter(Target(noisy_model("llama")), target, TreeShape.chain(3, stop))
+    )
     decoder = FuzzyDecoder(target, drafter)
     out = decoder.generate(tiny_prompts((7,)) * SAMPLES, seed=2, **options)
     ours = np.array(out.sequences)
@@ -380,4 +384,4 @@ def test_a_small_lm_that_does_not_fit_is_refused(target: Target) -> None:
     with pytest.raises(VocabularyMismatchError, match="120"):
         LMDrafter(Target(tiny_model("llama", vocab_size=120)), target)
     with pytest.raises(FsdError, match="depth"):
-        LMDrafter(target, target, depth=0)
+        LMDrafter(target, target, TreeShape.chain(0))

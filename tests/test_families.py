@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.errors import ModelLoadError
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
@@ -28,7 +28,7 @@ def test_greedy_equals_generate(family: str) -> None:
         "plain": NoDrafter(VOCAB),
         "eagle": head,
         "oracle": OracleDrafter(target),
-        "self": LMDrafter(target, target, depth=3),
+        "self": LMDrafter(target, target, TreeShape.chain(3)),
     }
     for name, drafter in drafters.items():
         decoder = FuzzyDecoder(target, drafter)

@@ -206,7 +206,7 @@ def grafts(target: Target) -> dict[str, GraftedDrafter]:
         "eagle": GraftedDrafter(eagle, lookup),
         "eagle, more nodes": GraftedDrafter(eagle, lookup, nodes=20),
         "oracle": GraftedDrafter(OracleDrafter(target), lookup),
-        "self": GraftedDrafter(LMDrafter(target, target, depth=3), lookup, nodes=8),
+        "self": GraftedDrafter(LMDrafter(target, target, TreeShape.chain(3)), lookup, nodes=8),
     }
 
 
@@ -248,7 +248,7 @@ def test_the_union_accepts_what_either_part_does() -> None:
 def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the text goes on with a grafted token, the small model must not take its own draft for read."""
     target, small = Target(tiny_model("llama")), Target(tiny_model("llama", seed=5))
-    drafter = GraftedDrafter(LMDrafter(small, target, depth=3), OracleDrafter(target), nodes=16)
+    drafter = GraftedDrafter(LMDrafter(small, target, TreeShape.chain(3)), OracleDrafter(target), nodes=16)
     texts = recorded_drafts(
         LMSession, lambda at: [text[:length].tolist() for text, length in zip(at.text, at.lengths)], monkeypatch
     )
@@ -261,7 +261,7 @@ def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytes
 
 def test_sampled_chains_are_left_alone() -> None:
     target = Target(tiny_model("llama"))
-    small = LMDrafter(target, target, depth=3)
+    small = LMDrafter(target, target, TreeShape.chain(3))
     options: dict[str, Any] = dict(max_new_tokens=12, do_sample=True, temperature=1.5, seed=4)
     _warn_sampled.cache_clear()
     alone = FuzzyDecoder(target, small).generate(tiny_prompts(), **options)

@@ -16,7 +16,7 @@ from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import SLOTS, Graphs
-from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
+from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError
 from tests.families import VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
@@ -48,7 +48,7 @@ def drafter_of(kind: str, target: Target) -> Drafter:
     if kind == "oracle":
         return OracleDrafter(target)
     if kind == "lm":
-        return LMDrafter(Target(tiny_model("llama")), target, depth=3)
+        return LMDrafter(Target(tiny_model("llama")), target, TreeShape.chain(3))
     eagle = tiny_head(target, draft_vocab_size=VOCAB // 2 if kind == "reduced" else None)
     return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
 

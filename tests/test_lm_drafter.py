@@ -1,4 +1,4 @@
-"""A small LM's chain: how far it drafts, and that this changes no answer."""
+"""A small LM's trees and chains: how far it drafts, and that this changes no answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from fsd_infer.decoder import FuzzyDecoder, load_drafter
 from fsd_infer.drafters import LMDrafter, TreeShape
-from fsd_infer.drafters.lm import DEFAULT_CHAINS, LMSession, warn_context
-from fsd_infer.errors import FsdError
+from fsd_infer.drafters.lm import LMSession, warn_context
+from fsd_infer.drafters.shape import DEFAULT_SHAPES, LARGEST_OF_LM
 from fsd_infer.targets.target import Target
 from tests.families import noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
 
@@ -36,10 +36,12 @@ def test_drafting_ends_where_the_chain_is_not_believed_in(
     target, small = models
     drawn = recorded_drafts(LMSession, lambda session: None, monkeypatch)
     options: dict[str, Any] = dict(max_new_tokens=40, do_sample=not greedy, seed=0)
-    FuzzyDecoder(target, LMDrafter(small, target, DEPTH, 0.999)).generate(tiny_prompts()[:1], **options)
+    FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH, 0.999))).generate(
+        tiny_prompts()[:1], **options
+    )
     assert all(tree.tokens.shape[1] >= 2 for _, tree in drawn), "one draft where no chance is enough"
     drawn.clear()
-    FuzzyDecoder(target, LMDrafter(small, target, DEPTH, 0.3)).generate(tiny_prompts()[:1], **options)
+    FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH, 0.3))).generate(tiny_prompts()[:1], **options)
     trees = [tree for _, tree in drawn]
     lengths = {tree.tokens.shape[1] - 1 for tree in trees}
     assert min(lengths) < DEPTH and len(lengths) > 1
@@ -58,7 +60,7 @@ def test_stopping_changes_rounds_and_not_greedy_answers(models: tuple[Target, Ta
     prompts = tiny_prompts()
     found = {}
     for stop in (0.0, 0.5):
-        decoder = FuzzyDecoder(target, LMDrafter(small, target, DEPTH, stop))
+        decoder = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH, stop)))
         found[stop] = decoder.generate(prompts, rule, max_new_tokens=24, do_sample=False)
         if rule == "exact":
             alone = [decoder.generate([prompt], rule, max_new_tokens=24, do_sample=False) for prompt in prompts]
@@ -82,27 +84,31 @@ def test_of_a_prompt_only_the_end_has_logits(models: tuple[Target, Target], monk
     monkeypatch.setattr(small, "forward", watched)
     prompts = tiny_prompts()  # of 5 to 21 tokens
     for asked in (prompts, prompts[-1:]):
-        made = FuzzyDecoder(target, LMDrafter(small, target, DEPTH)).generate(asked, max_new_tokens=12, do_sample=False)
+        decoder = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH)))
+        made = decoder.generate(asked, max_new_tokens=12, do_sample=False)
         assert made.sequences == reference(target.model, asked, max_new_tokens=12)
         assert made.stats.target_forwards <= 2 * len(asked), "a target that drafts for itself is always right"
-        longest = max(map(len, asked)) + 1  # and the first token of the answer
-        assert max(seen) == (longest, longest - min(map(len, asked)))
+        longest = max(map(len, asked))
+        assert max(seen) == (longest, longest - min(map(len, asked)) + 1)
         seen.clear()
 
 
-def test_a_name_gets_the_chain_of_its_device_or_of_the_tree(tmp_path: Path, models: tuple[Target, Target]) -> None:
+def test_a_name_gets_the_trees_of_its_device_or_the_one_that_is_asked_for(
+    tmp_path: Path, models: tuple[Target, Target]
+) -> None:
     target, small = models
     small.model.save_pretrained(tmp_path / "small")
     by_name = load_drafter(str(tmp_path / "small"), target)
-    assert isinstance(by_name, LMDrafter)
-    assert (by_name.depth, by_name.stop_below) == DEFAULT_CHAINS["cpu"]
-    assert json.loads(json.dumps(by_name.describe()))["stop_below"] == DEFAULT_CHAINS["cpu"][1]
-    shaped = load_drafter(str(tmp_path / "small"), target, TreeShape(3, 2, 8))
-    assert isinstance(shaped, LMDrafter)
-    assert (shaped.depth, shaped.stop_below) == (3, 0.0)
-    for stop in (-0.1, 1.0):
-        with pytest.raises(FsdError, match="stop_below"):
-            LMDrafter(small, target, DEPTH, stop)
+    assert isinstance(by_name, LMDrafter) and by_name.choice is not None, "the default on a CPU"
+    assert by_name.shape == LARGEST_OF_LM["cpu"]
+    shaped = load_drafter(str(tmp_path / "small"), target, shape := TreeShape(3, 2, 8, 0.1))
+    assert isinstance(shaped, LMDrafter) and shaped.shape == shape and shaped.choice is None
+    assert json.loads(json.dumps(shaped.describe())) == dict(
+        name="lm", nodes=8, depth=3, width=2, stop_below=0.1, model=str(tmp_path / "small")
+    )
+    grafted = load_drafter(f"{tmp_path / 'small'}+lookup+recycle", target)
+    assert grafted.choice is not None and grafted.max_nodes == LARGEST_OF_LM["cpu"].nodes
+    assert LMDrafter(small, target).shape == DEFAULT_SHAPES["cpu"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -113,7 +119,7 @@ def test_drafting_ends_with_the_small_models_context(
     """Prompts of 5, 13, 9 and 21 tokens and answers of 40, with a drafter that has a context of 24."""
     context = 24
     target, small = models[0], Target(tiny_model(family, max_position_embeddings=context))
-    decoder = FuzzyDecoder(target, LMDrafter(small, target, DEPTH))
+    decoder = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH)))
     trees = recorded_drafts(LMSession, lambda session: session.lengths.tolist(), monkeypatch)
     warn_context.cache_clear()
     prompts = tiny_prompts()[:batch]

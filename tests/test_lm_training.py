@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence
-from fsd_infer.drafters import LMDrafter
+from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.errors import DataError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.targets.adapters import is_adapter
@@ -91,7 +91,7 @@ def fit(
 def assert_decodes_exactly(toys: Path, drafter: Path) -> None:
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]
-    decoder = FuzzyDecoder(target, LMDrafter(load_lm(drafter, target), target, depth=3))
+    decoder = FuzzyDecoder(target, LMDrafter(load_lm(drafter, target), target, TreeShape.chain(3)))
     made = decoder.generate(prompts, max_new_tokens=12, do_sample=False)
     assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
 

@@ -13,7 +13,7 @@ import fsd_infer
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.memory import free_bytes
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.errors import CacheMemoryError
 from tests.families import FAMILIES, VOCAB, tiny_head, tiny_model, tiny_prompts
 
@@ -45,7 +45,7 @@ def test_bytes_are_stated_as_they_are_taken(family: str, caches: list[SlotCache]
 def test_a_drafters_caches_count(dtype: torch.dtype, caches: list[SlotCache]) -> None:
     target = Target(tiny_model("llama").to(dtype))
     eagle = tiny_head(target, num_layers=2)
-    small = LMDrafter(Target(tiny_model("llama", num_hidden_layers=1)), target, depth=3)
+    small = LMDrafter(Target(tiny_model("llama", num_hidden_layers=1)), target, TreeShape.chain(3))
     for drafter in (eagle, small, GraftedDrafter(eagle, LookupDrafter(VOCAB))):
         caches.clear()
         stats = FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=9, do_sample=False).stats

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.engine import Request, decode
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
@@ -43,7 +43,7 @@ LOSSY = [
 def test_every_row_gets_its_answer_within_its_budget(rule: str, kind: str, greedy: bool) -> None:
     target = NoisyTarget(tiny_model("llama"))
     if kind == "lm":
-        drafter: Any = LMDrafter(NoisyTarget(tiny_model("llama")), target, depth=3)
+        drafter: Any = LMDrafter(NoisyTarget(tiny_model("llama")), target, TreeShape.chain(3))
     else:
         drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=40), LookupDrafter(VOCAB))
     prompts, new = tiny_prompts((5, 9, 7)), 12

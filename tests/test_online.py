@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
-from fsd_infer.drafters.loading import choose_trees, head_of
-from fsd_infer.drafters.online import RETRY, Choice, RoundChoice
+from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.loading import choose_trees, main_of
+from fsd_infer.drafters.online import RETRY, Choice, Law, RoundChoice
 from fsd_infer.drafters.shape import AUTO, parse_tree
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.tree import DraftTree, TreeRow
-from tests.families import VOCAB, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, noisy_model, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------
 
@@ -151,14 +152,14 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize("sure", [0.3, 0.9])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = Choice("cpu", clock=machine).begin(1, 0.0, 48)
+    choice = Choice("cpu", clock=machine).begin(1, Law(), 48)
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
 def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again() -> None:
     machine = Machine(small_machine, 0.02)
-    choice = Choice("cpu", clock=machine).begin(1, 0.0, 48)
+    choice = Choice("cpu", clock=machine).begin(1, Law(), 48)
     speed(choice, machine, 0.5, 100)
     assert choice.idle
     before = machine.spent
@@ -214,16 +215,17 @@ class Adversary:
 CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
 
 
-def make_drafter(kind: str) -> EagleDrafter | GraftedDrafter:
-    head = tiny_head(Target(tiny_model("llama")))
-    return head if kind == "head" else GraftedDrafter(head, LookupDrafter(VOCAB))
+def make_drafter(kind: str) -> TreeDrafter | GraftedDrafter:
+    target = Target(tiny_model("llama"))
+    main = LMDrafter(Target(noisy_model("llama")), target) if "lm" in kind else tiny_head(target)
+    return GraftedDrafter(main, LookupDrafter(VOCAB)) if "graft" in kind else main
 
 
-@pytest.mark.parametrize("kind", ["head", "graft"])
+@pytest.mark.parametrize("kind", ["head", "graft", "lm", "lm graft"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
     drafter = make_drafter(kind)
-    assert head_of(drafter) is not None and drafter.target is not None
+    assert main_of(drafter) is not None and drafter.target is not None
     choose_trees(drafter)
     assert drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = (clock := Adversary()), CHEAP
@@ -239,8 +241,9 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
     assert len(sizes) > 2 if seed is None else clock.reads == 0
 
 
-def test_texts_sampled_with_a_seed_come_again() -> None:
-    drafter = choose_trees(make_drafter("head"))
+@pytest.mark.parametrize("kind", ["head", "lm"])
+def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
+    drafter = choose_trees(make_drafter(kind))
     assert drafter.target is not None and drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
     decoder = FuzzyDecoder(drafter.target, drafter)
@@ -250,9 +253,12 @@ def test_texts_sampled_with_a_seed_come_again() -> None:
     assert decoder.generate(tiny_prompts((7,)), **options).sequences == first
 
 
-def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
-    """The third token of sampled answers, whose trees depend on a clock and on what was accepted before."""
-    drafter = choose_trees(make_drafter("head"))
+@pytest.mark.parametrize("kind", ["head", "lm"])
+def test_the_law_stays_the_targets_whatever_the_clock_says(kind: str) -> None:
+    """The third token of sampled answers, whose trees depend on a clock and on what was accepted before; of a small LM
+    the length of its sampled chains, and on what these have drawn.
+    """
+    drafter = choose_trees(make_drafter(kind))
     target, prompt, rows = drafter.target, tiny_prompts((7,))[0], 10
     assert target is not None and drafter.choice is not None
     drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
@@ -288,8 +294,10 @@ def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
 def test_names() -> None:
     drafter = make_drafter("head")
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
-    assert head_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
-    assert drafter.choice is None and twice.nodes == drafter.shape.nodes, "one choice for all"
+    assert main_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
+    assert isinstance(drafter, EagleDrafter) and drafter.choice is None and twice.nodes == drafter.shape.nodes, (
+        "one choice for all"
+    )
     choose_trees(drafter)
     assert drafter.reshaped(TreeShape(1, 1, 2)).choice is None, "a tree that is asked for is what is used"
     assert drafter.target is not None

@@ -30,7 +30,7 @@ def found_with(target: Target, directory: str) -> dict[str, Any]:
         torch.manual_seed(3)
         return EagleDrafter(EagleHead(EagleConfig.for_target(target, **options)), target, TreeShape(3, 3, 8))
 
-    small = LMDrafter(Target(AutoModelForCausalLM.from_pretrained(directory)), target, depth=3)
+    small = LMDrafter(Target(AutoModelForCausalLM.from_pretrained(directory)), target, TreeShape.chain(3))
     eagle3 = {"layout": "eagle3", "fused_layers": [0, 1], "draft_vocab_size": VOCAB // 2}
     requests: dict[str, tuple[Any, str, dict[str, Any]]] = {
         "lookup": (LookupDrafter(VOCAB), "exact", {"do_sample": False}),

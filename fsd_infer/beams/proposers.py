@@ -233,7 +233,7 @@ class _LMProposer(_ModelProposer):
 
     def __init__(self, drafter: LMDrafter, begun: Begun) -> None:
         super().__init__(begun)
-        self.model, self.width = drafter.model, drafter.vocab_size
+        self.model, self.width = drafter.model, drafter.vocabulary
         self.device = drafter.model.device
         self.cache = drafter.model.new_cache(len(begun.forests), begun.slots)
         limit = self.model.max_positions

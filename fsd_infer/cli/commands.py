@@ -207,30 +207,6 @@ def warmup(args: argparse.Namespace) -> int:
     return 0
 
 
-def estimate(args: argparse.Namespace) -> int:
-    """`fsd-infer estimate`."""
-    from fsd_bench.estimate import Planned, planned_head
-    from fsd_bench.planned import planned_target, read_changes
-    from fsd_bench.report import estimate_text
-    from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
-    from fsd_infer.heads.checkpoint import load_head
-
-    tree = None if args.tree is None else TreeShape.parse(args.tree)
-    target = planned_target(args.target, read_changes(args.set))
-    if args.drafter is not None:
-        head = load_head(args.drafter)
-        if head.config.target_hidden_size != target.hidden_size:
-            raise FsdError(
-                f"{args.drafter} reads features of {head.config.target_hidden_size} numbers, {args.target} has "
-                f"{target.hidden_size}: name the head's own target."
-            )
-    else:
-        head = planned_head(target, layout=args.layout, draft_vocab_size=min(args.draft_vocab, target.vocab_size))
-    planned = Planned(target, head, args.batch_size, args.context, args.max_new_tokens, args.cuda_graphs)
-    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
-    return 0
-
-
 def serve(args: argparse.Namespace) -> int:
     """`fsd-infer serve`."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli import commands, evidence
+from fsd_infer.cli import commands, evidence, planning
 from fsd_infer.cli.options import SCORES, gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser, run
 from fsd_infer.numerals import MOST_SEED
@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("worth", _worth_options, "forecast what lossy rules would be worth with a drafter, from a run of exact"),
         ("warmup", _warmup_options, "load the models and compile the CPU kernels ahead of the first request"),
         ("estimate", _estimate_options, "memory and the least time of a round on GPUs, from a target's config alone"),
+        ("skip-layers", _skip_options, "which layers a drafter made of the target can do without: self:layers=..."),
         ("serve", _serve_options, "a small server with the OpenAI API, for one process"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
         ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
@@ -60,8 +61,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--target", default="smollm2-135m", help="built-in name, directory or hub id (%(default)s)")
     models.add_argument(
         "--drafter",
-        help='head directory, small causal LM, "shipped", "lookup", "recycle" or "none"; X+lookup and X+recycle graft '
-        "either onto X (default: the head shipped with the target, or lookup+recycle)",
+        help='head directory, small causal LM, "self:layers=0-9,20-29" or "self:bits=3" (of the target), "shipped", '
+        '"lookup", "recycle" or "none"; X+lookup and X+recycle graft either onto X (default: the head shipped with the '
+        "target, or lookup+recycle)",
     )
     models.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
     models.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")
@@ -237,7 +239,7 @@ def _warmup_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _estimate_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.estimate)
+    parser.set_defaults(function=planning.estimate)
     parser.add_argument(
         "--target",
         default="llama-3.1-8b",
@@ -248,13 +250,33 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     head = parser.add_mutually_exclusive_group()
     layouts = ("fsd", "eagle", "eagle3")
     head.add_argument("--layout", default="eagle3", choices=layouts, help="of its head (%(default)s)")
-    head.add_argument("--drafter", metavar="DIR", help="a head's directory, for its layout and sizes")
+    head.add_argument(
+        "--drafter",
+        metavar="NAME",
+        help="a head's directory, for its layout and sizes; or a small LM, named as targets are, or self:...",
+    )
     parser.add_argument("--draft-vocab", type=positive, default=32000, help="ids that it drafts (%(default)s)")
     parser.add_argument("--tree", metavar="DEPTH,WIDTH,NODES", help="(default: a GPU's, for exact and for lossy rules)")
     parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="(%(default)s)")
     parser.add_argument("--context", type=positive, default=1024, help="tokens before the round (%(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=1024, metavar="N", help="(%(default)s)")
     parser.add_argument("--cuda-graphs", action="store_true", help="with their memory")
+
+
+def _skip_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(function=planning.skip_layers)
+    parser.add_argument("--target", default="smollm2-135m", help="built-in name, directory or hub id (%(default)s)")
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE", help="as for bench; prompts that nothing is judged on"
+    )
+    parser.add_argument("--layers", type=positive, required=True, metavar="N", help="that are left in the end")
+    parser.add_argument(
+        "--limit", type=positive, default=16, metavar="N", help="only the first N prompts (%(default)s)"
+    )
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="(%(default)s)")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
+    parser.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")
+    parser.add_argument("--threads", type=thread_count, help="CPU threads")
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:

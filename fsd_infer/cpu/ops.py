@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
-from fsd_infer.cpu.packing import Packed, own_memory, pack_linears, packed_in, rows_of
+from fsd_infer.cpu.packing import Packed, own_memory, pack_linears, packed_in, packed_of, rows_of
 from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
     "DecoderStack",
+    "forget_stacks",
     "keep_largest",
     "kernel_kind",
     "likeliest",
     "packed_products",
     "plain_divergence",
+    "replace_parameter",
     "restore",
     "row_entropies",
     "row_maxima",
@@ -171,9 +173,21 @@ def restore(module: nn.Module) -> int:
     packed = packed_in(module)
     for product in packed:
         product.unpack()
+    forget_stacks(module)
+    return len(packed)
+
+
+def forget_stacks(module: nn.Module) -> None:
+    """Every decoder layer in ``module`` is called by itself until the next :func:`speed_up`: layers have changed."""
     for part in module.modules():
         vars(part).pop(_STACK, None)
-    return len(packed)
+
+
+def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
+    """Give a layer another parameter; if it is a packed weight, the layer computes by itself again."""
+    setattr(layer, name, nn.Parameter(value, requires_grad=False))
+    if name == "weight" and packed_of(layer) is not None:
+        del vars(layer)["forward"]
 
 
 def stack_of(owner: nn.Module) -> DecoderStack | None:

@@ -125,6 +125,11 @@ class Drafter(ABC):
         return (self.name,)
 
     @property
+    def samples(self) -> bool:
+        """Does it draft chains that are sampled from q at temperature > 0?"""
+        return any(part.samples for part in self.parts)
+
+    @property
     @abstractmethod
     def max_nodes(self) -> int:
         """Largest tree, root included."""

@@ -1,18 +1,7 @@
-"""Drafting dynamic trees with an EAGLE-style head (EAGLE-2, arXiv 2406.16858).
-
-At each depth the ``width`` nodes with the highest cumulative log q are expanded, ``width`` children each; at the
-end the ``nodes`` of all candidates are kept that are visited most likely: those with the highest cumulative log q, or,
-under a law that favours drafts, as :mod:`fsd_infer.drafters.visits` computes. A child's score never exceeds its
-parent's, so they always form a connected tree.
-
-Drafting may stop before the last depth (``TreeShape.stop_below``). Whether it does is, like the tree itself, a function
-of the context, so no rule's law changes.
-"""
+"""Drafting dynamic trees with an EAGLE-style head; how they grow: :mod:`fsd_infer.drafters.growth`."""
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,49 +14,37 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.transfer import to_device
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.candidates import Level, keep_best
-from fsd_infer.drafters.online import RoundChoice
-from fsd_infer.drafters.shape import (
-    DEFAULT_SHAPES,
-    LITTLE_TILT,
-    LITTLE_TILT_SHAPES,
-    TILTED_SHAPES,
-    TreeShape,
-    not_believed,
-    of_device,
-)
-from fsd_infer.drafters.visits import tilted
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.candidates import keep_best
+from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.checkpoint import is_head, is_public, load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, at_nodes, visible_slots
+from fsd_infer.tree import DraftTree, at_nodes
 
 READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory
 MOST_UNREAD = 1024  # tokens of a text
 
 
 @DRAFTERS.register("eagle")
-class EagleDrafter(Drafter):
+class EagleDrafter(TreeDrafter):
     """An :class:`EagleHead`, which shares the target's embeddings and LM head unless it has its own.
 
     Args:
         head: the trained head.
         target: whose features it reads.
-        shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`, for laws that favour drafts
-            :data:`TILTED_SHAPES` or :data:`LITTLE_TILT_SHAPES`).
+        shape: see :class:`TreeDrafter`.
         context_ids: a reduced draft vocabulary is joined by the ids of each text, see :class:`ContextVocabulary`.
             A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
 
     Attributes:
-        by_default: no shape was given.
         public: the head was stored as EAGLE's authors do it, so nothing but its sizes ties it to the target; records
             of runs tell.
     """
 
     name = "eagle"
-    target: Target
     public = False
 
     def __init__(
@@ -75,16 +52,12 @@ class EagleDrafter(Drafter):
     ) -> None:
         target.check_lm_head()
         target.watch(head.config.fused_layers)
-        self.target = target
+        super().__init__(target, head.config.draft_vocab_size or target.vocab_size, shape)
         self.context_ids = context_ids and head.draft_ids is not None and head.lm_head is None
         self._drafted = torch.zeros(target.vocab_size, dtype=torch.bool)  # on the CPU, where texts are
         if head.draft_ids is not None:
             self._drafted[head.draft_ids.cpu()] = True
         self.head = head.to(target.device).cast(target.dtype).eval()
-        self.by_default = shape is None
-        shape = shape or of_device(DEFAULT_SHAPES, target.device)
-        self.vocabulary = head.config.draft_vocab_size or target.vocab_size
-        self.shape = replace(shape, width=min(shape.width, self.vocabulary))
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
@@ -101,32 +74,10 @@ class EagleDrafter(Drafter):
         made.public, made.directory = is_public(directory), Path(directory)
         return made
 
-    def reshaped(self, shape: TreeShape) -> EagleDrafter:
-        """The same head with another tree; nothing is copied."""
-        made = copy(self)
-        made.shape = replace(shape, width=min(shape.width, self.vocabulary))
-        made.by_default, made.choice = False, None
-        return made
-
-    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        if self.by_default and tilt:
-            shapes_by_device = TILTED_SHAPES if tilt > LITTLE_TILT else LITTLE_TILT_SHAPES
-            return self.reshaped(of_device(shapes_by_device, self.target.device))
-        return self
-
-    @property
-    def max_nodes(self) -> int:
-        return self.shape.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.shape.depth, self.max_nodes - 1)
-
     def start(self, first_tokens: Tensor, request: DraftRequest) -> EagleSession:
         return EagleSession(self, request)
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
-        """The head's own empty key-value cache, with room for ``slots`` tokens per row."""
         return new_cache(self.graphs, self._cache_config, batch, slots)
 
     @property
@@ -157,10 +108,6 @@ class EagleDrafter(Drafter):
     @property
     def held_bytes(self) -> int:
         return 0 if self.graphs is None else self.graphs.held
-
-    def slots(self, longest: int) -> int:
-        """Slots for texts of up to ``longest`` tokens and for what is expanded after them."""
-        return longest + max(1, (self.shape.depth - 1) * self.shape.width)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         return batch * slots_taken(self.graphs, self.slots(slots)) * self._cache_bytes_per_token
@@ -197,14 +144,11 @@ class EagleDrafter(Drafter):
         return self.target.lm_logits(read, self.lm_head)
 
     def describe(self) -> dict[str, Any]:
-        stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
         public = {"public": True} if self.public else {}
         narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
         weights = {"weights": "fp8"} if narrow else {}
         return {
             **super().describe(),
-            "width": self.shape.width,
-            **stop,
             "draft_vocab_size": self.vocabulary,
             "context_ids": self.context_ids,
             **weights,
@@ -215,17 +159,16 @@ class EagleDrafter(Drafter):
         return [self.head] if self.lm_head is None else [self.head, self.lm_head]
 
 
-class EagleSession(DraftSession):
+class EagleSession(TreeSession):
     """Head position i holds the pair (token i+1, feature i); ``lengths`` [B], on the CPU, counts a row's pairs."""
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
+        super().__init__(drafter, request, drafter.target.device)
         self.drafter = drafter
         self.vocabulary = drafter.context_vocabulary(request.batch)
-        self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
-        self.device, self.tilt, self.choice = drafter.target.device, request.tilt, request.choice
         self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of extend()
-        self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
+        self._features: Tensor  # [B, E, H] at the nodes that were read last
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
@@ -258,43 +201,19 @@ class EagleSession(DraftSession):
         slots = torch.arange(int(positions.max()) + 1, device=self.device)
         places = to_device(positions, self.device)
         visible = slots <= places[..., None]
-        return self._run(to_device(tokens, self.device), features, places, places, int(positions[0, 0]), visible)
+        first = int(positions[0, 0]) if len(positions) == 1 else None
+        self.cache.set_write_slots(places, first, visible.shape[-1])
+        return self.drafter.run(self.cache, visible, to_device(tokens, self.device), features, places)
 
     def draft(self, roots: Tensor) -> DraftTree:
         if self.choice is not None and not self.choice.expands():
             return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
         self._read_all()
         assert self.last is not None, "extend() comes first"
-        width, depth = self.drafter.shape.width, self.drafter.shape.depth
-        batch, device = roots.shape[0], self.device
+        self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        features = self.last[:, None]  # [B, E, H] at the E nodes expanded at this depth: first the root alone
-        expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their node numbers; the root is node 0
-        path_scores = torch.zeros(batch, 1, device=device)  # their cumulative log q
-        frontier = _Frontier(self.drafter.shape, self.tilt, self.choice)
-        sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # expanded nodes each of them descends from
-        levels: list[Level] = []
-        first = 1  # number of the first node of this depth
-        for level in range(1, depth + 1):
-            logits = self.drafter.q_logits(features, self.vocabulary)  # [B, E, Vd]
-            log_q, choice = ops.likeliest(logits, width)
-            tokens = (choice if ids is None else ids[choice]).flatten(1)
-            scores = (path_scores[..., None] + log_q).flatten(1)
-            levels.append(Level(tokens, scores, expanded, path_scores, logits))
-            if level == depth:
-                break
-            best = frontier.next(log_q, scores)  # [B, E] of the candidates, to be expanded
-            if best is None:
-                break
-            path_scores = scores.gather(1, best)
-            own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            parent = best // width  # which of the E expanded nodes each frontier node hangs under
-            features = at_nodes(features, parent)
-            sees = torch.cat([at_nodes(sees, parent), own], dim=-1)
-            features = self._expand(tokens.gather(1, best), features, sees, level)
-            expanded = first + best
-            first += tokens.shape[1]
-        return keep_best(to_device(roots, device), levels, self.drafter.shape, ids, self.tilt, self.choice)
+        levels = self._grow(self.drafter.q_logits(self._features, self.vocabulary), ids, self.shape.depth)
+        return keep_best(to_device(roots, self.device), levels, self.shape, ids, self.tilt, self.choice)
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
@@ -303,24 +222,13 @@ class EagleSession(DraftSession):
             (tokens[rows], features[to_device(rows, self.device)], counts[rows])
             for tokens, features, counts in self.unread
         ]
-        self.cache.select(rows)
-        self.lengths = self.lengths[rows]
+        super().select(rows)
         self.last = None if self.last is None else self.last[to_device(rows, self.device)]
 
-    def _expand(self, tokens: Tensor, parent_features: Tensor, sees: Tensor, depth: int) -> Tensor:
-        """Run the head on one frontier [B, E]; its keys go after the text and after earlier frontiers."""
-        slots = self.lengths[:, None] + torch.arange(sees.shape[2] - tokens.shape[1], sees.shape[2])
-        positions = (self.lengths + depth - 1)[:, None].expand_as(slots)
-        first, visible = int(slots[0, 0]), visible_slots(self.lengths, sees)
-        positions, slots = to_device(positions, self.device), to_device(slots, self.device)
-        return self._run(tokens, parent_features, positions, slots, first, visible)
-
-    def _run(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, first: int, visible: Tensor
-    ) -> Tensor:
-        """first: the first row's first slot."""
-        self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
-        return self.drafter.run(self.cache, visible, tokens, features, positions)
+    def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        before = at_nodes(self._features, parents)
+        self._features = self.drafter.run(self.cache, visible, tokens, before, positions)
+        return self.drafter.q_logits(self._features, self.vocabulary)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -332,32 +240,3 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor,
     counts = real.sum(1)
     order = real.sort(dim=1, descending=True, stable=True).indices[:, : int(counts.max())]  # the real ones to the left
     return tokens.gather(1, order), at_nodes(features, to_device(order, features.device)), counts
-
-
-class _Frontier:
-    """Which candidates are expanded next: the ``width`` likeliest until ``stop_below``, or what a choice says."""
-
-    def __init__(self, shape: TreeShape, tilt: float, choice: RoundChoice | None) -> None:
-        self.shape, self.tilt, self.choice = shape, tilt, choice
-        self._visits: Tensor | None = None  # [B, E] tilted scores of the nodes that were expanded last
-
-    def next(self, log_q: Tensor, scores: Tensor) -> Tensor | None:
-        """Places [B, E'] among the candidates, None where drafting stops.
-
-        Args:
-            log_q: [B, E, w] ln q of the candidates, the likeliest of each node first.
-            scores: [B, E * w] cumulative.
-        """
-        if self.choice is not None and self.choice.watches:
-            chosen = self.choice.expand(log_q.tolist())
-            return torch.tensor(chosen) if chosen else None
-        best = scores.topk(self.shape.width, dim=-1).indices
-        if self.shape.stop_below:
-            steps = tilted(log_q, self.tilt)
-            visits = steps if self._visits is None else self._visits[..., None] + steps
-            self._visits = visits.flatten(1).gather(1, best)
-            if not_believed(self._visits, self.shape.stop_below):
-                return None
-        if self.choice is not None:
-            self.choice.count(best.shape[1])
-        return best

@@ -23,6 +23,7 @@ FORGET = 0.01  # of what is known, per round
 RECENT = 5  # rounds whose median tells how fast the machine is at present
 CERTAIN = 0.99  # no draft is more certain
 BINS, LEAST = 20, -6.0  # of the calibration curve: of √(-ln q), up to √(-LEAST), so they are fine where q is near 1
+STARTING = 0.05  # of a small LM's forward, beside what its weights take
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
 
 
@@ -33,6 +34,14 @@ class Prior:
     slopes: tuple[float, ...]  # of C between KNOTS
     drafting: tuple[float, float]  # a depth, an expanded node
     rest: tuple[float, float]  # what a round costs besides; the drafter's reading of what was accepted
+
+    def with_model(self, share: float) -> Prior:
+        """The same where a depth is a forward of a model that takes ``share`` of the target's.
+
+        It reads what was accepted with the root, in the first depth's forward.
+        """
+        a_node = share * self.slopes[2]
+        return Prior(self.slopes, (STARTING + share, max(a_node, 0.0005)), (self.rest[0], 0.01))
 
 
 PRIORS = {
@@ -132,10 +141,13 @@ class Curve:
     f(q) = r · q·e^t / (1 + q·(e^t - 1)), t the law's tilt (0 but for the likeliest sibling) and r = drafts accepted /
     drafts expected among those of about this q, depth (1 or more) and place among siblings (first or not), and among
     the text's last ones. Both begin as if some had been seen that behaved as expected.
+
+    A draft that was sampled from q is accepted with min(1, p/q) under the exact test, however small q is: where
+    ``sampled``, (1 + q)/2 stands for q in f.
     """
 
-    def __init__(self, tilt: float = 0.0) -> None:
-        self._gain = math.exp(min(tilt, MOST_TILT)) - 1.0
+    def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
+        self._gain, self._sampled = math.exp(min(tilt, MOST_TILT)) - 1.0, sampled
         bins = 4 * BINS
         self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in range(bins)]
         self._ratios = [1.0] * bins
@@ -146,20 +158,23 @@ class Curve:
 
     def chance(self, log_q: float, depth: int, first: bool) -> float:
         """``depth`` of the draft, from 1; ``first``: it is the likeliest of its siblings."""
-        if not log_q > LEAST:  # NaN too
+        if not self._says(log_q):
             return 0.0
         ratio = self._ratios[self._bin(log_q, depth, first)] * self._text.value
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
     def learn(self, log_q: float, depth: int, first: bool, accepted: bool) -> None:
-        if log_q > LEAST:
+        if self._says(log_q):
             place, expected = self._bin(log_q, depth, first), self._expected(log_q, first)
             self._text.learn(accepted, min(expected * self._ratios[place], 1.0))
             self._seen[place].learn(accepted, expected)
             self._ratios[place] = self._seen[place].value
 
+    def _says(self, log_q: float) -> bool:
+        return log_q > (-math.inf if self._sampled else LEAST)  # NaN is not
+
     def _expected(self, log_q: float, first: bool) -> float:
-        q = math.exp(log_q)
+        q = (1.0 + math.exp(log_q)) / 2 if self._sampled else math.exp(log_q)
         return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
 
     @staticmethod

@@ -1,9 +1,11 @@
-"""Drafting chains with an independent small causal LM of the same vocabulary (Leviathan et al., arXiv 2211.17192)."""
+"""Drafting with an independent small causal LM of the same vocabulary (Leviathan et al., arXiv 2211.17192).
+
+At temperature 0 it grows trees as a head does (:mod:`fsd_infer.drafters.growth`), above it samples a chain.
+"""
 
 from __future__ import annotations
 
 import warnings
-from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,24 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.transfer import to_device
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.shape import TreeShape, check_stop_below, check_tree, not_believed, of_device
-from fsd_infer.drafters.visits import tilted
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.candidates import Level, keep_best
+from fsd_infer.drafters.estimates import Prior
+from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
 from fsd_infer.errors import VocabularyMismatchError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, at_nodes, visible_slots
-
-# (depth, stop_below): on a CPU a chain that is not believed in costs more than it brings; a GPU would have to be waited
-# for after every draft.
-DEFAULT_CHAINS = {"cpu": (5, 0.3), "cuda": (5, 0.0)}
-TILTED_CHAINS = {"cpu": (8, 0.3), "cuda": (8, 0.0)}  # under laws that favour drafts
-
-
-def chain_of(tree: TreeShape | None, target: Target) -> tuple[int, float]:
-    """Depth and ``stop_below`` of a chain where ``tree`` is wanted; by default those of the target's device."""
-    return of_device(DEFAULT_CHAINS, target.device) if tree is None else (tree.depth, tree.stop_below)
 
 
 @cache
@@ -42,62 +37,44 @@ def warn_context(name: str, limit: int) -> None:
 
 
 @DRAFTERS.register("lm")
-class LMDrafter(Drafter):
-    """A chain of ``depth`` tokens per round: sampled from q at temperature > 0, argmax (one-hot q) at 0.
+class LMDrafter(TreeDrafter):
+    """A small LM: a tree per round at temperature 0, above it a chain that is sampled from q.
 
-    Where the small model's own context ends, drafting does, with one warning. In a batch the chain goes on as long as
-    any row is within it; the other rows' nodes are then without q, so that no gate opens there.
+    A chain is as deep as the tree would be, or ends where the small model gives what it has drafted less than
+    ``stop_below``, or where a choice of trees says so: by the past and by the drafts so far, hence by the context
+    alone, and no rule's law changes (:mod:`fsd_infer.drafters.online`).
+
+    Where the small model's own context ends, drafting does, with one warning. In a batch it goes on as long as any row
+    is within it; the other rows' nodes are then without q, so that no gate opens there.
 
     Args:
         model: the small model.
         target: the model it drafts for.
-        depth: most drafts per round.
-        stop_below: draft no further where the small model gives the chain drafted so far less than this chance, each
-            step tilted as the law will be (in a batch: every row's); 0: always ``depth``. A function of the context
-            alone, so no rule's law changes. The check waits for the device once per draft.
-
-    Attributes:
-        by_default: nobody asked for these; laws that favour drafts get :data:`TILTED_CHAINS` in their place.
+        shape: see :class:`TreeDrafter`; :meth:`TreeShape.chain` makes a chain at temperature 0 too.
 
     Raises:
-        FsdError: depth or stop_below out of range.
         VocabularyMismatchError: the tokenizers differ (or, without tokenizers, the widths of the logits).
     """
 
     name = "lm"
-    target: Target
+    samples = True
+    largest = LARGEST_OF_LM
 
-    def __init__(self, model: Target, target: Target, depth: int = 5, stop_below: float = 0.0) -> None:
-        check_tree("the chain", depth, 2)
-        check_stop_below(stop_below)
+    def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
         check_same_vocabulary(model, target)
+        super().__init__(target, target.vocab_size, shape)
         self.model = model
-        self.depth = depth
-        self.stop_below = stop_below
-        self.vocab_size = target.vocab_size
-        self.by_default = False
-
-    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        if not (self.by_default and tilt):
-            return self
-        made = copy(self)
-        made.depth, made.stop_below = of_device(TILTED_CHAINS, self.model.device)
-        return made
 
     @property
-    def max_nodes(self) -> int:
-        return self.depth + 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.depth
+    def prior(self) -> Prior:
+        own, whole = (sum(p.numel() for p in part.model.parameters()) for part in (self.model, self.target))
+        return super().prior.with_model(min(own / whole, 2.0))
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return LMSession(self, first_tokens, request)
 
-    def slots(self, longest: int) -> int:
-        """Slots for texts of up to ``longest`` tokens and for a chain after them."""
-        return longest + self.depth + 1
+    def new_cache(self, batch: int, slots: int) -> SlotCache:
+        return self.model.new_cache(batch, slots)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         return self.model.cache_bytes(batch, self.slots(slots))
@@ -113,131 +90,182 @@ class LMDrafter(Drafter):
         return [self.model.model]
 
     def describe(self) -> dict[str, Any]:
-        stop = {"stop_below": self.stop_below} if self.stop_below else {}
-        return {**super().describe(), "model": self.model.name, **stop}
+        return {**super().describe(), "model": self.model.name}
 
 
-class LMSession(DraftSession):
-    """``lengths`` counts the text, its last token included; ``cached`` what the small model has read of it.
+class LMSession(TreeSession):
+    """``cached`` [B] counts what the small model has read of the texts. It and the texts are on the CPU.
 
-    Both, and the text, are on the CPU.
+    Of the nodes that were expanded the text may go through some: on a CPU, their keys and values are moved to their
+    final slots. Elsewhere it is cheaper to read them again than to find out which.
     """
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        super().__init__(drafter, request, drafter.model.device)
         self.drafter, self.request = drafter, request
-        batch, self.device = request.batch, drafter.model.device
-        self.cache = drafter.model.new_cache(batch, drafter.slots(request.slots))
-        self.text = torch.zeros(batch, request.slots + 1, dtype=torch.long)
+        self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long)
         self.text[:, 0] = first_tokens
-        self.lengths = torch.ones(batch, dtype=torch.long)
+        self.lengths = torch.ones(request.batch, dtype=torch.long)
         self.cached = torch.zeros_like(self.lengths)
-        self.chain: DraftTree | None = None  # the last one, until the text has grown
-        self.agreed: Tensor | None = None  # [B] drafts of it that the text went on with; None: all that were accepted
+        if not request.greedy:
+            self.width, self.looks = 1, self.choice is not None
+        self._expanded = [_Expanded() for _ in range(request.batch)]
+        self._q_scores: list[Tensor] = []  # [B, 1, V] from which a chain's drafts were sampled
+        self._positions: list[Tensor] = []  # [B, E] of the expanded nodes, where the model's windows need them
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        offsets = torch.arange(tokens.shape[1])
-        rows, columns = torch.nonzero(offsets < counts[:, None], as_tuple=True)
+        rows, columns = torch.nonzero(torch.arange(tokens.shape[1]) < counts[:, None], as_tuple=True)
         self.text[rows, self.lengths[rows] + columns] = tokens[rows, columns]
-        # Of the drafts, the model has read all but the last, and accepted ones lie in their final slots already.
-        read = 0 if self.chain is None else max(self.chain.tokens.shape[1] - 2, 0)
-        kept = counts - 1 if self.agreed is None else torch.minimum(counts - 1, self.agreed)
-        self.cached = self.cached + kept.clamp(0, read)
+        self._keep_expanded(tokens, counts)
         self.lengths = self.lengths + counts
         self.cached = torch.minimum(self.cached, self.lengths - 1)  # the root is always read again
-        self.chain = self.agreed = None
+        if self._unread > self.shape.depth and (self.choice is None or not self.choice.idle):
+            self._read(self.lengths - 1)  # a prompt: no part of a draft
 
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        """Another drafter's tokens, grafted on, may have led the text away from the chain."""
-        if self.chain is None or self.chain.rows is None:  # nobody asked for its nodes: it was verified as it is
-            return
-        drafts = torch.tensor([row.tokens[1:] for row in self.chain.rows])
-        depth = min(drafts.shape[1], tokens.shape[1])
-        self.agreed = (drafts[:, :depth] == tokens[:, :depth]).cumprod(1).sum(1)
+    def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
+        """Move keys and values of the expanded nodes that the text goes on with, new tokens [B, K], into place."""
+        final = self.lengths[:, None] + torch.arange(tokens.shape[1])
+        slots = final.clone()
+        for row, (known, text, count) in enumerate(zip(self._expanded, tokens.tolist(), counts.tolist())):
+            path = known.along(text[:count])
+            slots[row, : len(path)] = self.lengths[row] + torch.tensor(path, dtype=torch.long)
+            self.cached[row] += len(path)
+            known.clear()
+        if not torch.equal(slots, final):
+            self.cache.move(slots, final)
+
+    @property
+    def _unread(self) -> int:
+        """Tokens of a text that are to be read, but for its last."""
+        return int((self.lengths - self.cached).max()) - 1
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, request = self.drafter, self.request
         reach = self._reach()
-        depth, common = int(reach.max()), int(reach.min())
-        if depth < 1:
-            return DraftTree.root_only(to_device(roots, self.device), drafter.vocab_size)
-        new = int((self.lengths - self.cached).max())
-        offsets = torch.arange(new)
-        slots = self.cached[:, None] + offsets  # rows with less to read write padding after their text
-        unread = self.text.gather(1, slots.clamp_max(self.text.shape[1] - 1))
-        lasts = self.lengths - self.cached - 1
-        # A few tokens pass the recorded forward, with logits of all; of a whole prompt they would fill the memory.
-        skipped = int(lasts.min()) if new > drafter.depth + 2 else 0
-        logits = self._run(to_device(unread, self.device), slots, new - skipped if skipped else 0)
-        logits = at_nodes(logits, to_device(lasts - skipped, self.device)[:, None])[:, 0]
-        tokens, q_logits, q_scores = [to_device(roots, self.device)], [], []
-        path_scores = [torch.zeros(roots.shape[0], device=self.device)]  # cumulative log q
-        visits = path_scores[0]  # tilted
-        for step in range(1, depth + 1):
-            scores = logits if request.process is None else request.process(logits)
-            if request.greedy:
-                token = logits.argmax(-1)
-            else:
-                token = _sampled(scores, request.generator)
-            tokens.append(token)
-            q_logits.append(logits)
-            q_scores.append(scores)
-            log_q = logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
-            path_scores.append(path_scores[-1] + log_q)
-            visits = visits + tilted(log_q[:, None], request.tilt)[:, 0]
-            if step == depth or not_believed(visits[:, None], drafter.stop_below):
-                break
-            logits = self._run(token[:, None], (self.lengths + step - 1)[:, None])[:, 0]
-        self.cached = self.lengths.clone()
-        self.chain = DraftTree.chain(
-            torch.stack(tokens, 1),
-            torch.stack(q_logits, 1),
-            q_scores=None if request.greedy else torch.stack(q_scores, 1),
-            scores=torch.stack(path_scores, 1),
+        depth = int(reach.max())
+        on_device = to_device(roots, self.device)
+        if depth < 1 or self.choice is not None and not self.choice.expands():
+            return DraftTree.root_only(on_device, self.drafter.vocabulary)
+        self._q_scores, self._positions = [], []
+        levels = self._grow(self._read(self.lengths), None, depth)
+        if self.request.greedy:
+            tree = keep_best(on_device, levels, self.shape, None, self.tilt, self.choice)
+        else:
+            tree = self._chain(on_device, levels)
+        if int(reach.min()) < len(levels):
+            _forget_q_beyond(tree, reach)
+        return tree
+
+    def _chain(self, roots: Tensor, levels: list[Level]) -> DraftTree:
+        scores = [torch.zeros_like(levels[0].scores), *(level.scores for level in levels)]
+        tree = DraftTree.chain(
+            torch.cat([roots[:, None], *(level.tokens for level in levels)], 1),
+            torch.cat([level.logits for level in levels], 1),
+            q_scores=torch.cat(self._q_scores, 1),
+            scores=torch.cat(scores, 1),
         )
-        if common < len(tokens) - 1:
-            beyond = to_device(torch.arange(len(tokens)) >= reach[:, None], self.device)
-            self.chain.q_index = self.chain.q_index.masked_fill(beyond, -1)
-        return self.chain
+        if self.choice is not None:
+            self.choice.keep_all([(row.scores, row.parents) for row in tree.to_rows()])
+        return tree
+
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.request.greedy:
+            return super()._candidates(logits)
+        process, logits = self.request.process, logits.float()
+        scores = logits if process is None else process(logits[:, 0])[:, None]
+        self._q_scores.append(scores)
+        token = _sampled(scores[:, 0], self.request.generator)[:, None, None]
+        return logits.gather(2, token) - logits.logsumexp(-1, keepdim=True), token
 
     def _reach(self) -> Tensor:
-        """[B] how many tokens can be drafted for each row: ``depth``, or fewer where the small model's context ends."""
-        drafter = self.drafter
-        limit = drafter.model.max_positions
-        reach = torch.full_like(self.lengths, drafter.depth)
-        if limit is not None and int(self.lengths.max()) + drafter.depth > limit + 1:  # the last draft is not read
-            warn_context(drafter.model.name, limit)
+        """[B] how deep can be drafted for each row: the tree's depth, or less where the small model's context ends."""
+        model, depth = self.drafter.model, self.drafter.max_depth
+        limit = model.max_positions
+        reach = torch.full_like(self.lengths, depth)
+        if limit is not None and int(self.lengths.max()) + depth > limit + 1:  # the last draft is not read
+            warn_context(model.name, limit)
             reach = reach.minimum(limit + 1 - self.lengths)
         return reach
 
     def select(self, rows: Tensor) -> None:
-        self.cache.select(rows)
-        self.text, self.lengths, self.cached = self.text[rows], self.lengths[rows], self.cached[rows]
-        self.agreed = None if self.agreed is None else self.agreed[rows]
+        super().select(rows)
+        self.text, self.cached = self.text[rows], self.cached[rows]
+        self._expanded = [self._expanded[row] for row in rows.tolist()]
 
-    def _run(self, tokens: Tensor, slots: Tensor, keep: int = 0) -> Tensor:
-        """Causal forward over tokens [B, M] written to consecutive slots [B, M] (on the CPU).
+    def _read(self, ends: Tensor) -> Tensor:
+        """Read the texts up to ``ends`` [B] (on the CPU) -> logits [B, 1, V] at their last tokens."""
+        new = int((ends - self.cached).max())
+        starts = (ends - new).clamp_min(0)  # rows with less to read read some again; what is beyond `ends` is padding
+        slots = starts[:, None] + torch.arange(new)
+        lasts, model = ends - 1 - starts, self.drafter.model
+        # A few tokens pass the recorded forward, with logits of all; of a whole prompt they would fill the memory.
+        skipped = 0 if model.graphs is not None and new <= self.shape.depth + 2 else int(lasts.min())
+        causal = torch.ones(new, new, dtype=torch.bool, device=self.device).tril()
+        visible = visible_slots(starts, causal.expand(len(starts), -1, -1))
+        tokens, places = to_device(self.text.gather(1, slots), self.device), to_device(slots, self.device)
+        self.cache.set_write_slots(places, int(starts[0]) if len(starts) == 1 else None, visible.shape[-1])
+        logits = self._forward(tokens, places, visible, new - skipped if skipped else 0)
+        self.cached = ends.clone()
+        return at_nodes(logits, to_device(lasts - skipped, self.device)[:, None])
 
-        Returns:
-            logits [B, keep, V] of the last ``keep`` tokens (0: of all M), fp32
-        """
-        count = tokens.shape[1]
-        first, used = int(slots[0, 0]), int(slots.max()) + 1
-        causal = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
-        visible = visible_slots(slots[:, 0], causal.expand(slots.shape[0], -1, -1))
-        slots = to_device(slots, self.device)
-        self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, used)
-        model = self.drafter.model
+    def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            for known, row, under in zip(self._expanded, tokens.tolist(), parents.tolist()):
+                known.add(row, under)
+        if any(self.drafter.model.layer_windows.values()):  # of which expanded nodes lie where is to be said
+            self._positions.append(positions)
+            text = torch.arange(visible.shape[-1], device=self.device).repeat(len(tokens), 1)
+            nodes = torch.cat(self._positions, 1)
+            slots = self.lengths[:, None] + torch.arange(nodes.shape[1])
+            self.cache.positions = text.scatter(1, to_device(slots, self.device), nodes)
+        return self._forward(tokens, positions, visible)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, keep: int = 0) -> Tensor:
+        model, width = self.drafter.model, self.drafter.vocabulary
         limit = model.max_positions
-        positions = slots if limit is None else slots.clamp_max(limit - 1)  # beyond, what comes out is not used
+        if limit is not None:  # beyond, what comes out is not used
+            positions = positions.clamp_max(limit - 1)
         logits, _ = model.forward(tokens, positions, visible, self.cache, keep)
-        return self._fit(logits.float())
+        # cut or pad the rows that padding added to one model's vocabulary but not to the other's
+        missing = width - logits.shape[-1]
+        return (
+            torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :width]
+        )
 
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Cut or pad (with -inf) the rows that padding added to one model's vocabulary but not to the other's."""
-        width = self.drafter.vocab_size
-        if logits.shape[-1] >= width:
-            return logits[..., :width]
-        return torch.nn.functional.pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))
+
+class _Expanded:
+    """A row's expanded nodes in the order of their slots, the first of which follows the text."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._children: dict[tuple[int, int], int] = {}  # (parent's place, -1 the root; token): place
+        self._frontier = [-1]  # places of the nodes that were added last
+
+    def add(self, tokens: list[int], parents: list[int]) -> None:
+        """One depth's; parents: places among the nodes that were added last."""
+        first = len(self._children)
+        for place, (token, parent) in enumerate(zip(tokens, parents), first):
+            self._children[self._frontier[parent], token] = place
+        self._frontier = list(range(first, first + len(tokens)))
+
+    def along(self, text: list[int]) -> list[int]:
+        """Places of the nodes that a text goes through below the root."""
+        path = [-1]
+        for token in text:
+            place = self._children.get((path[-1], token))
+            if place is None:
+                break
+            path.append(place)
+        return path[1:]
+
+
+def _forget_q_beyond(tree: DraftTree, reach: Tensor) -> None:
+    """No q of nodes whose children lie deeper than ``reach`` [B], on the CPU: there the model could not read."""
+    beyond = tree.depths >= to_device(reach, tree.depths.device)[:, None]
+    tree.q_index = tree.q_index.masked_fill(beyond, -1)
+    for row, most in zip(tree.rows or (), reach.tolist()):
+        row.q_index = [-1 if depth >= most else index for index, depth in zip(row.q_index, row.depths())]
 
 
 def _sampled(scores: Tensor, generator: torch.Generator | None) -> Tensor:

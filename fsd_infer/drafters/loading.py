@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters
-from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.lm import LMDrafter, chain_of, load_lm
+from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.itself import PREFIX, Itself
+from fsd_infer.drafters.lm import LMDrafter, load_lm
 from fsd_infer.drafters.online import Choice
-from fsd_infer.drafters.shape import AUTO, DEFAULT_SHAPES, LARGEST, TreeShape, of_device
+from fsd_infer.drafters.shape import AUTO, DEFAULT_SHAPES, TreeShape, of_device
 from fsd_infer.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
 from fsd_infer.targets.loading import shipped_drafter
@@ -34,12 +35,13 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             a directory       a head checkpoint, ours or a public EAGLE-1/2 one, or a causal LM of the target's
                               vocabulary or a peft adapter for one
             a hub id          a causal LM of the target's vocabulary
+            "self:layers=..." the target with some of its layers, "self:bits=..." with rounded weights
+                              (:mod:`fsd_infer.drafters.itself`)
             ================  ===================================================================================
         target: what it is to draft for.
-        tree: shape of a head's tree, or "auto": chosen round by round, see :mod:`fsd_infer.drafters.online`. None:
-            "auto" on a CPU, elsewhere a shape. A shape's depth and ``stop_below`` are those of a small LM's chain (by
-            default :data:`fsd_infer.drafters.lm.DEFAULT_CHAINS`), its nodes those of "lookup" and of a grafted tree
-            (by default as many as a head's tree has on this device).
+        tree: shape of the tree of a head or small LM, or "auto": chosen round by round, see
+            :mod:`fsd_infer.drafters.online`. None: "auto" on a CPU, elsewhere a shape. Its nodes are those of "lookup"
+            and of a grafted tree too (by default as many as a head's tree has on this device).
 
     Raises:
         FsdError, UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and
@@ -54,33 +56,35 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         name = default if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)
         chosen = tree == AUTO or tree is None and target.device.type == "cpu"
-    return choose_trees(made) if chosen and head_of(made) is not None else made
+    return choose_trees(made) if chosen and main_of(made) is not None else made
 
 
-def head_of(drafter: Drafter) -> EagleDrafter | None:
-    """The drafter whose tree can be chosen: itself, or what all is grafted onto; None if that is no head."""
+def main_of(drafter: Drafter) -> TreeDrafter | None:
+    """The drafter whose tree can be chosen: itself, or what all is grafted onto; None if that grows none."""
     while isinstance(drafter, GraftedDrafter):
         drafter = drafter.main
-    return drafter if isinstance(drafter, EagleDrafter) else None
+    return drafter if isinstance(drafter, TreeDrafter) else None
 
 
 def choose_trees(drafter: Drafter) -> Drafter:
-    """Let each round's tree of a head, also of one in a graft, be chosen; see :mod:`fsd_infer.drafters.online`.
+    """Let each round's tree of a head or small LM, also of one in a graft, be chosen; see
+    :mod:`fsd_infer.drafters.online`.
 
     Args:
         drafter: is changed.
 
     Raises:
-        FsdError: the drafter has no tree of a head to choose.
+        FsdError: the drafter has no tree to choose.
     """
-    head = head_of(drafter)
-    if head is None:
+    main = main_of(drafter)
+    if main is None:
         raise FsdError(
-            f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head."
+            f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head or a "
+            "small LM."
         )
-    largest = of_device(LARGEST, head.target.device)
-    head.shape, head.by_default = head.reshaped(largest).shape, False
-    drafter.choice = Choice(head.target.device.type)
+    largest = of_device(main.largest, main.target.device)
+    main.shape, main.by_default = main.reshaped(largest).shape, False
+    drafter.choice = Choice(main.target.device.type, prior=main.prior)
     part = drafter
     while isinstance(part, GraftedDrafter):
         part.nodes, part = largest.nodes, part.main
@@ -105,15 +109,14 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
         if found is not None:
             return found
     try:
-        model = load_lm(source, target)
+        model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
         raise UnknownNameError(
             f"unknown drafter {name!r}: it is no directory and no hub id (owner/model), and none of shipped, none, "
-            f"{', '.join(free_drafters())}, X+lookup and X+recycle (X any other of these)."
+            f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+lookup and X+recycle (X any other)."
         ) from None
-    made = LMDrafter(model, target, *chain_of(tree, target))
+    made = LMDrafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None
-    made.by_default = tree is None
     return made
 
 

@@ -19,6 +19,12 @@ it best first, SpecDec++ (2405.19715) stops by a threshold, OPT-Tree (2406.17276
 round are independent of all of it, so given everything before it a round emits by the rule's law on whatever tree it
 has, and by the chain rule so does the text. What the clock says can change *which* draws give which token. So a request
 with a seed reads no clock and keeps nothing, and its answer comes again.
+
+**A chain that is sampled from q** (a small LM at temperature > 0) is chosen in length. Whether a draft x is drawn after
+the drafts x₁ … xₖ depends on these, on what other rows have drawn and on the past, but never on x, and what is drawn is
+verified: none is dropped by its q. So given a context and all that was drawn before it, either x ~ q and the rule's
+test of x gives its law, or nothing is drawn and the target's own token does: the same law in both cases, hence in the
+mixture. (Dropping x where q(x) is small would keep the test for likely x alone and shift the law to them.)
 """
 
 from __future__ import annotations
@@ -26,13 +32,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from fsd_infer.drafters.base import DraftSession
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Rate, Trees
-from fsd_infer.drafters.wrapped import WrappedSession
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior, Rate, Trees
 from fsd_infer.tree import DraftTree
 
 RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
@@ -44,11 +46,26 @@ LONGEST_PAUSE = 1024
 MOST_TOGETHER = 160  # nodes of a batch
 
 
+@dataclass(frozen=True)
+class Law:
+    """By what the drafts of a request will be verified.
+
+    Attributes:
+        tilt: as in :class:`DraftRequest`.
+        name: laws of one name and tilt are learned about together.
+        sampled: the drafts are a chain that is sampled from q.
+    """
+
+    tilt: float = 0.0
+    name: str = ""
+    sampled: bool = False
+
+
 class Knowledge:
     """What was learned of a law and a size of batch."""
 
-    def __init__(self, costs: Costs, batch: int, tilt: float) -> None:
-        self.costs, self.curve = costs, Curve(tilt)
+    def __init__(self, costs: Costs, batch: int, law: Law) -> None:
+        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach = Rate(1.0, 1.0, DEPTH_MEMORY)  # rows that came to nodes that were expanded, per row expected to
         self.hit = Rate(0.6, 1.0, DEPTH_MEMORY)  # rows that went on below such nodes, per row that came to one
@@ -63,35 +80,36 @@ class Choice:
     Args:
         device: the kind of device.
         clock: seconds.
+        prior: what rounds are taken to cost at first; default: a head's.
     """
 
-    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.prior = PRIORS.get(device, PRIORS["cuda"])
+    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, prior: Prior | None = None) -> None:
+        self.prior = prior or PRIORS.get(device, PRIORS["cuda"])
         self.watches = device == "cpu"  # elsewhere a look at each depth would make the host wait
         self.clock = clock
         self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, int], Knowledge] = {}
+        self._known: dict[tuple[int, Law], Knowledge] = {}
 
-    def knowledge(self, batch: int, tilt: float) -> Knowledge:
+    def knowledge(self, batch: int, law: Law) -> Knowledge:
         """Of earlier requests; what is learned is added to it."""
         size = batch.bit_length()
         costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, round(4 * min(tilt, 4.0))
+        key = size, replace(law, tilt=round(4 * min(law.tilt, 4.0)))
         if key not in self._known:
-            self._known[key] = Knowledge(costs, batch, tilt)
+            self._known[key] = Knowledge(costs, batch, law)
         return self._known[key]
 
     def begin(
-        self, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None = None, learns: bool = True
+        self, batch: int, law: Law, nodes: int, sizes: Sequence[int] | None = None, learns: bool = True
     ) -> RoundChoice:
-        """For a request of ``batch`` rows under a law of this tilt.
+        """For a request of ``batch`` rows under this law.
 
         Args:
             nodes: most of a tree, the root included.
             sizes: of trees that are as cheap as somewhat smaller ones, where forwards are recorded; None: any.
             learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
         """
-        return RoundChoice(self, batch, tilt, nodes, sizes, learns)
+        return RoundChoice(self, batch, law, nodes, sizes, learns)
 
 
 @dataclass
@@ -106,13 +124,13 @@ class RoundChoice:
     """One request's, round by round: :meth:`expands`, :meth:`expand` depth by depth, :meth:`keep`, :meth:`learn`."""
 
     def __init__(
-        self, choice: Choice, batch: int, tilt: float, nodes: int, sizes: Sequence[int] | None, learns: bool
+        self, choice: Choice, batch: int, law: Law, nodes: int, sizes: Sequence[int] | None, learns: bool
     ) -> None:
-        self.choice, self.tilt, self.most, self.sizes, self.learns = choice, tilt, nodes, sizes, learns
+        self.choice, self.law, self.most, self.sizes, self.learns = choice, law, nodes, sizes, learns
         if learns:
-            self.known = choice.knowledge(batch, tilt)
+            self.known = choice.knowledge(batch, law)
         else:
-            self.known = Knowledge(Costs(choice.prior, learns=False), batch, tilt)
+            self.known = Knowledge(Costs(choice.prior, learns=False), batch, law)
         self.known.curve.begin_text()
         self.rate = self.known.rate.recent(RATE_MEMORY)
         self.batch = batch
@@ -136,7 +154,7 @@ class RoundChoice:
         """So many rows go on."""
         self.batch = rows
         if self.learns:
-            self.known = self.choice.knowledge(rows, self.tilt)
+            self.known = self.choice.knowledge(rows, self.law)
         self.rate = self.known.rate.recent(RATE_MEMORY)
         self._new_round()
 
@@ -264,10 +282,18 @@ class RoundChoice:
         if self._tries:
             sizes = [n for n in sizes if n > 1] or sizes
         nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * len(rows)))
-        cost = costs.forward(nodes * len(rows))
-        cost += costs.drafting(self.depths, self.expanded) + costs.rest(not self.idle)
-        self._plan = Plan(len(rows) + total[nodes - 1], cost)
+        self._expect(total[nodes - 1], nodes * len(rows))
         return [sorted(order[: nodes - 1]) for order in orders]
+
+    def keep_all(self, rows: Sequence[tuple[Sequence[float], Sequence[int]]]) -> None:
+        """The same for drafts that were sampled, none of which may be dropped."""
+        self._expect(sum(sum(self._chances_of(*row)[1:]) for row in rows), sum(len(scores) for scores, _ in rows))
+
+    def _expect(self, drafts: float, nodes: int) -> None:
+        """So many drafts of all rows will be accepted, and so many nodes are verified."""
+        costs = self.known.costs
+        cost = costs.forward(nodes) + costs.drafting(self.depths, self.expanded) + costs.rest(not self.idle)
+        self._plan = Plan(self.batch + drafts, cost)
 
     def _chances_of(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
         curve, firsts = self.known.curve, _firsts(scores, parents)
@@ -330,48 +356,3 @@ def _firsts(scores: Sequence[float], parents: Sequence[int]) -> dict[int, int]:
         if scores[node] > scores[best]:
             firsts[parents[node]] = node
     return firsts
-
-
-class LearningSession(WrappedSession):
-    """A session whose rounds are timed: what its :class:`RoundChoice` learns from.
-
-    A round is drafted in ``draft``, verified from there to ``observe``, and ends with ``extend``.
-    """
-
-    def __init__(self, session: DraftSession, choice: RoundChoice) -> None:
-        super().__init__(session)
-        self.choice, self._clock = choice, choice.choice.clock
-        self._last: tuple[DraftTree, list[list[int]], list[int]] | None = None
-        self._marks = [0.0] * 3
-        self._drafted = False  # what is observed first is the prompt's end
-
-    def draft(self, roots: Tensor) -> DraftTree:
-        start = self._now()
-        tree = super().draft(roots)
-        self._marks, self._drafted = [start, self._now(), 0.0], True
-        return tree
-
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        if self._drafted:
-            self._marks[2] = self._now()
-            self._last = tree, path.tolist(), accepted.tolist()
-        super().observe(tree, logits, path, tokens, accepted)
-
-    def select(self, rows: Tensor) -> None:
-        self._end(None)
-        super().select(rows)
-        self.choice.select(len(rows))
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        super().extend(tokens, features, counts)
-        self._end(self._now())
-
-    def _now(self) -> float:
-        return self._clock() if self.choice.learns else 0.0
-
-    def _end(self, now: float | None) -> None:
-        if self._last is not None:
-            start, drafted, verified = self._marks
-            rest = None if now is None else now - verified
-            self.choice.learn(*self._last, drafted - start, verified - drafted, rest)
-        self._last = None

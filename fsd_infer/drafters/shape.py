@@ -63,6 +63,11 @@ class TreeShape:
         check_stop_below(self.stop_below)
 
     @classmethod
+    def chain(cls, depth: int, stop_below: float = 0.0) -> TreeShape:
+        """One child per node."""
+        return cls(depth, 1, depth + 1, stop_below)
+
+    @classmethod
     def parse(cls, text: str) -> TreeShape:
         """ "5,6,16", or "5x6x16" within a list, and "5,6,16,0.3" with ``stop_below``. Raises FsdError."""
         parts = text.split("x" if "x" in text else ",")
@@ -104,8 +109,9 @@ LITTLE_TILT = 0.75
 LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
 
 
-# What trees are chosen within.
+# What trees are chosen within. A small LM is right further down than a head, and each of its depths costs more.
 LARGEST = {"cpu": TreeShape(depth=12, width=6, nodes=48), "cuda": TreeShape(depth=6, width=8, nodes=64)}
+LARGEST_OF_LM = {**LARGEST, "cpu": TreeShape(depth=16, width=4, nodes=24)}
 
 
 def parse_tree(text: str | None) -> TreeShape | str | None:

@@ -19,7 +19,8 @@ from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest
-from fsd_infer.drafters.online import LearningSession
+from fsd_infer.drafters.learning import LearningSession
+from fsd_infer.drafters.online import Law
 from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError
@@ -142,7 +143,9 @@ class _Batch:
         if drafter.choice is not None:
             recorded = None if target.graphs is None else TOKENS
             learns = request.generator is None and not target.is_shared_out  # else trees follow from the text alone
-            self.choice = drafter.choice.begin(count, tilt, drafter.max_nodes, recorded, learns)
+            names = {rule.name for rule in self.rules}
+            law = Law(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
+            self.choice = drafter.choice.begin(count, law, drafter.max_nodes, recorded, learns)
         session = drafter.start(
             first,
             DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt, self.choice),

@@ -1,0 +1,57 @@
+"""The commands of `fsd-infer` that look for a drafter, or at its cost, before there is one: estimate, skip-layers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fsd_infer.errors import FsdError
+
+
+def estimate(args: argparse.Namespace) -> int:
+    """`fsd-infer estimate`."""
+    from fsd_bench.estimate import Planned, planned_head, planned_lm
+    from fsd_bench.planned import planned_target, read_changes
+    from fsd_bench.report import estimate_text
+    from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
+    from fsd_infer.heads.checkpoint import is_head, load_head
+
+    tree = None if args.tree is None else TreeShape.parse(args.tree)
+    target = planned_target(args.target, read_changes(args.set))
+    request: dict[str, Any] = dict(
+        batch=args.batch_size, context=args.context, new=args.max_new_tokens, graphs=args.cuda_graphs
+    )
+    planned: Planned
+    if args.drafter is not None and not is_head(args.drafter):
+        planned = planned_lm(target, args.drafter, **request)
+    elif args.drafter is not None:
+        planned = Planned(target, load_head(args.drafter), **request)
+        width = planned.head.config.target_hidden_size
+        if width != target.hidden_size:
+            raise FsdError(
+                f"{args.drafter} reads features of {width} numbers, {args.target} has {target.hidden_size}: name the "
+                "head's own target."
+            )
+    else:
+        vocabulary = min(args.draft_vocab, target.vocab_size)
+        planned = Planned(target, planned_head(target, layout=args.layout, draft_vocab_size=vocabulary), **request)
+    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
+    return 0
+
+
+def skip_layers(args: argparse.Namespace) -> int:
+    """`fsd-infer skip-layers`."""
+    from fsd_bench.skip_layers import answers, search
+    from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.drafters.itself import spelled
+    from fsd_infer.targets.loading import parse_device, parse_dtype
+
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    decoder = FuzzyDecoder.from_pretrained(args.target, dtype=parse_dtype(args.dtype), device=parse_device(args.device))
+    texts = answers(decoder, args.prompts, args.limit, args.max_new_tokens)
+    for step in search(decoder.target, texts, args.layers):
+        print(f"{len(step.layers)} layers, agreement {step.agreement:.3f}: {spelled(step.layers)}", flush=True)
+    return 0
