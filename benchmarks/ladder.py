@@ -54,9 +54,9 @@ def noisy_copy(target: Target, share: float, seed: int) -> Target:
 
 def rung_of(name: str, decoder: FuzzyDecoder, depth: int, seed: int) -> Drafter:
     """The drafter of a rung, with chains of ``depth``."""
-    chain = TreeShape(depth, 1, depth + 1)
+    chain = TreeShape.chain(depth)
     if name.startswith("noise:"):
-        drafter: Drafter = LMDrafter(noisy_copy(decoder.target, float(name[6:]), seed), decoder.target, depth)
+        drafter: Drafter = LMDrafter(noisy_copy(decoder.target, float(name[6:]), seed), decoder.target, chain)
         decoder.pack(drafter, release=True)
         return drafter
     return decoder.load_drafter(name, chain)

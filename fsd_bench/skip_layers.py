@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,8 @@ def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens:
         if len(found) == limit:
             break
         messages = row_messages(row.values, row.where)
-        prompt = decoder.encode([dict(turn) for turn in messages] if chat else messages[-1]["content"], chat)
+        asked: Any = [dict(turn) for turn in messages] if chat else messages[-1]["content"]
+        prompt = decoder.encode(asked, chat)
         answer = decoder.generate(prompt, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0]
         found.append(Answered([*prompt, *answer], len(prompt)))
     if not found:

@@ -126,7 +126,8 @@ def test_names() -> None:
     assert load_drafter("self:layers=0+lookup", target).choice is not None
     for name, words in {
         "self:": "says nothing", "self:bits": "says nothing", "self:bits=": "says nothing", "self:bits=1": "2 to 8",
-        "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "says nothing", "self:heads=3": "heads=3",
+        "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "says nothing",
+        "self:heads=3": "heads=3",
         "self:layers=": "says nothing", "self:layers=2-1": "no range", "self:layers=a": "'a' is no layer",
         "self:layers=1-2-3": "no range", "self:layers=1,1": "once", "self:layers=2,0": "ascending",
         "self:layers=0-3": "has no layer 3", "self:layers=0-99999": "no range",

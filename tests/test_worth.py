@@ -13,7 +13,7 @@ import torch
 from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.worth import Forecast, forecast
-from fsd_bench.worth.forecasts import request_options, reshaped
+from fsd_bench.worth.forecasts import request_options
 from fsd_bench.worth.replay import Evidence, Replay, _walk
 from fsd_bench.worth.steps import BEGINNING, BIN, HIT, Rounds, Step, stationary_shares
 from fsd_bench.worth.text import verdict, worth_text
@@ -42,7 +42,7 @@ def noisy(model: Any, strength: float) -> Any:
 @pytest.fixture(scope="module")
 def decoders() -> dict[str, FuzzyDecoder]:
     target = Target(tiny_model("llama"))
-    small = LMDrafter(Target(noisy(tiny_model("llama"), 0.1)), target, 6)
+    small = LMDrafter(Target(noisy(tiny_model("llama"), 0.1)), target, TreeShape.chain(6))
     head = tiny_head(target, TreeShape(3, 3, 9))
     return {"lm": FuzzyDecoder(target, small), "head": FuzzyDecoder(target, head)}
 
@@ -103,12 +103,12 @@ def test_a_replayed_first_round_is_the_one_that_decoding_has(
         _walk(seen, [part], walks)
         steps, _ = Replay([rule], [shape], frozenset())._steps(seen, nodes, walks[part], NEW)
         made = decoder.generate(
-            [prompt], rule, drafter=reshaped(decoder.drafter, shape), **request_options(0.0, len(steps) + 1)
+            [prompt], rule, drafter=decoder.drafter.reshaped(shape), **request_options(0.0, len(steps) + 1)
         )
         assert made.stats.target_forwards == 1 and len(made.sequences[0]) == len(steps) + 1
         assert made.stats.divergence_spent == pytest.approx(sum(step.nats for step in steps), abs=1e-4)
         longer = decoder.generate(
-            [prompt], rule, drafter=reshaped(decoder.drafter, shape), **request_options(0.0, len(steps) + 2)
+            [prompt], rule, drafter=decoder.drafter.reshaped(shape), **request_options(0.0, len(steps) + 2)
         )
         assert longer.stats.target_forwards == 2  # the round ended there
         assert longer.sequences[0][: len(steps) + 1] == made.sequences[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from fsd_bench.worth.replay import Cell, Replay
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
-from fsd_infer.drafters.loading import head_of
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Exact, Fly, Rule, parse_rule
@@ -143,41 +142,24 @@ class Forecast:
         return made
 
 
-def deep_drafter(decoder: FuzzyDecoder, drafter: Drafter) -> Drafter:
+def deep_drafter(drafter: Drafter) -> TreeDrafter:
     """The drafter with a shape that others can be cut from: the one that was asked for, or a deep one. Raises FsdError
     for a drafter without shapes.
     """
-    if isinstance(drafter, LMDrafter):
-        depth = DEPTH if drafter.by_default else drafter.depth
-        return reshaped(drafter, TreeShape(depth, 1, depth + 1))
-    head = head_of(drafter)
-    if head is drafter and head is not None:
-        chosen = head.by_default or head.choice is not None
-        return reshaped(head, DEEP_TREE if chosen else replace(head.shape, stop_below=0.0))
-    raise FsdError(f"worth forecasts for heads and small LMs, not for drafter {drafter.name!r}: name one of these.")
+    if not isinstance(drafter, TreeDrafter):
+        raise FsdError(f"worth forecasts for heads and small LMs, not for drafter {drafter.name!r}: name one of these.")
+    if drafter.by_default or drafter.choice is not None:
+        return drafter.reshaped(TreeShape.chain(DEPTH) if isinstance(drafter, LMDrafter) else DEEP_TREE)
+    return drafter.reshaped(replace(drafter.shape, stop_below=0.0))
 
 
-def reshaped(drafter: Drafter, shape: TreeShape) -> Drafter:
-    """The same head or small LM with another shape; nothing is copied."""
-    if isinstance(drafter, LMDrafter):
-        made = copy(drafter)
-        made.depth, made.stop_below, made.by_default = shape.depth, shape.stop_below, False
-        return made
-    head = head_of(drafter)
-    assert head is not None
-    return head.reshaped(shape)
-
-
-def _shapes(deep: Drafter) -> tuple[TreeShape, list[TreeShape]]:
+def _shapes(deep: TreeDrafter) -> tuple[TreeShape, list[TreeShape]]:
     """What is decoded with, and all that are replayed, among them that."""
-    if isinstance(deep, LMDrafter):
-        whole = TreeShape(deep.depth, 1, deep.depth + 1)
-        chains = [TreeShape(length, 1, length + 1) for length in LENGTHS if length < deep.depth]
-        stopped = [TreeShape(length, 1, length + 1, STOP) for length in {8, deep.depth} if length <= deep.depth]
+    whole = deep.shape
+    if whole.width == 1:
+        chains = [TreeShape.chain(length) for length in LENGTHS if length < whole.depth]
+        stopped = [TreeShape.chain(length, STOP) for length in {8, whole.depth} if length <= whole.depth]
         return whole, [*chains, whole, *stopped]
-    head = head_of(deep)
-    assert head is not None
-    whole = head.shape
     cuts = [TreeShape(d, whole.width, n) for d, n in TREES if d <= whole.depth and n <= whole.nodes]
     return whole, [*(cut for cut in cuts if cut != whole), whole]
 
@@ -217,7 +199,7 @@ def forecast(
     """
     if not prompts:
         raise FsdError("no prompts: give at least one.")
-    deep = deep_drafter(decoder, decoder.drafter if drafter is None else drafter)
+    deep = deep_drafter(decoder.drafter if drafter is None else drafter)
     whole, shapes = _shapes(deep)
     tried = dict.fromkeys([Exact(), *map(parse_rule, RULES), *map(parse_rule, rules)])
     replayed = [rule for rule in tried if temperature == 0 or not isinstance(rule, Fly)]

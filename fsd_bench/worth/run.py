@@ -13,10 +13,10 @@ from tqdm import tqdm
 from fsd_bench.environment import environment
 from fsd_bench.models import ModelOptions
 from fsd_bench.runner import encode_row
-from fsd_bench.worth.forecasts import Forecast, Measured, Row, forecast, request_options, reshaped
+from fsd_bench.worth.forecasts import Forecast, Measured, Row, deep_drafter, forecast, request_options
 from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import Drafter
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import parse_rule
 
@@ -76,14 +76,14 @@ def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, d
     )
     found = forecast(decoder, prompts, options.rules, **asked)
     if options.measure:
-        found = measure(decoder, decoder.drafter, prompts, found, options.measure, **asked)
+        found = measure(decoder, deep_drafter(decoder.drafter), prompts, found, options.measure, **asked)
     described = {**asdict(options), "prompts": Path(options.prompts).name}
     return found, {"options": described, "forecast": found.to_dict(), "environment": environment()}
 
 
 def measure(
     decoder: FuzzyDecoder,
-    drafter: Drafter,
+    drafter: TreeDrafter,
     prompts: Sequence[Any],
     found: Forecast,
     count: int,
@@ -101,7 +101,7 @@ def measure(
     def checked(row: Row) -> Row:
         if row.rule not in names:
             return row
-        shaped = reshaped(drafter, row.best.shape)
+        shaped = drafter.reshaped(row.best.shape)
         emitted = forwards = 0
         seconds = nats = 0.0
         for number, prompt in enumerate(prompts):
