@@ -173,15 +173,15 @@ class _Walk:
         last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays.gather(1, end)), tree.tokens.gather(1, below))
         is_open = pays.gather(1, path) & ~beyond
-        sources = torch.where(nodes < accepted, int(Source.EXACT), int(Source.TARGET))
+        sources = (nodes < accepted) * int(Source.EXACT)  # Source.TARGET is 0
         if self.open is not self.closed:
             dense = torch.zeros_like(last)
             for law, mine in self.laws if not evidence.sampled else []:
                 dense = dense | mine if law.log_r is not None else dense
             sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
         child = (tree.parents[:, None] == path[..., None]) & (evidence.is_draft[:, None] & ~beyond[..., None])
-        leads = child.int() if tree.scores is None else torch.where(child, tree.scores[:, None], -math.inf)
-        first = torch.where(child.any(-1), leads.argmax(-1), -1)
+        leads = child.int() if tree.scores is None else tree.scores[:, None].masked_fill(~child, -math.inf)
+        first = leads.argmax(-1).masked_fill_(~child.any(-1), -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
         unfit = {} if evidence.lazy else evidence.unfit()

@@ -48,7 +48,11 @@ class Evidence:
 
     def total(self, values: Tensor) -> Tensor:
         """Values of drafts -> at each context the sum over its children."""
-        return torch.where(self.child, values[:, None], 0).sum(-1)
+        return self.of_children(values, 0.0).sum(-1)
+
+    def of_children(self, values: Tensor, other: float) -> Tensor:
+        """Values of drafts -> [B, N, N] at each context its children's, ``other`` elsewhere."""
+        return values[:, None].masked_fill(self._no_child, other)
 
     def some(self, holds: Tensor) -> Tensor:
         """bool of drafts -> at each context, does it hold for any child."""
@@ -71,6 +75,10 @@ class Evidence:
     def child(self) -> Tensor:
         """[B, N, N] bool; is node j a child of node i."""
         return (self.tree.parents[:, None] == self.nodes[:, None]) & self.is_draft[:, None]
+
+    @cached_property
+    def _no_child(self) -> Tensor:
+        return ~self.child
 
     @cached_property
     def inner(self) -> Tensor:

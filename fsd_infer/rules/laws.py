@@ -139,7 +139,8 @@ class Law:
                 return at.q_scores
             limit = _limit(at, cutoff)
             if evidence.greedy:
-                refused = at.log_p.gather(1, at.q_scores.argmax(-1, True)) < limit
+                choice = at.scores.gather(1, at.q_scores.argmax(-1, True)) - at.scores.amax(-1, True)
+                refused = choice + at.of(evidence.log_p_max)[:, None] < limit
                 return torch.where(refused, at.scores, at.q_scores)
             below = at.log_p < limit
             from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
@@ -218,17 +219,16 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     number, and so may e^-lift.
     """
     dtype, inf, regret = wide(lift.device), math.inf, evidence.regret
-    possible = regret < inf  # what the processed target forbids is never emitted
-    lift = torch.where(possible, lift, 0.0)
+    lift = lift.masked_fill(regret == inf, 0.0)  # what the processed target forbids is never emitted
     held = lift == -inf
     applies = applies & evidence.some(lift > 0)
     if evidence.greedy:
         applies = applies & ~evidence.some(held & evidence.chance)
-        value = torch.where(evidence.child, torch.where(possible, lift - regret, -inf)[:, None], -inf)
+        value = evidence.of_children(lift - regret, -inf)
         best = value.amax(-1, keepdim=True)
         # of equals the least regret, then the smallest token, as an argmax over the vocabulary would have it
         order = -regret.to(dtype) - 1e-12 * evidence.tree.tokens
-        child, won = torch.where(value == best, order[:, None], -inf).argmax(-1), best[..., 0] > 0
+        child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
         chance = torch.where(evidence.above(won), evidence.nodes == evidence.above(child), evidence.chance)
         cost = regret.gather(1, child).masked_fill(~won, 0.0).to(dtype)
         return Odds(applies, chance, cost, cost)
@@ -237,7 +237,7 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     forced = evidence.some(lift == inf)  # p is restricted to these
     outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
     log_r = log_p + torch.where(evidence.above(forced), torch.where(lift == inf, 0.0, -inf), lift)
-    inside = torch.where(evidence.child, log_r[:, None], -inf).logsumexp(-1)
+    inside = evidence.of_children(log_r, -inf).logsumexp(-1)
     others = free - torch.logaddexp(inside, outside)  # what scales all weights: children that are held leave less
     log_r = torch.where(held, log_p, log_r + evidence.above(others))
     r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
