@@ -165,6 +165,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
         seed=args.seed,
         batch_size=args.batch_size,
         template=args.chat_template_args,
+        raw=args.raw,
     )
     _say_what_is_left_out(plan, args)
     window = _window(args.target)
@@ -271,6 +272,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "seed"]
     names.append("chat_template_args")
     settings = {name: getattr(args, name) for name in names}
+    if args.raw:
+        settings["raw"] = True
     settings["backend"] = "endpoint" if args.endpoint else "local"
     if args.endpoint:
         settings["endpoint_model"] = args.endpoint_model
