@@ -2,7 +2,7 @@
 
     python -m benchmarks.beginnings train 1500 > beginnings.jsonl
 
-The two kinds share no template, name, animal, place, object or event, so what is trained on one can be judged on the other.
+The two kinds share no template, name, animal, place, object or event: train on one, judge on the other.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 WORDS: dict[str, dict[str, list[str]]] = {
     "train": {
-        "child": """Lily Tom Anna Ben Mia Sam Lucy Max Emma Jack Sara Tim Ella Leo Rosie Noah Amy Finn Zoe Peter Nora Jake
-            Molly Oscar Clara Henry Daisy Will Jane Freddie""".split(),
-        "animal": """dog cat rabbit bear duck mouse fox pig lion bird frog horse turtle sheep squirrel kitten puppy""".split(),
+        "child": """Lily Tom Anna Ben Mia Sam Lucy Max Emma Jack Sara Tim Ella Leo Rosie Noah Amy Finn Zoe Peter Nora
+            Jake Molly Oscar Clara Henry Daisy Will Jane Freddie""".split(),
+        "animal": """dog cat rabbit bear duck mouse fox pig lion bird frog horse turtle sheep squirrel kitten
+            puppy""".split(),
         "trait": "little brave shy curious happy kind lonely clever sleepy noisy gentle proud".split(),
-        "place": """a small village|a big forest|a quiet farm|a house near the sea|a busy town|a green valley|a tall tower
-            |an old mill|a cottage by the river|a sunny garden""".split("|"),
+        "place": """a small village|a big forest|a quiet farm|a house near the sea|a busy town|a green valley
+            |a tall tower|an old mill|a cottage by the river|a sunny garden""".split("|"),
         "thing": """a red ball|a shiny key|a paper boat|an old map|a blue kite|a wooden box|a magic stone|a silver bell
             |a toy train|a warm scarf|a golden feather|a broken clock""".split("|"),
         "event": """it started to rain|a stranger knocked on the door|the wind blew very hard|a big storm came
@@ -35,11 +36,14 @@ WORDS: dict[str, dict[str, list[str]]] = {
             |The {trait} {animal} wanted to have {thing}. "Can you help me?" it asked {child}.""".split("|"),
     },
     "judge": {
-        "child": """Alice Harry Maya Theo Ivy Charlie Poppy George Hazel Arthur Ruby Felix Lola Hugo Penny Simon""".split(),
+        "child": """Alice Harry Maya Theo Ivy Charlie Poppy George Hazel Arthur Ruby Felix Lola Hugo Penny
+            Simon""".split(),
         "animal": "elephant hedgehog penguin monkey owl goat tiger bee dragon deer".split(),
         "trait": "tiny friendly hungry silly grumpy careful".split(),
-        "place": """the mountains|a castle on a hill|an island far away|the zoo|the school yard|a dark cave""".split("|"),
-        "thing": """a yellow umbrella|a glass marble|a big pumpkin|a purple hat|a music box|a pair of boots""".split("|"),
+        "place": """the mountains|a castle on a hill|an island far away|the zoo|the school yard
+            |a dark cave""".split("|"),
+        "thing": """a yellow umbrella|a glass marble|a big pumpkin|a purple hat|a music box
+            |a pair of boots""".split("|"),
         "event": """the bridge broke|a bright star fell from the sky|all the flowers turned blue|the boat began to sink
             |the teacher disappeared|they heard someone crying""".split("|"),
         "template": """Long ago, a {trait} {animal} and a child called {child} were best friends. They

@@ -161,7 +161,9 @@ def _first(
     return Job(
         id=str(own) if isinstance(own, (str, int)) and str(own) else row.id,
         messages=asked,
-        prompt_ids=encode_text(tokenizer, asked[0]["content"]) if raw else encode_chat(tokenizer, asked, options=options),
+        prompt_ids=encode_text(tokenizer, asked[0]["content"])
+        if raw
+        else encode_chat(tokenizer, asked, options=options),
         temperature=sampling.get("temperature", pick_temperature(row.id, temperatures)),
         source=row.source,
         top_k=int(sampling.get("top_k", 0)),
