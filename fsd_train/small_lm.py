@@ -123,10 +123,11 @@ class SmallLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H'] -> [..., Vd] over ``draft_ids``, or all tokens that both models have; with scale and soft cap."""
         head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
+        own = self.causal_lm.get_output_embeddings()
         if self.draft_ids is None or len(self.draft_ids) == self.common:
-            return head.finish(self.causal_lm.get_output_embeddings()(hidden)[..., : self.common])
-        bias = None if head.bias is None else head.bias[self.draft_ids]
-        return head.finish(nn.functional.linear(hidden, head.weight[self.draft_ids], bias))
+            return head.finish(own(hidden)[..., : self.common])
+        bias = None if own.bias is None else own.bias[self.draft_ids]
+        return head.finish(nn.functional.linear(hidden, own.weight[self.draft_ids], bias))
 
     def load_adapter(self, directory: str | Path) -> None:
         """Give the adapter in training the weights of an exported one.
