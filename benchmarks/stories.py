@@ -12,6 +12,7 @@ done is kept in --work: a killed run goes on where it was.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -65,15 +66,17 @@ ARMS: dict[str, dict[str, Any]] = {
 KNOWS_THE_RULE = ("fsd:0.2", "fsd:0.4", "value:0.7")
 GREEDY = ("tilted:0.7:floor=0", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3")
 SAMPLED = ("exact", "fuzzy:js:0.3", "tilted:0.4:floor=0")  # at temperature 0.8
+EVERYONE = ("tilted:0.7:floor=0", "fuzzy:js:0.3:novel=3")  # what all drafters are judged by; the rest: --finalists
 
 
 def make_answers(args: argparse.Namespace) -> None:
     """The target's continuations and features of the training beginnings."""
     prompts = args.work / "beginnings.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in beginnings("train", args.texts)))
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in beginnings("train", 2000)))
     answers, features = str(args.work / "answers.jsonl"), str(args.work / "features")
     words = ["regenerate", "--target", args.target, "--prompts", str(prompts), "--raw", "--output", answers]
     words += ["--features", features, "--temperature", "0:0.5", "0.8:0.5", "--seed", "44", "--batch-size", "64"]
+    words += ["--limit", str(args.texts)]
     for command in (
         [*words, "--max-new-tokens", "96", "--max-prompt-tokens", "96"],
         ["cache-features", "--target", args.target, "--data", answers, "--output", features],
@@ -137,15 +140,22 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     settings = [(rule, 0.0) for rule in GREEDY] + [(rule, 0.8) for rule in SAMPLED]
     for name, path in drafters.items():
         record[name] = {"exact": once(f"replay {name}", judge.replay, path)}
-    for step, chain in enumerate(args.chains):  # all drafters by the first length, the named ones by the others too
-        for name, path in drafters.items():
-            for rule, temperature in settings if not step or name.split()[0] in args.all_chains else ():
-                key = f"{name} {rule} {temperature:g} {chain}"
-                made = once(key, judge.decoded, path, rule, temperature, chain)
-                record[name].setdefault(f"{rule} at {temperature:g}", {})[str(chain)] = made
+    for chain, name, (rule, temperature) in itertools.product(args.chains, drafters, settings):
+        if name.split()[0] in args.finalists or (chain == args.chains[0] and rule in EVERYONE):
+            key = f"{name} {rule} {temperature:g} {chain}"
+            made = once(key, judge.decoded, drafters[name], rule, temperature, chain)
+            record[name].setdefault(f"{rule} at {temperature:g}", {})[str(chain)] = made
     trained = [value for key, value in done.items() if key.startswith("train ")]
-    facts = {"environment": environment(command), "settings": settings_of(args), "lr": lr, "arms": ARMS}
+    facts = {"environment": environment(command), "settings": _shown(args), "lr": lr, "arms": ARMS}
     return {**facts, "training": trained, "drafters": record}
+
+
+def _shown(args: argparse.Namespace) -> dict[str, Any]:
+    """The options, models by the last part of their path."""
+    return {
+        **settings_of(args),
+        **{name: Path(getattr(args, name)).name for name in ("target", "drafter", "work", "json")},
+    }
 
 
 def report(record: dict[str, Any]) -> str:
@@ -193,9 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=16, help="beginnings to judge by (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of each continuation (%(default)s)")
     parser.add_argument("--chains", type=int, nargs="+", default=[8, 4, 12], help="lengths (%(default)s)")
-    parser.add_argument(
-        "--all-chains", nargs="+", default=["public", "reverse_kl", "value:0.7"], help="by these drafters"
-    )
+    finalists = ["public", "reverse_kl", "value:0.7"]
+    parser.add_argument("--finalists", nargs="+", default=finalists, help="judged by all rules and lengths")
     parser.add_argument(
         "--cost-ratio", type=float, default=0.05, help="a drafted token / a target forward (%(default)s)"
     )

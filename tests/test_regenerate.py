@@ -94,8 +94,12 @@ def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path
             torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-2, atol=1e-2)
     # a killed run's texts are added by the other command, which finds what is there
     assert cli(["cache-features", "--target", str(target), "--data", str(output), "--output", str(again)]) == 0
-    assert len(FeatureStore(again)) == len(store) == len({sequence_key(r["prompt_ids"] + r["response_ids"]) for r in rows})
-    chat = write_rows(tmp_path / "chat.jsonl", [{"messages": [{"role": "system", "content": "a"}, *rows[0]["messages"]]}])
+    assert (
+        len(FeatureStore(again)) == len(store) == len({sequence_key(r["prompt_ids"] + r["response_ids"]) for r in rows})
+    )
+    chat = write_rows(
+        tmp_path / "chat.jsonl", [{"messages": [{"role": "system", "content": "a"}, *rows[0]["messages"]]}]
+    )
     assert main(command(target, chat, tmp_path / "chat-answers.jsonl", "--raw")) == 2
 
 
