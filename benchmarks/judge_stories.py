@@ -65,17 +65,19 @@ class Judge:
         """The beginnings continued by the rule with chains of one length."""
         drafter = self.decoder.load_drafter(directory, TreeShape(chain, 1, chain + 1))
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        rows = []
+        rows, seconds = [], dict.fromkeys(("draft", "target"), 0.0)
         for number, prompt in enumerate(tqdm(self.prompts, desc=f"{Path(directory).name} {rule} {chain}", leave=False)):
             made = self.decoder.generate(
                 [prompt], rule, drafter=drafter, max_new_tokens=self.tokens, do_sample=bool(temperature),
                 measure_log_likelihood=True, **({"seed": number} if temperature else {}), **sampling,
             )  # fmt: skip
             rows.append(made.stats.rows[0])
+            seconds = {phase: sofar + made.stats.phases[phase] for phase, sofar in seconds.items()}
         tokens, forwards = sum(row.new_tokens for row in rows), [row.target_forwards for row in rows]
         return {
             "tau": (tokens - len(rows)) / sum(forwards),
             "forwards": forwards,
+            "cost_ratio": seconds["draft"] / chain / seconds["target"],  # of a drafted token to a verifying forward
             "nats_per_token": sum(row.divergence_spent for row in rows) / tokens,
             "repeated_4grams": statistics.fmean(row.repeated_4grams or 0.0 for row in rows),
             "log_likelihood": sum((row.mean_log_likelihood or 0.0) * row.new_tokens for row in rows) / tokens,

@@ -106,7 +106,8 @@ def train(args: argparse.Namespace, arm: str, seed: int, lr: float) -> dict[str,
     (found,) = trainer.validate(module, datamodule=data, verbose=False)
     module.export(args.work / name_of(arm, seed, lr))
     kept = {key: value for key, value in found.items() if key in ("val_agreement_0", "val_tau", "val_loss")}
-    return {"arm": arm, "seed": seed, "lr": lr, "steps": args.steps, "seconds": seconds, **kept}
+    rows = {"texts": len(data.train_set or ()), "held_out": len(data.validation_set or ())}
+    return {"arm": arm, "seed": seed, "lr": lr, "steps": args.steps, "seconds": seconds, **rows, **kept}
 
 
 def name_of(arm: str, seed: int, lr: float) -> str:
