@@ -22,8 +22,8 @@ CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of `exact`, replayed
 class Judge:
     """The target, the held-out beginnings, and the target's own greedy text with its distributions."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.decoder = FuzzyDecoder.from_pretrained(args.target, "none")
+    def __init__(self, args: argparse.Namespace, dtype: torch.dtype | None = None) -> None:
+        self.decoder = FuzzyDecoder.from_pretrained(args.target, "none", dtype=dtype)
         target, self.tokens = self.decoder.target, args.tokens
         self.prompts = [self.decoder.encode(text, chat=False) for text in beginnings("judge", args.prompts, seed=1)]
         path = args.work / "judge.json"
