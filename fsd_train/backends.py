@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
+from fsd_train.features import FeatureRecorder
 
 RULE = "exact"  # of answers made here: the target's own law, whatever drafts
 _ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an answer: vLLM's, SGLang's
@@ -107,12 +109,16 @@ class LocalBackend:
         decoder: the target, with its tokenizer, and the drafter.
         max_new_tokens: limit per answer.
         seed: with the batch's ids, the seed of its random draws.
+        features: directory of a feature cache that gets the answers' features as they are made; None: none are kept.
 
     Raises:
-        FsdError: the target has no tokenizer.
+        FsdError: the target has no tokenizer, or the cache is another target's.
     """
 
-    def __init__(self, decoder: FuzzyDecoder, max_new_tokens: int, seed: int) -> None:
+    def __init__(
+        self, decoder: FuzzyDecoder, max_new_tokens: int, seed: int, features: str | Path | None = None
+    ) -> None:
+        self.recorder = None if features is None else FeatureRecorder(decoder.target, features)
         self.decoder, self.tokenizer = decoder, need_tokenizer(decoder.tokenizer, decoder.target.name)
         self.rule = parse_rule(RULE)
         self.max_new_tokens = max_new_tokens
@@ -145,6 +151,8 @@ class LocalBackend:
             generator=torch.Generator(target.device).manual_seed(seed),
         )
         made = decode(target, drafter, self.rule, request)
+        if self.recorder is not None:
+            self.recorder.save([[*job.prompt_ids, *ids] for job, ids in zip(batch, made.sequences, strict=True)])
         return [
             Answer(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
             for job, ids, row in zip(batch, made.sequences, made.stats.rows)

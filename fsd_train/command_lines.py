@@ -79,6 +79,10 @@ def regenerate() -> argparse.ArgumentParser:
         help="""arguments of the chat template, such as '{"enable_thinking": false}'; rows may have tools and """
         "chat_template_kwargs of their own",
     )  # fmt: skip
+    p.add_argument("--raw", action="store_true", help="continue each prompt as it is, without the chat template")
+    p.add_argument(
+        "--features", metavar="DIR", help="of the local target: store its features there too, as cache-features does"
+    )
     p.add_argument("--limit", type=positive, help="answer so many prompts, a sample drawn by --seed")
     p.add_argument("--seed", type=whole_number(0, MOST_SEED), default=0)
     p.add_argument("--batch-size", type=positive, default=32)

@@ -17,6 +17,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 from fsd_infer.errors import DataError
 from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
+from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-features"
@@ -168,15 +170,7 @@ def cache_features(
         DataError: the cache is another target's or has other layers, or the disk has no room for it.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    header = directory / "index.json"
-    if not header.exists():
-        write_json(
-            header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.watched)}
-        )
-    held = FeatureStore(directory)
-    held.check_target(target)
-    _check_layers(held, target.watched)
+    held = _opened(directory, target)
     todo: dict[str, Sequence[int] | Tensor] = {}
     total = held.tokens
     for ids in sequences:
@@ -189,8 +183,7 @@ def cache_features(
         total += len(ids)
     wanted = total - held.tokens
     check_disk(directory, wanted * token_bytes(target))
-    # not their count: a damaged shard that was deleted leaves a hole
-    number = 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
+    number = _next_number(directory)
     bar = tqdm(
         total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
     )
@@ -199,6 +192,69 @@ def cache_features(
             _write_shard(target, shard, directory, number, batch_tokens, bar)
             number += 1
     return FeatureStore(directory)
+
+
+def _opened(directory: Path, target: Target) -> FeatureStore:
+    """The cache there, begun if there is none. Raises DataError if it is another target's or has other layers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    header = directory / "index.json"
+    if not header.exists():
+        write_json(
+            header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.watched)}
+        )
+    held = FeatureStore(directory)
+    held.check_target(target)
+    _check_layers(held, target.watched)
+    return held
+
+
+def _next_number(directory: Path) -> int:
+    """Of the next shard. Not their count: a damaged shard that was deleted leaves a hole."""
+    return 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
+
+
+class FeatureRecorder:
+    """Stores the features of texts as the target writes them: no second pass over its own answers.
+
+    It stands in for a prefix cache (:mod:`fsd_infer.targets.prefixes`) that finds nothing and is handed every text
+    that ended. A text's last token was never read, and no loss looks at its features: they repeat those before it.
+
+    Args:
+        target: whose ``prefixes`` it becomes.
+        directory: of the cache, see :func:`cache_features`, which adds what a killed run could not store.
+
+    Raises:
+        DataError: the cache is another target's or has other layers.
+    """
+
+    def __init__(self, target: Target, directory: str | Path) -> None:
+        self.target, self.directory = target, Path(directory)
+        self._held = _opened(self.directory, target)
+        self._read: list[Prefix] = []
+        target.prefixes = self  # type: ignore[assignment]
+
+    def find(self, prompt: Sequence[int], watched: tuple[int, ...]) -> None:
+        return None
+
+    def store(self, text: Prefix) -> None:
+        self._read.append(replace(text, states={}))
+
+    def save(self, texts: Sequence[Sequence[int]]) -> None:
+        """Write one shard with the whole texts that begin with what was stored since the last call."""
+        found = {tuple(text.tokens.tolist()): text.features for text in self._read}
+        self._read = []
+        rows: dict[str, Tensor] = {}
+        for ids in texts:
+            features = found.get(tuple(ids[:-1]), found.get(tuple(ids)))
+            if features is not None and sequence_key(ids) not in self._held:
+                last = features[-1:].expand(len(ids) - len(features), -1)
+                rows[sequence_key(ids)] = torch.cat([features, last]).to(torch.bfloat16).cpu()
+        if not rows:
+            return
+        check_disk(self.directory, sum(row.nbytes for row in rows.values()))
+        lengths = torch.tensor([len(row) for row in rows.values()])
+        offsets = [0, *lengths.cumsum(0).tolist()]
+        _save_shard(self.directory, _next_number(self.directory), list(rows), offsets, torch.cat(list(rows.values())))
 
 
 def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int, batch_tokens: int, bar: Any) -> None:
@@ -216,6 +272,10 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
         for line, row in enumerate(batch):
             features[offsets[row] : offsets[row + 1]] = out[line, : lengths[row]]
         bar.update(int(lengths[batch].sum()))
+    _save_shard(directory, number, [key for key, _ in rows], offsets, features)
+
+
+def _save_shard(directory: Path, number: int, keys: list[str], offsets: list[int], features: Tensor) -> None:
     path = directory / f"shard-{number:05d}.safetensors"
     with replacing(path) as draft:
         save_file({"features": features}, draft)
@@ -224,7 +284,7 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
             "bytes": draft.stat().st_size,
             "sha256": sha256_of(draft),
             "offsets": offsets,
-            "keys": [key for key, _ in rows],
+            "keys": keys,
         }
     write_json(path.with_suffix(".json"), record)
 

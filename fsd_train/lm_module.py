@@ -22,6 +22,7 @@ from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
 from fsd_train.options import TrainingOptions
 from fsd_train.small_lm import LogitsHead, SmallLM, SmallLMModule
+from fsd_train.vocabulary import choose_draft_ids
 
 
 class LMModule(SmallLMModule, DistillationModule):
@@ -46,6 +47,8 @@ class LMModule(SmallLMModule, DistillationModule):
         unroll_steps: drafts of a chain that the loss sees together, 1 to 7. The model reads the text itself, so a
             draft's distribution does not depend on the step; only losses that couple steps (``fsd``) gain by more
             than 1, at that many times the gradient's memory.
+        loss_vocab_size: how many tokens the loss looks at: the most frequent ones of the training answers, p and q
+            renormalised within them. Most of a step's time goes by vocabulary. The model keeps and drafts all tokens.
         loss: name of a loss or a list as for EagleModule, without the feature term (a small LM has features of its
             own). The reference of ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter.
         lr: peak learning rate.
@@ -61,6 +64,7 @@ class LMModule(SmallLMModule, DistillationModule):
         on_policy_tokens: int = 128,
         on_policy_temperature: float = 1.0,
         unroll_steps: int = 1,
+        loss_vocab_size: int | None = None,
         loss: str | list[dict[str, Any]] = "reverse_kl",
         lr: float = 1e-4,
         **training: Any,
@@ -86,6 +90,22 @@ class LMModule(SmallLMModule, DistillationModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)  # of fresh adapters
             self.head = self.new_head()
+        if self.hparams["loss_vocab_size"] is not None:
+            self.head.draft_ids = self._loss_ids(self.hparams["loss_vocab_size"]).to(self.device)
+
+    def _loss_ids(self, size: int) -> Tensor:
+        """The most frequent ids of the answers. Raises DataError where they cannot be counted or used."""
+        data = self._datamodule
+        if not hasattr(data, "answer_counts"):
+            raise DataError("loss_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
+        if self.hparams["lora"] is not None or "FSDP" in type(self.trainer.strategy).__name__:
+            raise DataError(
+                "loss_vocab_size reads rows of the drafter's LM head, so it goes with neither lora nor fsdp."
+            )
+        if size == self.target.hidden_size:
+            raise DataError(f"loss_vocab_size must differ from the target's hidden size, {size}.")
+        counts = data.answer_counts(self.target.vocab_size)[: self.head.common]
+        return choose_draft_ids(counts, size, [i for i in self.target.eos_token_ids if i < len(counts)])
 
     def setup(self, stage: str) -> None:
         """As for every drafter. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
@@ -152,7 +172,9 @@ class LMModule(SmallLMModule, DistillationModule):
             reference.check_lm_head()
             self._frozen.reference = reference
         reference = self._frozen.reference
-        return reference.lm_logits(reference.features(ids)[:, 1:].flatten(0, 1)[rows])[..., : self.head.common]
+        logits = reference.lm_logits(reference.features(ids)[:, 1:].flatten(0, 1)[rows])
+        kept = self.head.draft_ids
+        return logits[..., : self.head.common] if kept is None else logits[..., kept]
 
     def _idle(self, steps: int) -> Tensor:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.chat.conversations import PROMPT_FIELDS, row_exchanges
-from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
+from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, read_prompts
 from fsd_infer.errors import DataError
 from fsd_train.backends import Answer, Job, stable_seed
 
@@ -61,6 +61,7 @@ def plan_jobs(
     seed: int = 0,
     batch_size: int = 32,
     template: Mapping[str, Any] | None = None,
+    raw: bool = False,
 ) -> Plan:
     """Reads prompts and settles which are answered, with what sampling and in which batches: the first turns.
 
@@ -75,6 +76,7 @@ def plan_jobs(
         max_prompt_tokens: longer prompts (template included) are left out and counted.
         limit: how many rows to answer.
         template: arguments of the chat template for all rows, such as ``enable_thinking``.
+        raw: each row is one text that the target continues, without the chat template.
 
     Raises:
         DataError: a malformed row, with file and line.
@@ -87,7 +89,7 @@ def plan_jobs(
         for row in sorted(read_prompts(path), key=lambda row: _shuffle_key(seed, row.id)):
             read += 1
             try:
-                job = _first(row, tokenizer, temperatures, template or {})
+                job = _first(row, tokenizer, temperatures, template or {}, raw)
             except DataError as error:
                 raise DataError(f"{path}:{row.line}: {error}") from error
             if len(job.prompt_ids) > max_prompt_tokens:
@@ -144,16 +146,24 @@ def next_turns(plan: Plan, answers: Mapping[str, tuple[str, str]], tokenizer: An
 
 
 def _first(
-    row: PromptRow, tokenizer: Any, temperatures: Sequence[tuple[float, float]], template: Mapping[str, Any]
+    row: PromptRow,
+    tokenizer: Any,
+    temperatures: Sequence[tuple[float, float]],
+    template: Mapping[str, Any],
+    raw: bool = False,
 ) -> Job:
     (asked, given), *rest = row_exchanges(row.row)
     options = {**template, **template_options(row.row)}
+    if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
+        raise DataError("a conversation or template options, which --raw leaves no place for: give one text per row.")
     own = row.row.get("id")
     sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
     return Job(
         id=str(own) if isinstance(own, (str, int)) and str(own) else row.id,
         messages=asked,
-        prompt_ids=encode_chat(tokenizer, asked, options=options),
+        prompt_ids=encode_text(tokenizer, asked[0]["content"])
+        if raw
+        else encode_chat(tokenizer, asked, options=options),
         temperature=sampling.get("temperature", pick_temperature(row.id, temperatures)),
         source=row.source,
         top_k=int(sampling.get("top_k", 0)),

@@ -155,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> Counter[str]:
     """`main` with parsed arguments. Raises FsdError on bad input."""
     resolve(args)
+    if args.endpoint and args.features:
+        raise DataError("--features needs the target here: with --endpoint run `fsd-train cache-features` afterwards.")
     backend = _endpoint(args) if args.endpoint else _local(args)
     plan = plan_jobs(
         args.prompts,
@@ -165,6 +167,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
         seed=args.seed,
         batch_size=args.batch_size,
         template=args.chat_template_args,
+        raw=args.raw,
     )
     _say_what_is_left_out(plan, args)
     window = _window(args.target)
@@ -228,7 +231,7 @@ def _say_what_is_left_out(plan: Plan, args: argparse.Namespace) -> None:
 
 def _local(args: argparse.Namespace) -> LocalBackend:
     decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device)
-    return LocalBackend(decoder, args.max_new_tokens, args.seed)
+    return LocalBackend(decoder, args.max_new_tokens, args.seed, args.features)
 
 
 def _endpoint(args: argparse.Namespace) -> EndpointBackend:
@@ -271,6 +274,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "seed"]
     names.append("chat_template_args")
     settings = {name: getattr(args, name) for name in names}
+    if args.raw:
+        settings["raw"] = True
     settings["backend"] = "endpoint" if args.endpoint else "local"
     if args.endpoint:
         settings["endpoint_model"] = args.endpoint_model

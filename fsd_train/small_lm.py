@@ -121,9 +121,13 @@ class SmallLM(nn.Module):
         return self.causal_lm.get_decoder()(input_ids=ids, use_cache=False)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H'] -> [..., Vd] over the tokens that both models have, with the family's scale and soft cap."""
+        """[..., H'] -> [..., Vd] over ``draft_ids``, or all tokens that both models have; with scale and soft cap."""
         head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
-        return head.finish(self.causal_lm.get_output_embeddings()(hidden)[..., : self.common])
+        own = self.causal_lm.get_output_embeddings()
+        if self.draft_ids is None or len(self.draft_ids) == self.common:
+            return head.finish(own(hidden)[..., : self.common])
+        bias = None if own.bias is None else own.bias[self.draft_ids]
+        return head.finish(nn.functional.linear(hidden, own.weight[self.draft_ids], bias))
 
     def load_adapter(self, directory: str | Path) -> None:
         """Give the adapter in training the weights of an exported one.

@@ -27,8 +27,9 @@ from tests.text_toys import tiny_tokenizer, write_rows
 from tests.train_toys import logged
 
 FINETUNING = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-135m-maths.yaml"
+STORIES = FINETUNING.with_name("stories.yaml")
 # of heads; the fine-tuning recipe is trained in test_finetune.py
-RECIPES = sorted(set((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")) - {FINETUNING})
+RECIPES = sorted(set(FINETUNING.parent.glob("*.yaml")) - {FINETUNING, STORIES})
 FAMILY = {
     "gemma-2-9b": "gemma2",
     "gemma-3-1b": "gemma3_text",
@@ -145,6 +146,18 @@ def test_recipe_trains_exports_and_decodes(
     assert cli(["export", str(head), str(exported), "--to", "vllm"]) == (2 if recipe.stem in FSD else 0)
     if recipe.stem not in FSD:
         check_decoding(target, exported)
+
+
+def test_the_recipe_for_stories_trains_a_small_lm(
+    targets: Callable[[str], Path], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = yaml.safe_load(STORIES.read_text())
+    target = targets("llama")
+    config["model"]["init_args"].update(target=str(target), drafter=str(target), loss_vocab_size=200)
+    config["data"].update(train_files=[str(answers)], features=None)
+    monkeypatch.chdir(tmp_path)
+    train(shortened(config, tmp_path), steps=3)
+    check_decoding(target, tmp_path / "runs" / "stories" / "head")
 
 
 GENERATED = [path for path in RECIPES if path.stem not in ("template", "smollm2-135m", "tinyllama-1.1b-cpu")]

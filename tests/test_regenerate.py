@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import FsdError
+from fsd_infer.targets.target import Target
 from fsd_train.backends import EndpointBackend, Job
 from fsd_train.cli import main as cli
+from fsd_train.features import FeatureStore, sequence_key
 from fsd_train.regenerate import AnswerFile
 from tests.families import reference
 from tests.openai_server import replying
@@ -73,6 +75,32 @@ def test_answers_are_the_targets_own(tmp_path: Path, target: Path, drafter: str)
     assert (row["temperature"], row["source"], row["ids_from"]) == (0.0, "p", "target")
     settings = json.loads((tmp_path / "out" / "answers.meta.json").read_text())
     assert (settings["rule"], settings["drafter"]) == ("exact", drafter)
+
+
+def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path, target: Path) -> None:
+    prompts, output = prompts_file(tmp_path / "prompts.jsonl", 6), tmp_path / "answers.jsonl"
+    made, again = tmp_path / "features", tmp_path / "again"
+    assert main(command(target, prompts, output, "--raw", "--features", str(made))) == 0
+    tokenizer = tiny_tokenizer()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["prompt_ids"] for row in rows] == [tokenizer(row["messages"][0]["content"]).input_ids for row in rows]
+    with torch.inference_mode():
+        wanted = Target.from_pretrained(str(target), dtype=torch.float32)
+        store = FeatureStore(made)
+        for row in rows:  # but for the last token's, which the target never read
+            ids = [*row["prompt_ids"], *row["response_ids"]]
+            found, expected = store.get(sequence_key(ids)).float(), wanted.features(torch.tensor([ids]))[0]
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-2, atol=1e-2)
+    # a killed run's texts are added by the other command, which finds what is there
+    assert cli(["cache-features", "--target", str(target), "--data", str(output), "--output", str(again)]) == 0
+    assert (
+        len(FeatureStore(again)) == len(store) == len({sequence_key(r["prompt_ids"] + r["response_ids"]) for r in rows})
+    )
+    chat = write_rows(
+        tmp_path / "chat.jsonl", [{"messages": [{"role": "system", "content": "a"}, *rows[0]["messages"]]}]
+    )
+    assert main(command(target, chat, tmp_path / "chat-answers.jsonl", "--raw")) == 2
 
 
 def test_nothing_but_the_temperature_shapes_the_answers(tmp_path: Path, target: Path) -> None:
