@@ -61,7 +61,7 @@ class LMModule(SmallLMModule, DistillationModule):
         on_policy_tokens: int = 128,
         on_policy_temperature: float = 1.0,
         unroll_steps: int = 1,
-        loss: str | list[dict[str, Any]] = "reverse_kl",
+        loss: str | list[dict[str, Any]] = "kl_pq",
         lr: float = 1e-4,
         **training: Any,
     ) -> None:
@@ -229,7 +229,7 @@ def check_loss(loss: Loss) -> None:
     elif getattr(loss, "w_feature", 0):
         raise DataError(
             "a small LM has features of its own, which cannot match the target's: set w_feature to 0 in loss_args "
-            "(what is left of eagle is then its cross-entropy, whose gradient is that of reverse_kl)."
+            "(what is left of eagle is then its cross-entropy, whose gradient is that of kl_pq)."
         )
 
 

@@ -50,8 +50,8 @@ def plain_js(p: Tensor, q: Tensor) -> Tensor:
 
 
 PLAIN = {
-    "kl": lambda p, q: plain_kl(q, p),
-    "reverse_kl": plain_kl,
+    "kl_qp": lambda p, q: plain_kl(q, p),
+    "kl_pq": plain_kl,
     "js": plain_js,
     "tv": lambda p, q: 0.5 * (p - q).abs().sum(-1),
 }
@@ -77,8 +77,8 @@ def check(batch: DraftBatch, estimates: Tensor, loss: Tensor, expected: Tensor) 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),
-    ("kl", {}),
-    ("reverse_kl", {}),
+    ("kl_qp", {}),
+    ("kl_pq", {}),
     ("js", {}),
     ("tv", {}),
     ("lk", {}),
@@ -87,5 +87,5 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fsd", {"threshold": 0.0, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "top_k_js:4", "threshold": [0.1, 0.3]}),
     ("fsd", {"divergence": "ag", "threshold": 0.5, "width": 4, "temperature": 0.7}),
-    ("fsd", {"divergence": "kl", "threshold": 0.5, "temperature": 0.7}),
+    ("fsd", {"divergence": "kl_qp", "threshold": 0.5, "temperature": 0.7}),
 ]

@@ -57,7 +57,7 @@ def test_chains_start_at_every_position_that_has_all_steps() -> None:
     [
         {"threshold": 0.0, "anchor": 0.0},
         {"threshold": 0.2, "anchor": 0.3},
-        {"divergence": "kl", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
+        {"divergence": "kl_qp", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
         {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
         {"width": 3, "temperature": 0.7, "anchor": 0.0},
         {"width": 2, "temperature": 0.6, "threshold": [0.0, 0.2], "anchor": 0.7},
@@ -103,7 +103,7 @@ def test_fsd_without_a_whole_chain_keeps_its_anchor() -> None:
     weights = batch.weights.clone()
     weights[2] = 0
     short = replace(batch, weights=weights)
-    check(short, estimates, build_loss("fsd", {"anchor": 0.5})(short).loss, 0.5 * build_loss("reverse_kl")(short).loss)
+    check(short, estimates, build_loss("fsd", {"anchor": 0.5})(short).loss, 0.5 * build_loss("kl_pq")(short).loss)
     alone = build_loss("fsd", {"anchor": 0.0})(short).loss
     assert alone.item() == 0.0
     assert float(torch.autograd.grad(alone, estimates)[0].abs().max()) == 0.0

@@ -152,7 +152,7 @@ def test_adaspec_trains_on_the_tokens_that_the_reference_fits_better(toys: Path)
     with torch.no_grad():
         p, theirs = (logits_at(model, batch, drafts.positions) for model in (module.target.model, reference))
     torch.testing.assert_close(drafts.reference[0], theirs, atol=1e-4, rtol=1e-4)
-    measure = divergence("reverse_kl")
+    measure = divergence("kl_pq")
     own = measure(p, logits_at(module.head.model, batch, drafts.positions))
     gap = own.detach() - measure(p, theirs)
     count = -(-3 * len(gap) // 10)
@@ -275,10 +275,10 @@ def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, opti
     ("options", "problem"),
     [
         ({"on_policy": 1.5}, "on_policy"),
-        ({"loss": "kl", "loss_args": {"w_feature": 0.5}}, "w_feature"),
-        ({"loss": [{"name": "tv"}, {"name": "eagle"}]}, "reverse_kl"),
+        ({"loss": "kl_qp", "loss_args": {"w_feature": 0.5}}, "w_feature"),
+        ({"loss": [{"name": "tv"}, {"name": "eagle"}]}, "kl_pq"),
         (
-            {"loss": "adaspec", "loss_args": {"reference": "x", "loss": "kl", "loss_args": {"w_feature": 1.0}}},
+            {"loss": "adaspec", "loss_args": {"reference": "x", "loss": "kl_qp", "loss_args": {"w_feature": 1.0}}},
             "w_feature",
         ),
         ({"optimizer": "muon"}, "muon"),

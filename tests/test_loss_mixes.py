@@ -65,7 +65,7 @@ def test_malformed_schedules_are_refused(value: Any, problem: str) -> None:
 # mixes
 
 FADING: list[dict[str, Any]] = [
-    {"name": "reverse_kl", "weight": {"from": 1.0, "to": 0.0, "over": 0.5}},
+    {"name": "kl_pq", "weight": {"from": 1.0, "to": 0.0, "over": 0.5}},
     {"name": "lk", "weight": 0.5, "args": {"form": "log"}},
     {"name": "lk", "weight": {"from": 0.0, "to": 2.0}},
     {"name": "js", "weight": {"from": 1.0, "to": 0.0, "over": 10}},
@@ -81,12 +81,12 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
     values = [single(batch).loss for single in singles]
     out = build_loss(FADING)(batch)
     check(batch, estimates, out.loss, sum(weight * value for weight, value in zip(weights, values)))
-    for label, weight, value in zip(("reverse_kl", "lk", "lk_2", "js"), weights, values):
+    for label, weight, value in zip(("kl_pq", "lk", "lk_2", "js"), weights, values):
         if weight:
             torch.testing.assert_close(out.parts[f"{label}/loss"], value.detach())
         else:  # not computed
             assert f"{label}/loss" not in out.parts
-    assert float(out.parts["reverse_kl/weight"]) == pytest.approx(weights[0])
+    assert float(out.parts["kl_pq/weight"]) == pytest.approx(weights[0])
     assert "lk/weight" not in out.parts  # it never changes
     assert out.agreement is not None and out.agreement.shape == (S, N)
 
@@ -95,15 +95,15 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
     ("parts", "args", "problem"),
     [
         ([], None, "the list is empty"),
-        (["kl"], None, "entry 1 of the list must be a mapping with a name"),
-        ([{"name": "kl"}, {"weight": 1.0}], None, "entry 2 of the list must be a mapping with a name"),
-        ([{"name": "kl", "wieght": 1.0}], None, "no key wieght"),
-        ([{"name": "kl", "weight": -1.0}], None, "weight of kl must not be negative"),
-        ([{"name": "kl", "args": {"w": 1}}], None, "no argument w"),
-        ([{"name": "kl", "weight": 0}], None, "all weights are 0 at the beginning"),
-        ([{"name": "kl", "weight": {"from": 1.0, "to": 0.0}}], None, "all weights are 0 at the end"),
+        (["kl_qp"], None, "entry 1 of the list must be a mapping with a name"),
+        ([{"name": "kl_qp"}, {"weight": 1.0}], None, "entry 2 of the list must be a mapping with a name"),
+        ([{"name": "kl_qp", "wieght": 1.0}], None, "no key wieght"),
+        ([{"name": "kl_qp", "weight": -1.0}], None, "weight of kl_qp must not be negative"),
+        ([{"name": "kl_qp", "args": {"w": 1}}], None, "no argument w"),
+        ([{"name": "kl_qp", "weight": 0}], None, "all weights are 0 at the beginning"),
+        ([{"name": "kl_qp", "weight": {"from": 1.0, "to": 0.0}}], None, "all weights are 0 at the end"),
         ([{"name": "adaspec", "args": {"reference": name}} for name in "ab"], None, "one reference at a time"),
-        ([{"name": "kl"}], {"w_feature": 1.0}, "write args into its entries"),
+        ([{"name": "kl_qp"}], {"w_feature": 1.0}, "write args into its entries"),
         ("adaspec", {}, "needs the argument reference"),
         ("adaspec", {"reference": ""}, "directory of an exported head"),
         ("adaspec", {"reference": "a", "keep": 0}, "above 0 and up to 1"),
@@ -120,7 +120,7 @@ def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, pr
 def test_a_gap_between_schedules_is_told_when_it_is_reached() -> None:
     gap = build_loss(
         [
-            {"name": "kl", "weight": {"from": 1.0, "to": 0.0, "over": 0.3}},
+            {"name": "kl_qp", "weight": {"from": 1.0, "to": 0.0, "over": 0.3}},
             {"name": "js", "weight": {"from": 0.0, "to": 1.0, "over": 0.6, "kind": "constant"}},
         ]
     )
@@ -167,8 +167,8 @@ def test_the_kept_share_follows_its_schedule_and_any_loss_serves() -> None:
 
 def test_the_reference_of_a_loss() -> None:
     adaspec = {"name": "adaspec", "args": {"reference": "first"}}
-    assert reference_of(build_loss("kl")) is None
-    assert reference_of(build_loss([{"name": "kl"}, adaspec])) == "first"
+    assert reference_of(build_loss("kl_qp")) is None
+    assert reference_of(build_loss([{"name": "kl_qp"}, adaspec])) == "first"
 
 
 # in training
@@ -214,7 +214,7 @@ def test_training_moves_a_schedule_and_logs_the_parts(toys: Path) -> None:
     assert [(batch.progress, batch.step) for batch in seen] == [(0.0, 0), (0.25, 1), (0.5, 2), (0.75, 3)]
     assert all(batch.reference is None for batch in seen)
     logged = module.trainer.callback_metrics
-    assert float(logged["lk_2/weight"]) == 1.5 and float(logged["reverse_kl/weight"]) == 0.0
+    assert float(logged["lk_2/weight"]) == 1.5 and float(logged["kl_pq/weight"]) == 0.0
     assert {"loss", "lk/loss", "lk_2/loss", "lk/acceptance"} <= set(logged)
 
 

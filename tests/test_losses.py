@@ -93,8 +93,9 @@ def test_lm_head_is_the_targets(family: str) -> None:
     ("name", "args", "message"),
     [
         ("eagel", {}, "eagle"),
+        ("reverse_kl", {}, "kl_pq is"),
         ("eagle", {"w_feature": -1.0}, "positive"),
-        ("kl", {"w_divergence": 0.0}, "w_divergence"),
+        ("kl_qp", {"w_divergence": 0.0}, "w_divergence"),
         ("js", {"chunk_size": 0}, "chunk_size"),
         ("tv", {"w_ce": 1.0}, "no argument w_ce"),
         ("lk", {"form": "beta"}, "adaptive, log"),

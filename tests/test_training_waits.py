@@ -30,7 +30,7 @@ from tests.train_toys import TRAINER, save_toy_target
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}),
-    ("reverse_kl", {}),
+    ("kl_pq", {}),
     ("lk", {}),
     ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),

@@ -68,7 +68,7 @@ def drawn(at: Contexts, law: Law) -> Drawn:
             made.opened = _tested(at, _accepts(at, r), _excess(at, r))
         else:
             made.opened = _tested_by(at, law.acceptance)
-        made.cost = divergence("kl")(at.scores, law.log_r)
+        made.cost = divergence("kl_qp")(at.scores, law.log_r)
     return made
 
 

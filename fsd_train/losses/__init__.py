@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fsd_train.losses.adaspec import AdaSpecLoss
 from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, has_feature_term, reference_of
-from fsd_train.losses.divergences import DivergenceLoss, JSLoss, KLLoss, ReverseKLLoss, TVLoss
+from fsd_train.losses.divergences import DivergenceLoss, JSLoss, KLPQLoss, KLQPLoss, TVLoss
 from fsd_train.losses.eagle import EagleLoss, soft_cross_entropy
 from fsd_train.losses.fsd import FSDLoss
 from fsd_train.losses.lk import LKLoss
@@ -23,13 +23,13 @@ __all__ = [
     "EagleLoss",
     "FSDLoss",
     "JSLoss",
-    "KLLoss",
+    "KLQPLoss",
     "LKLoss",
     "LMHead",
     "Loss",
     "LossOutput",
     "MixLoss",
-    "ReverseKLLoss",
+    "KLPQLoss",
     "Schedule",
     "TVLoss",
     "build_loss",

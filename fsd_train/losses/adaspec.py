@@ -40,7 +40,7 @@ def largest(values: Tensor, weights: Tensor, keep: float) -> Tensor:
 class AdaSpecLoss:
     """Another loss on the share k of tokens with the largest gap Δ = D(p, q) − D(p, q_ref).
 
-    q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``reverse_kl``) in the paper.
+    q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``kl_pq``) in the paper.
     A large gap marks a token that a drafter of this kind can fit and this one does not yet; where both fail alike,
     the target is out of reach and the token is left out. The paper's reference is a drafter of the same size, distilled
     beforehand from the same target on all tokens.
@@ -63,9 +63,9 @@ class AdaSpecLoss:
         self,
         reference: str,
         keep: float | Mapping[str, Any] = 0.4,
-        loss: str | Sequence[Mapping[str, Any]] = "reverse_kl",
+        loss: str | Sequence[Mapping[str, Any]] = "kl_pq",
         loss_args: dict[str, Any] | None = None,
-        divergence: str = "reverse_kl",
+        divergence: str = "kl_pq",
         chunk_size: int | None = None,
     ) -> None:
         if not isinstance(reference, str) or not reference:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fsd_infer.divergence import BOTH_KL, RENAMED
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, weighted_mean, with_features
 from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows
@@ -41,25 +42,25 @@ class DivergenceLoss:
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
 
-@LOSSES.register("kl")
-class KLLoss(DivergenceLoss):
+@LOSSES.register("kl_qp")
+class KLQPLoss(DivergenceLoss):
     """KL(q||p) = Σ q ln(q/p), draft from target: seeks a mode, since q pays wherever it puts mass that p has not.
 
     The literature on distillation calls this direction the reverse KL. Arguments as in :class:`DivergenceLoss`.
     """
 
-    divergence = "kl"
+    divergence = "kl_qp"
 
 
-@LOSSES.register("reverse_kl")
-class ReverseKLLoss(DivergenceLoss):
+@LOSSES.register("kl_pq")
+class KLPQLoss(DivergenceLoss):
     """KL(p||q) = Σ p ln(p/q), target from draft: covers the mass of p. Its gradient is that of soft cross-entropy.
 
     The literature on distillation calls this direction the forward KL, often just "KL". Arguments as in
     :class:`DivergenceLoss`.
     """
 
-    divergence = "reverse_kl"
+    divergence = "kl_pq"
 
 
 @LOSSES.register("js")
@@ -81,3 +82,7 @@ class TVLoss(DivergenceLoss):
     """
 
     divergence = "tv"
+
+
+for _old in RENAMED:
+    LOSSES.retire(_old, BOTH_KL)

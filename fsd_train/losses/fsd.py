@@ -15,7 +15,7 @@ from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_row
 
 _ALMOST_ONE = 1 - 1e-6
 
-_reverse_kl = divergence_rows("reverse_kl")
+_kl_pq = divergence_rows("kl_pq")
 
 
 def chain_rows(rows: Rows) -> Tensor:
@@ -119,7 +119,7 @@ class FSDLoss:
         else:  # children come from the raw q. 1−(1−q)^k without loss where q is tiny; finite where q rounds to 1
             missed = torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
             passed = -torch.linalg.vecdot(log_p.exp(), missed)
-        return torch.stack([distance, passed, _reverse_kl(log_p, log_q)])
+        return torch.stack([distance, passed, _kl_pq(log_p, log_q)])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         steps = batch.estimates.shape[0]
@@ -129,7 +129,7 @@ class FSDLoss:
         anchor = weighted_mean(values[2], batch.weights)
         parts = {
             "acceptance": weighted_mean(values[1], batch.weights).detach(),
-            "reverse_kl_loss": anchor.detach(),
+            "kl_pq_loss": anchor.detach(),
         }
         loss = self.anchor * anchor
         for threshold in self.thresholds if chains.numel() else ():

@@ -12,7 +12,7 @@ from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_row
 FORMS = ("adaptive", "log")
 LEVELS = ("step", "row")
 
-_reverse_kl = divergence_rows("reverse_kl")
+_kl_pq = divergence_rows("kl_pq")
 
 
 def _log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def _log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return torch.stack([_reverse_kl(log_p, log_q), log_overlap(log_p, log_q).exp()])
+    return torch.stack([_kl_pq(log_p, log_q), log_overlap(log_p, log_q).exp()])
 
 
 @LOSSES.register("lk")
@@ -28,7 +28,7 @@ class LKLoss:
     """With α = Σ min(p, q) = 1 − TV, the chance that a token sampled from q passes the exact test at a row:
 
     - form "adaptive": λ·KL(p||q) + (1−λ)·(1−α), with λ = exp(−eta·α) held constant in the gradient: KL while the
-      drafter is bad, TV once it is good. This KL is ``reverse_kl`` (target from draft).
+      drafter is bad, TV once it is good. This KL is ``kl_pq`` (target from draft).
     - form "log": −ln α, whose gradient is that of TV divided by α. It has no parameter.
 
     p and q are raw distributions over the draft vocabulary, p renormalised within it.
@@ -81,7 +81,7 @@ class LKLoss:
             rate = alpha.detach()
             mix = (-self.eta * (rate if self.level == "row" else self._per_step(rate, batch.weights))).exp()
             loss = ((mix * kl + (1 - mix) * (1 - alpha)) * share).sum()
-            parts = {"reverse_kl_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
+            parts = {"kl_pq_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
         parts = {"lk_loss": loss.detach(), "acceptance": (alpha * share).sum().detach(), **parts}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
