@@ -36,7 +36,6 @@ COMMANDS = {
     "cache-features": Command("fsd_train.cache_features:main", "store the target's features of the answers"),
     "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
     "quickstart": Command("fsd_train.quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
-    "finetune": Command("fsd_train.fit:finetune", "fine-tune a target: --config recipes/smollm2-135m-maths.yaml"),
     "export": Command("fsd_train.export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
     "doctor": Command("fsd_train.doctor:main", "say why a head accepts less than it should"),
     "estimate": Command("fsd_train.estimate:main", "memory, disk and time of a recipe, before anything long starts"),

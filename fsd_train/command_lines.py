@@ -1,6 +1,6 @@
 """The options of `fsd-train`'s commands, without what they run on: `--help` and a mistyped option are answered at once.
 
-`fit`, `validate` and `finetune` take theirs from the trainer's, modules' and data's own signatures, see
+`fit` and `validate` take theirs from the trainer's, modules' and data's own signatures, see
 :mod:`fsd_train.fit`.
 """
 

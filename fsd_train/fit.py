@@ -133,15 +133,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def finetune(argv: Sequence[str]) -> int:
-    """Runs `finetune` (the first argument): `fit` of a FinetuneModule."""
-    from fsd_train.finetune_module import FinetuneModule
-
-    with _command_line(argv):
-        _train(["fit", *argv[1:]], FinetuneModule, False)
-    return 0
-
-
 def _train(
     argv: Sequence[str], model_class: type[ScheduledModule], subclasses: bool, kind: type[TrainCLI] = TrainCLI
 ) -> TrainCLI:

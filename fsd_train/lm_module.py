@@ -6,6 +6,7 @@ contexts it drafts in. With probability ``on_policy`` a batch keeps its prompts 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from fsd_train.data import keep_on_host, on_host
 from fsd_train.distillation_module import DistillationModule
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
 from fsd_train.options import TrainingOptions
-from fsd_train.small_lm import LogitsHead, SmallLM, SmallLMModule
+from fsd_train.small_lm import LogitsHead, SmallLM
 
 
-class LMModule(SmallLMModule, DistillationModule):
+class LMModule(DistillationModule):
     """Distils a small causal LM of the target's vocabulary towards the target.
 
     Batches, schedule, resumption and metrics are those of heads. The rows of a batch are the contexts in which decoding
@@ -52,6 +53,8 @@ class LMModule(SmallLMModule, DistillationModule):
         training: the other options of :class:`fsd_train.options.TrainingOptions`; optimizer muon with ``lora`` only.
     """
 
+    head: SmallLM
+
     def __init__(
         self,
         target: str,
@@ -71,7 +74,8 @@ class LMModule(SmallLMModule, DistillationModule):
                 "on_policy is a probability, and on_policy_tokens and on_policy_temperature are positive; got "
                 f"{on_policy}, {on_policy_tokens} and {on_policy_temperature}."
             )
-        self.check_optimizer(lora)
+        if self.options.optimizer == "muon" and lora is None:
+            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
         if self.options.ema_decay is not None and lora is not None:
             raise DataError("ema_decay averages whole models: leave it out with lora.")
         check_loss(self.loss)
@@ -204,6 +208,21 @@ class LMModule(SmallLMModule, DistillationModule):
         return {**keep_on_host({**kept, **fresh}), **placed}
 
     # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What is trained: all weights, or the adapter's alone."""
+        state = super().state_dict(*args, **kwargs)
+        if not hasattr(self, "head") or not hasattr(self.head.model, "peft_config"):
+            return state
+        trained = {f"head.{name}" for name in self.head.trained()}
+        return {name: value for name, value in state.items() if name in trained}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
+        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
+        if strict and wrong:
+            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from fsd_infer.drafters.lm import check_same_vocabulary
-from fsd_infer.errors import CheckpointError, DataError, ModelLoadError
+from fsd_infer.errors import DataError, ModelLoadError
 from fsd_infer.files import disk_errors, write_text
-from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_tensors, read_adapter_config
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
-from fsd_train.scheduled_module import ScheduledModule
 
 EXPORT_DTYPE = torch.bfloat16
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -50,8 +48,7 @@ class SmallLM(nn.Module):
 
     Args:
         source: directory, hub id or built-in name.
-        target: whose vocabulary it must share; None where it is itself a target in training.
-        dtype: of the weights that are loaded; fresh adapters are in fp32.
+        target: whose vocabulary it must share.
         lora: options of ``peft.LoraConfig`` on top of :data:`LORA_DEFAULTS`; None trains all weights.
 
     Raises:
@@ -62,27 +59,21 @@ class SmallLM(nn.Module):
 
     draft_ids: Tensor | None
 
-    def __init__(
-        self,
-        source: str,
-        target: Target | None,
-        lora: Mapping[str, Any] | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, source: str, target: Target, lora: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         model: Any
-        model, self.tokenizer = load_target(source, dtype=dtype, device="cpu")
+        model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
         self.name = source
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        common = self.vocab_size if target is None else self._common(target)
+        common = self._common(target)
         if lora is None:
             self.model: Any = model.requires_grad_(True)
         else:
             self.model = _adapted(model, source, lora)
         self.model.train()
         # rows that padding added to one of the two vocabularies only are never drafted
-        ids = torch.arange(common) if target is not None and common < target.vocab_size else None
+        ids = torch.arange(common) if common < target.vocab_size else None
         self.register_buffer("draft_ids", ids, persistent=False)
         self.common = common
         self._check_lm_head()
@@ -124,33 +115,6 @@ class SmallLM(nn.Module):
         """[..., H'] -> [..., Vd] over the tokens that both models have, with the family's scale and soft cap."""
         head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
         return head.finish(self.causal_lm.get_output_embeddings()(hidden)[..., : self.common])
-
-    def load_adapter(self, directory: str | Path) -> None:
-        """Give the adapter in training the weights of an exported one.
-
-        Raises:
-            CheckpointError: that one cannot be read, or has another rank, scale or other layers.
-        """
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-        tensors, alpha = adapter_tensors(directory), read_adapter_config(directory)["lora_alpha"]
-        shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(self.model).items()}
-        same = {name: tensor.shape for name, tensor in tensors.items()} == shapes
-        if not same or alpha != self.model.peft_config["default"].lora_alpha:
-            raise CheckpointError(
-                f"the adapter in {directory} has another rank, another scale or other layers than the one in training: "
-                f"give model.lora the r, lora_alpha and target_modules of its {ADAPTER_CONFIG}."
-            )
-        set_peft_model_state_dict(self.model, tensors)
-
-    def compile_layers(self) -> None:
-        """Run each of the decoder's layers through torch.compile from now on; weights and their names stay."""
-        if next(self.parameters()).device.type == "cpu":
-            self.causal_lm.set_attn_implementation("eager")
-        layers = set(self.causal_lm._no_split_modules)
-        for module in self.causal_lm.modules():
-            if type(module).__name__ in layers:
-                module.compile(dynamic=True)
 
     def merged(self, dtype: torch.dtype) -> Any:
         """A copy as a plain transformers model, adapters merged into its weights."""
@@ -231,32 +195,6 @@ class SmallLM(nn.Module):
                 f"{self.name} ({self.config.model_type}): its LM head does more than a linear map, a scale and a soft "
                 "cap, so it cannot be trained here. Use another small model."
             )
-
-
-class SmallLMModule(ScheduledModule):
-    """Trains a :class:`SmallLM` as its ``head``."""
-
-    head: SmallLM
-
-    def check_optimizer(self, lora: Mapping[str, Any] | None) -> None:
-        """Raise DataError for muon without an adapter."""
-        if self.options.optimizer == "muon" and lora is None:
-            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What is trained: all weights, or the adapter's alone."""
-        state = super().state_dict(*args, **kwargs)
-        if not hasattr(self, "head") or not hasattr(self.head.model, "peft_config"):
-            return state
-        trained = {f"head.{name}" for name in self.head.trained()}
-        return {name: value for name, value in state.items() if name in trained}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
-        wrong = sorted(set(self.state_dict()) ^ set(state_dict))
-        if strict and wrong:
-            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:

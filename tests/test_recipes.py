@@ -26,9 +26,7 @@ from tests.families import reference, tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 from tests.train_toys import logged
 
-FINETUNING = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-135m-maths.yaml"
-# of heads; the fine-tuning recipe is trained in test_finetune.py
-RECIPES = sorted(set((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")) - {FINETUNING})
+RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 FAMILY = {
     "gemma-2-9b": "gemma2",
     "gemma-3-1b": "gemma3_text",
