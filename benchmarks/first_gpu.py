@@ -165,7 +165,8 @@ def full(args: argparse.Namespace, directory: Path) -> Sizes:
 def toys(directory: Path) -> Sizes:
     """For a CPU and seconds. The toys are made on the first call."""
     from fsd_infer.targets.target import Target
-    from fsd_train.new_recipe import choose, facts_of, render
+    from fsd_train.commands.new_recipe import render
+    from fsd_train.commands.sizing import choose, facts_of
     from tests.bench_toys import save_toy
     from tests.train_toys import write_answers
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.registry import Registry
 from fsd_infer.targets.target import Target
-from fsd_train.options import TrainingOptions
+from fsd_train.models.options import TrainingOptions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

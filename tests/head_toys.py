@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsd_infer import Target
 from fsd_infer.chat.encoding import encode_chat
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
+from fsd_train.models.eagle import EagleModule
 from tests.text_toys import tiny_tokenizer, write_rows
 
 WIDTH = 64

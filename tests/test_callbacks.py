@@ -21,13 +21,13 @@ from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, Unk
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
+from fsd_train.checkpoints import share_out_again
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.lm_module import LMModule
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.losses.fsd import chain_rows
-from fsd_train.metrics import RuleMetrics, compare
-from fsd_train.safety import share_out_again
+from fsd_train.losses.metrics import RuleMetrics, compare
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.lm import LMModule
 from tests.train_toys import TRAINER, logged, make_toys
 
 RULES = ["exact", "fuzzy:js:0.4"]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
-from fsd_train.fit import TrainCLI, explained, quiet
+from fsd_train.commands.fit import TrainCLI, explained, quiet
 from tests.fuzzing import FUZZ, JUNK, called, places
 from tests.train_toys import in_recipe
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_train.unroll import at_positions, chain_roots, supervised, unroll
+from fsd_train.models.unroll import at_positions, chain_roots, supervised, unroll
 from tests.train_toys import toy_target
 
 OWN = ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3", "gemma2"]

@@ -21,10 +21,10 @@ from fsd_infer.targets.adapters import is_adapter
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
+from fsd_train.commands.export import export_main
+from fsd_train.commands.fit import class_paths
 from fsd_train.data import AnswersDataModule, collate
-from fsd_train.export import export_main
-from fsd_train.fit import class_paths
-from fsd_train.lm_module import LMModule
+from fsd_train.models.lm import LMModule
 from tests.families import reference
 from tests.train_toys import (
     TRAINER,
@@ -317,7 +317,7 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pyt
     trainer = {"max_steps": 2, "limit_val_batches": 0, "callbacks": callbacks}
     model = {"target": toys / "target", "drafter": toys / "drafter", "lora": LORA}
     data = {"train_files": [toys / "answers.jsonl"], "batch_tokens": 128}
-    named = {"class_path": "fsd_train.lm_module.LMModule", "init_args": model}
+    named = {"class_path": "fsd_train.models.lm.LMModule", "init_args": model}
     argv = [*fit_command(tmp_path, trainer, named, data), "--model.lr", "0.01"]
 
     def record() -> tuple[int, float, dict[str, Any]]:

@@ -15,10 +15,10 @@ from lightning.pytorch import Trainer
 
 from fsd_infer.errors import CheckpointError, DataError, UnknownNameError
 from fsd_infer.targets.target import Target
+from fsd_train.commands.export import load_module
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.export import load_module
 from fsd_train.losses import DraftBatch, MixLoss, Schedule, build_loss, reference_of
+from fsd_train.models.eagle import EagleModule
 from tests.loss_toys import H, N, S, check, distributions, make_batch, plain_kl
 from tests.train_toys import TRAINER, save_toy_target, write_answers
 

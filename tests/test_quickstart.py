@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from fsd_infer.drafters import loading
-from fsd_train import quickstart, repository
+from fsd_train import repository
 from fsd_train.cli import main
-from fsd_train.fit import with_recipes
+from fsd_train.commands import quickstart
+from fsd_train.commands.fit import with_recipes
 from tests.bench_toys import Toy
 
 

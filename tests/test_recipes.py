@@ -21,7 +21,8 @@ from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.checkpoint import read_config
 from fsd_train.cli import main as cli
-from fsd_train.new_recipe import choose, covering_vocabulary, facts_of, memory, own_directory, recipe_for, render
+from fsd_train.commands.new_recipe import own_directory, recipe_for, render
+from fsd_train.commands.sizing import choose, covering_vocabulary, facts_of, memory
 from tests.families import reference, tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 from tests.train_toys import logged

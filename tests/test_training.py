@@ -21,12 +21,12 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
+from fsd_train.commands.export import export_main
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.export import export_main
-from fsd_train.optim import cosine_factor
-from fsd_train.slim import load_slim
-from fsd_train.vocabulary import choose_draft_ids
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.optim import cosine_factor
+from fsd_train.models.slim import load_slim
+from fsd_train.models.vocabulary import choose_draft_ids
 from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 
 STEPS = 24
@@ -195,7 +195,7 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    monkeypatch.setattr("fsd_train.scheduled_module.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("fsd_train.models.scheduled.time.monotonic", lambda: float(next(clock)))
     _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak

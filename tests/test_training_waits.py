@@ -20,11 +20,11 @@ from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
-from fsd_train.distillation_module import DistillationModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.features import cache_features, sequence_key
-from fsd_train.lm_module import LMModule
-from fsd_train.optim import build_optimizer
+from fsd_train.data.features import cache_features, sequence_key
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.lm import LMModule
+from fsd_train.models.optim import build_optimizer
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, save_toy_target
 
@@ -35,7 +35,7 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
 ]
-PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}
+PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/models/small_lm.py", "SmallLM.hidden")}
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ class Waits(Callback):
 
 
 def moved(target: Target, device: torch.device) -> None:
-    """fsd_train.slim.move: ``tensor.data = ...`` across devices is what the simulated device cannot take."""
+    """fsd_train.models.slim.move: ``tensor.data = ...`` across devices is what the simulated device cannot take."""
     for module in target.model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or tensor.is_meta or tensor.device == device:
@@ -142,7 +142,7 @@ def moved(target: Target, device: torch.device) -> None:
 def test_a_run_trains_validates_exports_and_decodes(
     toys: Path, tmp_path: Path, cached: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsd_train.distillation_module.move", moved)
+    monkeypatch.setattr("fsd_train.models.distillation.move", moved)
     watch = Waits(device)
     options = {**TRAINER, "default_root_dir": tmp_path, "val_check_interval": 2, "limit_val_batches": 1}
     callbacks = [watch, ExportHead(str(tmp_path / "head")), DecodedTau(prompts=2, max_new_tokens=4)]

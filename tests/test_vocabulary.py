@@ -15,8 +15,8 @@ from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LMHead
+from fsd_train.models.eagle import EagleModule
 from tests.families import reference, tiny_model, tiny_prompts
 
 OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's
@@ -104,7 +104,7 @@ def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.Mon
     new = sorted(prompt - set(own))
     assert new and joined[: len(new)] == new, "the prompts' ids come first"
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
-    monkeypatch.setattr("fsd_train.eagle_module._CONTEXT_BLOCK", len(new) + 1)
+    monkeypatch.setattr("fsd_train.models.eagle._CONTEXT_BLOCK", len(new) + 1)
     blocked = made(toys, context_ids=True)[0].draft(batch, 1)
     assert blocked is not None and blocked.head.ids is not None
     assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]

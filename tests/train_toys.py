@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule
-from fsd_train.features import cache_features
+from fsd_train.data.features import cache_features
 from tests.families import reference
 
 VOCAB = 64

@@ -50,7 +50,7 @@ class AdaSpecLoss:
 
     Args:
         reference: directory of an exported head of the same target, or of a small LM where one is trained
-            (:class:`fsd_train.lm_module.LMModule`). A head reads what the trained head reads, and its estimates go
+            (:class:`fsd_train.models.lm.LMModule`). A head reads what the trained head reads, and its estimates go
             through the same rows of the LM head, so its own draft vocabulary does not matter.
         keep: k, a number in (0, 1] or a schedule (see :class:`fsd_train.losses.schedule.Schedule`).
         loss: name of the loss on the chosen tokens, or a list as for :class:`fsd_train.losses.mix.MixLoss`.

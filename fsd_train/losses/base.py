@@ -96,7 +96,7 @@ class Rows:
 class DraftBatch:
     """One batch of predictions, gathered at the N positions where anything is supervised.
 
-    Row n stands for the position i = ``positions[n]`` (see :mod:`fsd_train.unroll` for the indexing): the estimates
+    Row n stands for the position i = ``positions[n]`` (:mod:`fsd_train.models.unroll` has the indexing): the estimates
     there are of feature i+1, whose distribution predicts token i+2.
 
     Attributes:

@@ -28,12 +28,12 @@ from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import usual_layers
 from fsd_infer.targets.target import Target
-from fsd_train import command_lines
-from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.features import check_disk, is_layers
-from fsd_train.fit import explained, quiet, read_head_recipe
-from fsd_train.new_recipe import TargetFacts, facts_of, step_memory
+from fsd_train.commands import command_lines
+from fsd_train.commands.fit import explained, quiet, read_head_recipe
+from fsd_train.commands.sizing import TargetFacts, facts_of, step_memory
+from fsd_train.data.features import check_disk, is_layers
+from fsd_train.data.module import AnswersDataModule
+from fsd_train.models.eagle import EagleModule
 from fsd_train.repository import recipe_errors
 
 _TIMED = 16  # tokens of the answer that is timed

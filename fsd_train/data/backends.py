@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -27,6 +26,7 @@ from fsd_infer.engine import Request, decode
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
+from fsd_train.data.sampler import stable_seed
 
 RULE = "exact"  # of answers made here: the target's own law, whatever drafts
 _ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an answer: vLLM's, SGLang's
@@ -89,12 +89,6 @@ class Backend(Protocol):
     """Answers batches of jobs, yielding groups of answers to be written together; ids in ``done`` are not needed."""
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]: ...
-
-
-def stable_seed(*parts: object) -> int:
-    """A 31-bit seed that depends on the parts alone, not on the process."""
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
 
 
 class LocalBackend:

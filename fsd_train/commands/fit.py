@@ -22,15 +22,15 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from fsd_infer.cli.run import one_line
 from fsd_infer.errors import DataError, FsdError
-from fsd_train.announce import Announce
-from fsd_train.data import AnswersDataModule
-from fsd_train.distillation_module import DistillationModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.progress import RunProgress
+from fsd_train.callbacks.announce import Announce
+from fsd_train.callbacks.progress import RunProgress
+from fsd_train.callbacks.runs import AUTO, RunDirectory
+from fsd_train.checkpoints import check_checkpoint
+from fsd_train.data.module import AnswersDataModule
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.scheduled import ScheduledModule
 from fsd_train.repository import find
-from fsd_train.runs import AUTO, RunDirectory
-from fsd_train.safety import check_checkpoint
-from fsd_train.scheduled_module import ScheduledModule
 from fsd_train.strategies import check_ranks, named_strategy
 
 # what Lightning says that a user can do nothing about, or need not: by the beginning of the message
@@ -126,7 +126,7 @@ class TrainCLI(LightningCLI):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `fit` or `validate` (the first argument); every option of Trainer, module and data is in --help."""
-    # a model section without class_path is a head's; `class_path: fsd_train.lm_module.LMModule` trains a small LM
+    # a model section without class_path is a head's; `class_path: fsd_train.models.lm.LMModule` trains a small LM
     chosen = class_paths(with_recipes(argv))
     with _command_line(argv):
         _train(argv, DistillationModule if chosen else EagleModule, bool(chosen))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import builtin_dir, shipped_drafter
-from fsd_train import command_lines
+from fsd_train.commands import command_lines
 from fsd_train.repository import find
 
 TARGET = "smollm2-135m"

@@ -30,13 +30,13 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
-from fsd_train import command_lines
-from fsd_train.data import check_id, encode_row
-from fsd_train.engine_check import check_engine
-from fsd_train.features import FeatureStore, sequence_key
-from fsd_train.feeding import Feeding, Row, at_step
-from fsd_train.plan import template_options
-from fsd_train.unroll import supervised
+from fsd_train.commands import command_lines
+from fsd_train.commands.engine_check import check_engine
+from fsd_train.commands.feeding import Feeding, Row, at_step
+from fsd_train.data.answers import check_id, encode_row
+from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.plan import template_options
+from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains
 _CLEAR = 0.05  # a difference of agreement below this is none

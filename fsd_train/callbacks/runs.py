@@ -13,8 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_train.callbacks import DecodedTau, ExportHead
-from fsd_train.safety import check_checkpoint, read_checkpoint
+from fsd_train.callbacks.decoded import DecodedTau
+from fsd_train.callbacks.export import ExportHead
+from fsd_train.checkpoints import check_checkpoint, read_checkpoint
 
 log = logging.getLogger(__name__)
 

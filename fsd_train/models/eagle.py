@@ -16,12 +16,12 @@ from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.data import on_host
-from fsd_train.distillation_module import DistillationModule
+from fsd_train.data.batches import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
-from fsd_train.options import TrainingOptions
-from fsd_train.unroll import at_positions, chain_roots, unroll
-from fsd_train.vocabulary import choose_draft_ids
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.options import TrainingOptions
+from fsd_train.models.unroll import at_positions, chain_roots, unroll
+from fsd_train.models.vocabulary import choose_draft_ids
 
 _CONTEXT_BLOCK = 512  # the prompts' ids that join the draft vocabulary are so many, or twice as many ...
 
@@ -47,11 +47,11 @@ class EagleModule(DistillationModule):
         chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
             expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
             less.
-        loss: as in :class:`fsd_train.options.TrainingOptions`.
+        loss: as in :class:`fsd_train.models.options.TrainingOptions`.
         noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
             feature_scale). Layout "eagle3" does not read those: there it must be 0.
         lr: peak learning rate.
-        training: the other options of :class:`fsd_train.options.TrainingOptions`.
+        training: the other options of :class:`fsd_train.models.options.TrainingOptions`.
     """
 
     head: EagleHead
@@ -236,7 +236,7 @@ class EagleModule(DistillationModule):
         return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
 
     def _chains(self, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Roots and weights of the chains that this batch runs, see :func:`fsd_train.unroll.chain_roots`."""
+        """Roots and weights of the chains that this batch runs, see :func:`fsd_train.models.unroll.chain_roots`."""
         if len(wanted) == 1:
             return wanted.new_zeros(wanted.shape[1], 0, dtype=torch.long), wanted.new_zeros(wanted.shape[1], 0)
         return chain_roots(wanted, share, self._generator(torch.device("cpu")))

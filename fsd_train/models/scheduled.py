@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from fsd_train.optim import build_optimizer, cosine_factor
-from fsd_train.options import ScheduleOptions
-from fsd_train.safety import CheckResume, StopOnNonFinite, share_out_again
+from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
+from fsd_train.checkpoints import share_out_again
+from fsd_train.models.optim import build_optimizer, cosine_factor
+from fsd_train.models.options import ScheduleOptions
 
 
 class ScheduledModule(LightningModule):

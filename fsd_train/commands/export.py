@@ -18,14 +18,14 @@ from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
-from fsd_train import command_lines
-from fsd_train.data import read_answers
-from fsd_train.distillation_module import DistillationModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.lm_module import LMModule
-from fsd_train.safety import read_checkpoint
-from fsd_train.slim import load_slim
-from fsd_train.vocabulary import choose_draft_ids
+from fsd_train.checkpoints import read_checkpoint
+from fsd_train.commands import command_lines
+from fsd_train.data.answers import read_answers
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.lm import LMModule
+from fsd_train.models.slim import load_slim
+from fsd_train.models.vocabulary import choose_draft_ids
 
 
 def load_module(checkpoint: str | Path) -> DistillationModule:

@@ -1,21 +1,14 @@
-"""Callbacks of training: exported heads, throughput, curves, accepted length in real decoding."""
+"""Accepted length in real decoding, in the course of a run."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import os
-import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
@@ -23,178 +16,11 @@ from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
-from fsd_train.data import on_host
-from fsd_train.metrics import DEFAULT_RULES
-from fsd_train.safety import settle
+from fsd_train.callbacks.export import ExportHead, averaged, callbacks_of
+from fsd_train.callbacks.safety import settle
+from fsd_train.callbacks.throughput import TokenRate
+from fsd_train.losses.metrics import DEFAULT_RULES
 from fsd_train.strategies import is_sharded, whole_head
-
-log = logging.getLogger(__name__)
-
-
-class ExportHead(Callback):
-    """Writes the head in the form `fsd-infer` reads, at the end of training and, if asked, every n steps.
-
-    With ``ema_decay`` it is the averaged weights that are written, each time.
-
-    Args:
-        directory: where to; default ``head`` in the trainer's log directory.
-        every_n_train_steps: also during training. The directory is replaced as a whole, so it always holds a usable
-            head.
-    """
-
-    def __init__(self, directory: str | None = None, every_n_train_steps: int | None = None) -> None:
-        self.directory = directory
-        self.every_n_train_steps = every_n_train_steps
-        self._last = 0
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        step = trainer.global_step
-        if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
-            self._last = step
-            with _averaged(trainer, pl_module):
-                self.write(trainer, pl_module)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.write(trainer, pl_module)
-
-    def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        settle(trainer)
-        with whole_head(pl_module):  # every rank takes part where the head is sharded
-            if trainer.is_global_zero:
-                self._write(trainer, pl_module)
-
-    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        directory = Path(self.directory or Path(_log_dir(trainer)) / "head")
-        draft, old = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
-        shutil.rmtree(draft, ignore_errors=True)
-        metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
-        pl_module.export(draft, {"metrics": metrics})  # type: ignore[operator]
-        shutil.rmtree(old, ignore_errors=True)
-        if directory.exists():
-            os.replace(directory, old)
-        os.replace(draft, directory)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-class TokenRate(Callback):
-    """Logs ``tokens_per_s``: supervised tokens (answer tokens of the batch) per second of training, without validation.
-
-    Args:
-        window: batches that are averaged over.
-    """
-
-    def __init__(self, window: int = 20) -> None:
-        self.window = window
-        self._tokens = 0
-        self._seconds = 0.0
-        self._start: float | None = None
-        self._batches = 0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._start is None:
-            self._start = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        now = time.perf_counter()
-        self._tokens += int(on_host(batch, "loss_mask").sum()) * trainer.world_size
-        self._seconds += now - (self._start or now)
-        self._start = now  # the wait for the next batch counts too
-        self._batches += 1
-        if self._batches >= self.window:
-            pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
-            self._tokens, self._seconds, self._batches = 0, 0.0, 0
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.pause()
-
-    def pause(self) -> None:
-        """Leave out the time until the next batch begins."""
-        self._start = None
-
-
-class LossCurve(Callback):
-    """Draws the logged curves to ``curves.png`` at the end of training (where matplotlib is installed).
-
-    Its points travel in the checkpoint, so the curve of a resumed run is whole.
-
-    Args:
-        path: of the picture; default ``curves.png`` in the trainer's log directory.
-        every_n_train_steps: distance of the training points.
-    """
-
-    def __init__(self, path: str | None = None, every_n_train_steps: int = 10) -> None:
-        self.path = path
-        self.every_n_train_steps = every_n_train_steps
-        self.points: dict[str, list[tuple[int, float]]] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = _points(state_dict["points"])
-
-    def _note(self, trainer: Trainer, validation: bool) -> None:
-        for name, value in trainer.callback_metrics.items():
-            if name.startswith("val_") == validation and not name.startswith("decoded_"):
-                points = self.points.setdefault(name, [])
-                if not points or points[-1][0] < trainer.global_step:
-                    points.append((trainer.global_step, float(value)))
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step % self.every_n_train_steps == 0:
-            self._note(trainer, validation=False)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._note(trainer, validation=True)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        curves = dict(self.points)
-        for callback in _callbacks(trainer):
-            if isinstance(callback, DecodedTau):
-                curves.update(callback.points)
-        if not trainer.is_global_zero or not curves:
-            return
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            log.warning("no curves.png: matplotlib is not installed")
-            return
-        panels = {
-            "loss": [name for name in curves if name.endswith("loss")],
-            "agreement": [name for name in curves if "agreement" in name],
-            "tau": [name for name in curves if "tau" in name],
-            "gate open": [name for name in curves if "gate_open" in name],
-            "divergence": [name for name in curves if "divergence" in name or "spent" in name],
-        }
-        shown = {title: names for title, names in panels.items() if names}
-        figure = Figure(figsize=(5 * len(shown), 4))
-        for number, (title, names) in enumerate(shown.items(), start=1):
-            axes = figure.add_subplot(1, len(shown), number)
-            for name in sorted(names):
-                marker = "." if name.startswith(("val_", "decoded_")) else ""
-                axes.plot(*zip(*curves[name], strict=True), label=name, marker=marker)
-            axes.set(title=title, xlabel="step")
-            axes.legend(fontsize=7)
-        figure.tight_layout()
-        path = Path(self.path or Path(_log_dir(trainer)) / "curves.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-
-
-def _points(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
-    """Points of curves as they were before they went through a checkpoint."""
-    return {name: [(int(x), float(y)) for x, y in points] for name, points in saved.items()}
-
-
-def _callbacks(trainer: Any) -> list[Callback]:
-    return list(trainer.callbacks)  # set by a connector, so that type checkers do not see it
-
-
-def _log_dir(trainer: Trainer) -> str:
-    return trainer.log_dir or trainer.default_root_dir
 
 
 class DecodedTau(Callback):
@@ -256,7 +82,7 @@ class DecodedTau(Callback):
         return {"points": self.points}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = _points(state_dict["points"])
+        self.points = points_of(state_dict["points"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -294,7 +120,7 @@ class DecodedTau(Callback):
         together = is_sharded(pl_module.target.model)  # type: ignore[union-attr,arg-type]
         with whole_head(pl_module):
             if together or trainer.is_global_zero:
-                with _averaged(trainer, pl_module):
+                with averaged(trainer, pl_module):
                     values = self.measure(trainer, pl_module)
         values = trainer.strategy.broadcast(values)  # the others wait here
         for name, value in values.items():
@@ -303,7 +129,7 @@ class DecodedTau(Callback):
             logger.log_metrics(values, step=self._last)
         if self.best is not None:
             self._keep_best(trainer, pl_module)
-        for callback in _callbacks(trainer):
+        for callback in callbacks_of(trainer):
             if isinstance(callback, TokenRate):
                 callback.pause()
         return values
@@ -313,7 +139,7 @@ class DecodedTau(Callback):
         taus = [value for _, value in self.points[f"decoded_tau/{self.rules[0]}"]]
         if taus[-1] <= max(taus[:-1], default=0.0):
             return
-        with _averaged(trainer, pl_module):
+        with averaged(trainer, pl_module):
             ExportHead(self.best).write(trainer, pl_module)
         trainer.save_checkpoint(f"{self.best}.ckpt")
 
@@ -363,6 +189,11 @@ class DecodedTau(Callback):
         return [found[number * len(found) // count] for number in range(count)]
 
 
+def points_of(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Points of curves as they were before they went through a checkpoint."""
+    return {name: [(int(x), float(y)) for x, y in points] for name, points in saved.items()}
+
+
 def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:
     """A drafter made of a copy of what is being trained."""
     if hasattr(pl_module, "make_drafter"):
@@ -370,16 +201,3 @@ def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) ->
         return made
     head = copy.deepcopy(pl_module.head).requires_grad_(False)
     return EagleDrafter(head, target, tree)
-
-
-@contextmanager
-def _averaged(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Inside, the module has the weights that would be validated: the averaged ones, where a callback averages."""
-    averaging = [callback for callback in _callbacks(trainer) if isinstance(callback, WeightAveraging)]
-    for callback in averaging:
-        callback.on_validation_epoch_start(trainer, pl_module)
-    try:
-        yield
-    finally:
-        for callback in averaging:
-            callback.on_validation_epoch_end(trainer, pl_module)

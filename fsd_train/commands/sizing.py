@@ -1,27 +1,18 @@
-"""`fsd-train new-recipe`: a commented recipe from a target's config."""
+"""What a target's config says of training a head for it: sizes, settings by size, memory."""
 
 from __future__ import annotations
 
-import math
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from fsd_bench.planned import planned_target
 from fsd_bench.roofline import Part
 from fsd_infer.errors import DataError
-from fsd_infer.files import write_text
 from fsd_infer.heads.config import usual_layers
-from fsd_infer.targets.loading import EAGER_FAMILIES
-from fsd_train import command_lines
 from fsd_train.losses.rows import default_chunk_size
-from fsd_train.repository import SHIPPED
 
 SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
 COVERAGE = 0.99
@@ -242,11 +233,11 @@ def step_memory(
         device: its type.
     """
     h, chunk = facts.hidden_size, default_chunk_size(device, drafted)
-    head = f"18 B x {_count(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
+    head = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
     kept = f"2 B x (20 x {h} + 4 x {facts.intermediate_size}) x {tokens} tokens x {steps} steps"
     rows = Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     return [
-        Part("target", 2.0 * loaded, f"2 B x {_count(loaded)} weights (bf16)", shared=True),
+        Part("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
         Part("head", 18.0 * weights, head, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
         Part("activations", activation_bytes(facts, tokens, steps), kept),
@@ -264,174 +255,12 @@ def hardware(facts: TargetFacts, choices: Choices) -> str:
     return f"several {LARGEST} GB GPUs with --trainer.strategy fsdp"
 
 
-def slug(name: str) -> str:
-    """The last part of a target's name, fit for a file name."""
-    return re.sub(r"[^a-z0-9.]+", "-", Path(name).name.lower()).strip("-.") or "target"
-
-
-def _count(number: float) -> str:
+def count_text(number: float) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
 
 
-def _gigabytes(size: float) -> str:
+def size_text(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.2g} MB"
-
-
-def _yaml(*names: str) -> str:
-    """Names as items of a YAML list on one line, quoted where they have to be."""
-    return yaml.safe_dump(list(names), default_flow_style=True, allow_unicode=True, width=math.inf).strip()[1:-1]
-
-
-def own_directory(name: str) -> str:
-    """Where a run for a target writes, unless a shipped recipe's run writes there: then a directory beside it."""
-    run = f"runs/{slug(name)}"
-    files = [path for root in (SHIPPED.parent.parent, SHIPPED) for path in root.glob("recipes/*.yaml")]
-    line = re.compile(rf"^ +default_root_dir: {re.escape(run)}$", re.M)
-    taken = any(line.search(path.read_text(encoding="utf-8")) for path in files)
-    return f"{run}-new" if taken else run
-
-
-def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
-    """The recipe as YAML, of a run that writes to the directory ``run`` (by default named after the target)."""
-    run = run or f"runs/{slug(facts.name)}"
-    answers = list(files) or [f"{run}/answers.jsonl"]
-    parts = memory(facts, choices)
-    total = sum(part.bytes for part in parts)
-    table = [f"#   {part.name:<14}{part.how:<80}= {_gigabytes(part.bytes):>8}" for part in parts]
-    table.append(f"#   {'together':<94}= {_gigabytes(total):>8}")
-    small = facts.hidden_size <= SMALL
-    make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"
-    if facts.layout == "eagle3":
-        head = (
-            "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
-        )
-        loss = "    w_feature: 0.0          # it estimates no features\n    w_ce: 1.0\n"
-    else:
-        scaled = str(facts.scaled_norm).lower()
-        head = f"    final_norm: {scaled}\n    feature_scale: {scaled}\n"
-        if facts.family in EAGER_FAMILIES:
-            why = "the family's own layer needs eager attention, which keeps every score"
-            head = f"    layer: llama            # {why}\n{head}"
-        elif facts.experts:
-            head = f"    layer: llama            # a dense layer: a draft head is meant to be small\n{head}"
-        loss = "    w_feature: 0.3\n    w_ce: 1.0\n  noise: 0.1\n"
-    vocabulary = "null" if choices.draft_vocab_size is None else str(choices.draft_vocab_size)
-    if choices.coverage is not None:
-        why = f"holds {choices.coverage:.1%} of the tokens of the answers"
-    elif choices.draft_vocab_size is None:
-        why = f"all {facts.vocab_size} ids"
-    else:
-        why = f"of {facts.vocab_size}; EAGLE-3 and SpecForge use 32000"
-    every = 200 if small else 500
-    tokenizer = f"  tokenizer: {_yaml(facts.name)}   # encodes rows of text\n" if choices.tokenizer else ""
-    return f"""\
-# A draft head for {facts.name} ({facts.family}, {_count(facts.parameters)} weights, hidden size {facts.hidden_size}).
-#
-{make_answers}#   fsd-train fit --config RECIPE
-#   fsd-infer generate --target {facts.name} \\
-#     --drafter {run}/head --prompt "..."
-#
-# Meant for: {hardware(facts, choices)}. Expected memory there, about:
-{chr(10).join(table)}
-# Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are shared out as well.
-# With cached features (`fsd-train cache-features`, then data.features) the target's layers are not loaded; they take
-# {facts.feature_bytes} B a token: {_gigabytes(1e6 * facts.feature_bytes)} of disk per million tokens.
-seed_everything: 0
-
-trainer:
-  accelerator: auto
-  devices: 1
-  strategy: auto
-  precision: bf16-mixed
-  max_steps: {choices.max_steps}
-  max_epochs: -1
-  accumulate_grad_batches: {choices.accumulate}
-  gradient_clip_val: 1.0
-  log_every_n_steps: 10
-  check_val_every_n_epoch: null
-  val_check_interval: {every * choices.accumulate}      # in batches
-  limit_val_batches: 16
-  num_sanity_val_steps: 0
-  use_distributed_sampler: false   # the data module shares batches out itself
-  default_root_dir: {run}
-  logger:
-    class_path: lightning.pytorch.loggers.CSVLogger
-    init_args:
-      save_dir: {run}
-      name: logs
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args:
-        dirpath: {run}/checkpoints
-        filename: step-{{step}}
-        auto_insert_metric_name: false
-        every_n_train_steps: {every}
-        save_last: true
-        enable_version_counter: false
-    - class_path: fsd_train.callbacks.ExportHead
-      init_args:
-        directory: {run}/head
-        every_n_train_steps: {every}
-    - class_path: fsd_train.callbacks.DecodedTau   # accepted length on validation prompts, really decoded
-      init_args:
-        every_n_train_steps: {500 if small else 2000}
-        prompts: 8
-        max_new_tokens: 64
-        best: {run}/best
-    - class_path: fsd_train.callbacks.LossCurve
-      init_args:
-        path: {run}/curves.png
-    - class_path: fsd_train.callbacks.TokenRate
-
-model:
-  target: {_yaml(facts.name)}
-  head:
-{head}  draft_vocab_size: {vocabulary}   # {why}
-  unroll_steps: {choices.unroll_steps}           # EAGLE-3 trains 7, speculators 3; memory and time grow with it
-  step_decay: 0.8
-  loss: eagle
-  loss_args:
-{loss}  lr: {choices.lr:.1e}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
-  weight_decay: 0.01
-  warmup_steps: {100 if small else 500}
-  eval_steps: {max(5, choices.unroll_steps)}
-
-data:
-  train_files: [{_yaml(*answers)}]
-{tokenizer}  validation_fraction: 0.02
-  max_length: {choices.max_length}
-  batch_tokens: {choices.batch_tokens}
-"""
-
-
-def recipe_for(name: str, files: Sequence[str] = ()) -> str:
-    """A recipe for a target, and, given answers, for these. Raises as :func:`facts_of` and :func:`fit_to_data`."""
-    facts = facts_of(name)
-    choices = choose(facts)
-    return render(facts, fit_to_data(facts, choices, files) if files else choices, files, run=own_directory(name))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train new-recipe`."""
-    args = command_lines.new_recipe().parse_args(argv)
-    if args.output and Path(args.output).exists():
-        raise DataError(f"{args.output} exists already: give another name, or remove it.")
-    text = recipe_for(args.target, args.data)
-    path = args.output or "RECIPE"
-    if args.output is None:
-        sys.stdout.write(text)
-    else:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(path), text.replace("--config RECIPE", f"--config {path}"))
-    config = yaml.safe_load(text)
-    regenerate = [] if args.data else [f"fsd-train regenerate --config {path} --prompts PROMPTS.jsonl"]
-    lines = [
-        f"{'wrote ' + path if args.output else 'the recipe'}: a head for {args.target}, "
-        f"{config['trainer']['max_steps']} steps, everything goes to {config['trainer']['default_root_dir']}. Next:",
-        *(f"  {line}" for line in [*regenerate, f"fsd-train fit --config {path}"]),
-    ]
-    print("\n".join(lines), file=sys.stderr)
-    return 0

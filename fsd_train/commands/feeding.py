@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.unroll import supervised, unroll
+from fsd_train.models.unroll import supervised, unroll
 
 _CHUNK = 512  # positions whose logits are alive at a time
 Shift = Callable[[Tensor], Tensor]

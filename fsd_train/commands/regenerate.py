@@ -28,9 +28,10 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
-from fsd_train import LONGEST, command_lines
-from fsd_train.backends import RULE, Backend, EndpointBackend, LocalBackend
-from fsd_train.plan import Plan, answer_line, next_turns, plan_jobs
+from fsd_train import LONGEST
+from fsd_train.commands import command_lines
+from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
+from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
 from fsd_train.repository import find, recipe_errors
 
 

@@ -1,7 +1,7 @@
 """The options of `fsd-train`'s commands, without what they run on: `--help` and a mistyped option are answered at once.
 
 `fit` and `validate` take theirs from the trainer's, modules' and data's own signatures, see
-:mod:`fsd_train.fit`.
+:mod:`fsd_train.commands.fit`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsd_infer.errors import DataError
-from fsd_train.optim import OPTIMIZERS
+from fsd_train.models.optim import OPTIMIZERS
 
 MAX_UNROLL = 7
 
@@ -78,7 +78,7 @@ class TrainingOptions(ScheduleOptions):
             exported; None for none.
         eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
         eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
-            :class:`fsd_train.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
+            :class:`fsd_train.losses.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
 
     Raises:
         DataError: a value is out of its range.

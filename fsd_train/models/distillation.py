@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train.data import on_host
-from fsd_train.features import FeatureStore
+from fsd_train.checkpoints import check_state, check_target, target_record
+from fsd_train.data.batches import on_host
+from fsd_train.data.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, LossOutput, build_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.fsd import chain_rows
-from fsd_train.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
-from fsd_train.options import TrainingOptions
-from fsd_train.safety import check_state, check_target, target_record
-from fsd_train.scheduled_module import ScheduledModule
-from fsd_train.slim import load_slim, move
-from fsd_train.unroll import supervised
+from fsd_train.losses.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
+from fsd_train.models.options import TrainingOptions
+from fsd_train.models.scheduled import ScheduledModule
+from fsd_train.models.slim import load_slim, move
+from fsd_train.models.unroll import supervised
 
 
 class _Frozen:

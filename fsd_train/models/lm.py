@@ -18,11 +18,11 @@ from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train.data import keep_on_host, on_host
-from fsd_train.distillation_module import DistillationModule
+from fsd_train.data.batches import keep_on_host, on_host
 from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
-from fsd_train.options import TrainingOptions
-from fsd_train.small_lm import LogitsHead, SmallLM
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.options import TrainingOptions
+from fsd_train.models.small_lm import LogitsHead, SmallLM
 
 
 class LMModule(DistillationModule):
@@ -50,7 +50,7 @@ class LMModule(DistillationModule):
         loss: name of a loss or a list as for EagleModule, without the feature term (a small LM has features of its
             own). The reference of ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter.
         lr: peak learning rate.
-        training: the other options of :class:`fsd_train.options.TrainingOptions`; optimizer muon with ``lora`` only.
+        training: the other :class:`fsd_train.models.options.TrainingOptions`; optimizer muon with ``lora`` only.
     """
 
     head: SmallLM
@@ -227,7 +227,7 @@ class LMModule(DistillationModule):
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.
 
-        See :meth:`fsd_train.small_lm.SmallLM.export`.
+        See :meth:`fsd_train.models.small_lm.SmallLM.export`.
         """
         record = self.record({"target": self.target.fingerprint(), **(extra or {})})
         return self.head.export(Path(directory), record)

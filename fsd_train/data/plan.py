@@ -13,7 +13,7 @@ from typing import Any
 from fsd_infer.chat.conversations import PROMPT_FIELDS, row_exchanges
 from fsd_infer.chat.encoding import PromptRow, encode_chat, read_prompts
 from fsd_infer.errors import DataError
-from fsd_train.backends import Answer, Job, stable_seed
+from fsd_train.data.backends import Answer, Job, stable_seed
 
 WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample
 # of a prompt's row, what its answers' rows have of their own

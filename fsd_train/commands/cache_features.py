@@ -17,9 +17,10 @@ import yaml
 
 from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.targets.target import Target
-from fsd_train import MAX_LENGTH, command_lines
-from fsd_train.data import read_answers
-from fsd_train.features import cache_features, is_layers, token_bytes
+from fsd_train import MAX_LENGTH
+from fsd_train.commands import command_lines
+from fsd_train.data.answers import read_answers
+from fsd_train.data.features import cache_features, is_layers, token_bytes
 from fsd_train.repository import recipe_errors
 
 
