@@ -32,21 +32,13 @@ class Command:
 COMMANDS = {
     "fit": Command("fit:main", "train a head: fsd-train fit --config recipes/smollm2-135m.yaml"),
     "validate": Command("fit:main", "measure a checkpoint on the validation split"),
-    "regenerate": Command(
-        "fsd_train.commands.regenerate:main", "let the target answer prompts, to train on its answers"
-    ),
+    "regenerate": Command("regenerate:main", "let the target answer prompts, to train on its answers"),
     "cache-features": Command("cache_features:main", "store the target's features of the answers"),
     "new-recipe": Command("new_recipe:main", "write a recipe for a target from its config"),
-    "quickstart": Command(
-        "fsd_train.commands.quickstart:main", "fetch the built-in model, train for a minute, decode, compare"
-    ),
-    "export": Command(
-        "fsd_train.commands.export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"
-    ),
+    "quickstart": Command("quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
+    "export": Command("export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
     "doctor": Command("doctor:main", "say why a head accepts less than it should"),
-    "estimate": Command(
-        "fsd_train.commands.estimate:main", "memory, disk and time of a recipe, before anything long starts"
-    ),
+    "estimate": Command("estimate:main", "memory, disk and time of a recipe, before anything long starts"),
 }
 
 
