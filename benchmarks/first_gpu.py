@@ -201,7 +201,7 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
     bench = ["fsd_infer.cli.main", "bench", "--methods", RULES, *sizes.prompts]
     llama = [*sizes.tinyllama, "--drafter", f"{directory}/tinyllama/head"]
     fit = ["-m", "fsd_train.cli", "fit", "--config", f"{directory}/recipe.yaml", "--overwrite", "true"]
-    fit += ["--model.time_limit", f"{sizes.minutes:g}"]
+    fit += ["--trainer.max_time", f"00:00:{int(sizes.minutes):02}:{round(60 * sizes.minutes) % 60:02}"]
     vllm = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
     peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES, "--no-profile", "--no-batches"]
     no_vllm = "" if vllm else "no vLLM is installed, nor VLLM_PYTHON set"

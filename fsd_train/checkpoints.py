@@ -102,10 +102,20 @@ def check_target(module: LightningModule, target: Target, record: dict[str, str]
 def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Raise CheckpointError, which names the differences, unless both describe one order of training batches.
 
+    Another number of devices goes on with a checkpoint, but not with DeepSpeed's: its files are per device.
+
     Args:
         trainer: about to resume.
         ours, theirs: what the order follows from, by name, in this run and in the checkpoint's.
     """
+    before, now = theirs.get("replicas"), ours["replicas"]
+    if before != now and "DeepSpeed" not in type(trainer.strategy).__name__:
+        ours = {name: value for name, value in ours.items() if name != "replicas"}
+        if trainer.is_global_zero:
+            log.warning(
+                "%s was written by %s devices and goes on with %d: a step has as many batches as before if devices x "
+                "accumulate_grad_batches is what it was", _source(trainer), before, now,
+            )  # fmt: skip
     wrong = [f"{name} ({theirs.get(name)}, now {ours[name]})" for name in ours if ours[name] != theirs.get(name)]
     if wrong:
         raise CheckpointError(
@@ -113,41 +123,6 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
             "the data and the number of devices that it was trained with (rows is a digest of what train_files, "
             f"max_length, the validation split and cached features leave to train on). {_RESTART}"
         )
-
-
-def share_out_again(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Let another number of devices go on with a checkpoint: its place in the order counts batches per device.
-
-    The k-th batches of n devices are the first n·k of the order, so m devices have had n·k / m each. Changes the
-    checkpoint in place. DeepSpeed's is left alone, and refused by :func:`check_order`: its files are per device.
-
-    Raises:
-        CheckpointError: the devices cannot have had as many batches each.
-    """
-    order = checkpoint.get(type(getattr(trainer, "datamodule", None)).__qualname__)
-    if order is None or trainer.state.fn != "fit" or "DeepSpeed" in type(trainer.strategy).__name__:
-        return
-    before, now = order["replicas"], trainer.world_size
-    if before == now:
-        return
-    loop = checkpoint["loops"]["fit_loop"]
-    given = loop["epoch_loop.batch_progress"]["current"]["ready"] * before
-    if given % now:
-        raise CheckpointError(
-            f"{_source(trainer)} was written by {before} devices after {given} batches of its epoch, which {now} "
-            "cannot share evenly: use a checkpoint of another step, or another number of devices."
-        )
-    for counts in (loop["epoch_loop.batch_progress"][name] for name in ("current", "total")):
-        more = counts["ready"] * before // now - counts["ready"]
-        counts.update({name: count + more for name, count in counts.items()})  # the last one may be under way
-    for loader in loop["state_dict"]["combined_loader"]:
-        loader["batch"] = given // now
-    order["replicas"] = now
-    if trainer.is_global_zero:
-        log.warning(
-            "%s was written by %d devices and goes on with %d: a step has as many batches as before if devices x "
-            "accumulate_grad_batches is what it was", _source(trainer), before, now,
-        )  # fmt: skip
 
 
 def _source(trainer: Trainer | None) -> str:

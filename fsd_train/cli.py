@@ -95,8 +95,9 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        _run(args, command)
+    for asked in ("--help", "--model.help"):  # the second: of the module that recipes mean without a class_path
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            _run([args[0], asked], command)
     text = shown.getvalue().rstrip()
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_train.losses import DraftBatch, LMHead
+from fsd_train.losses import LOSSES, DraftBatch, LMHead, Loss, MixLoss, Part
 
 S, N, H, VD = 3, 14, 8, 19
 
 # two sequences whose answers take flat positions 3..9 and 20..26
 POSITIONS = torch.cat([torch.arange(3, 10), torch.arange(20, 27)])
+
+
+def build_loss(name: Any, args: dict[str, Any] | None = None) -> Loss:
+    """A loss by its name and arguments, or a mix by a list of ``{name, weight, args}``."""
+    if isinstance(name, list):
+        return MixLoss([Part(build_loss(part["name"], part.get("args")), part.get("weight", 1.0)) for part in name])
+    args = dict(args or {})
+    if name == "adaspec" and "loss" in args:
+        args["loss"] = build_loss(args["loss"], args.pop("loss_args", None))
+    return LOSSES.get(name)(**args)
 
 
 def make_batch(spread: float = 0.6, seed: int = 0, **head: Any) -> tuple[DraftBatch, Tensor]:

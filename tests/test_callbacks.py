@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from fsd_infer.decoder import FuzzyDecoder
@@ -21,14 +20,15 @@ from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, Unk
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
-from fsd_train.checkpoints import share_out_again
 from fsd_train.data import AnswersDataModule
+from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.losses.metrics import RuleMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
 from tests.train_toys import TRAINER, logged, make_toys
+from tests.train_toys import options as module_options
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -48,7 +48,7 @@ def make(toys: Path, cached: bool = False, **options: Any) -> tuple[EagleModule,
         batch_tokens=128,
         features=str(toys / "features") if cached else None,
     )
-    return EagleModule(str(toys / "target"), **values), data
+    return EagleModule(str(toys / "target"), **module_options(**values)), data
 
 
 def trainer(out: Path, *callbacks: Any, steps: int = STEPS, **options: Any) -> Trainer:
@@ -102,19 +102,19 @@ def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
 
 
 def test_averaged_weights_are_what_decodes(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, ema_decay=0.9, lr=0.05)
+    module, data = make(toys, lr=0.05)
     callback = DecodedTau(["exact"], prompts=2, max_new_tokens=8)
     seen = []
     measure = callback.measure
     callback.measure = lambda *args: seen.append(module.head.fc.weight.detach().clone()) or measure(*args)  # type: ignore
-    trainer(tmp_path, callback).fit(module, data)
+    trainer(tmp_path, callback, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
     assert len(seen) == 1 and torch.equal(
         seen[0], module.head.fc.weight
     )  # after training the module holds the averaged weights
 
 
 def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, ema_decay=0.9, lr=0.05)
+    module, data = make(toys, lr=0.05)
     callback = ExportHead(str(tmp_path / "head"), every_n_train_steps=4)
     written, write = [], callback.write
 
@@ -123,7 +123,7 @@ def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_p
         written.append(load_head(tmp_path / "head").fc.weight)
 
     callback.write = note  # type: ignore[method-assign]
-    trainer(tmp_path, callback).fit(module, data)
+    trainer(tmp_path, callback, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
     at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
     # averaging hears of a step after this callback, so its average covers the steps before
     average, raw = at[3]["state_dict"]["head.fc.weight"], at[4]["current_model_state"]["head.fc.weight"]
@@ -168,7 +168,7 @@ def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
     last = tmp_path / "ckpt" / "step=2.ckpt"
     assert str(last) in str(caught.value)
     assert sorted(file.name for file in last.parent.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
-    state = torch.load(last, weights_only=False)["state_dict"]
+    state = torch.load(last, weights_only=True)["state_dict"]
     assert all(bool(value.isfinite().all()) for value in state.values())
     assert torch.equal(state["head.fc.weight"], module.head.fc.weight)  # the bad step was not taken
     (file,) = tmp_path.rglob("non-finite-step-2-rank-0.json")
@@ -191,7 +191,7 @@ def test_infinite_gradient_stops(toys: Path, tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["batches"]) == 2
 
 
-@pytest.mark.parametrize("options", [{"draft_vocab_size": None}, {"ema_decay": 0.9}, None], ids=["head", "ema", "lm"])
+@pytest.mark.parametrize("options", [{"draft_vocab_size": None}, None], ids=["head", "lm"])
 def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path, options: Any) -> None:
     """In training and validation files."""
     good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
@@ -212,7 +212,7 @@ def resumed(toys: Path, out: Path, ckpt: Path, data: dict[str, Any] | None = Non
     for name, value in (data or {}).items():
         setattr(rows, name, value)
     run = trainer(out, limit_val_batches=0)
-    run.fit(module, rows, ckpt_path=ckpt, weights_only=False)
+    run.fit(module, rows, ckpt_path=ckpt, weights_only=True)
     return run
 
 
@@ -225,7 +225,7 @@ def checkpoint(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
-    state = torch.load(checkpoint, weights_only=False)
+    state = torch.load(checkpoint, weights_only=True)
     names = ("cut", "text", "foreign", "weights", "none", "directory")
     cut, text, foreign, weights, none, directory = (tmp_path / name for name in names)
     cut.write_bytes(checkpoint.read_bytes()[:3000])
@@ -258,24 +258,19 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
             resumed(toys, tmp_path / "run", checkpoint, change)
     other = make(toys)[1]
     other.batch_tokens = 96
-    trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=False)
+    trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=True)
 
 
-def test_another_number_of_devices_goes_on_at_the_same_place(toys: Path, checkpoint: Path) -> None:
-    state = torch.load(checkpoint, weights_only=False)
-    stub: Any = SimpleNamespace(
-        datamodule=make(toys)[1], state=SimpleNamespace(fn="fit"), strategy=None, is_global_zero=True, ckpt_path="c"
-    )
-    progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    assert progress["current"] == progress["total"] == {"ready": 1, "started": 1, "processed": 1, "completed": 0}
-    state["AnswersDataModule"]["replicas"], stub.world_size = 6, 2
-    share_out_again(stub, state)
-    assert progress["current"] == progress["total"] == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
-    assert state["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batch"] == 3
-    assert state["AnswersDataModule"]["replicas"] == 2
-    stub.world_size = 4
-    with pytest.raises(CheckpointError, match="by 2 devices after 6 batches of its epoch, which 4 cannot share evenly"):
-        share_out_again(stub, state)
+def test_another_number_of_devices_goes_on_at_the_same_place() -> None:
+    def loader(replicas: int) -> ResumableLoader:
+        return ResumableLoader(range(24), TokenBudgetSampler([4] * 24, 4, replicas=replicas))  # type: ignore[arg-type]
+
+    six = {"epoch": 0, "batch": 1, "replicas": 6}
+    two = loader(2)
+    two.load_state_dict(six)
+    assert two.state_dict() == {"epoch": 0, "batch": 3, "replicas": 2}
+    with pytest.raises(CheckpointError, match="by 6 devices after 6 batches of its epoch, which 4 cannot share evenly"):
+        loader(4).load_state_dict(six)
 
 
 def test_rule_metrics_against_the_plain_formulas() -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from fsd_infer.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, Verification
 from fsd_infer.tree import DraftTree
-from fsd_train.losses import DraftBatch, build_loss
+from fsd_train.losses import DraftBatch
 from fsd_train.losses.base import Rows
 from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate
-from tests.loss_toys import PLAIN, N, S, check, distributions, make_batch, mean, overlap, plain_js, plain_kl
+from tests.loss_toys import PLAIN, N, S, build_loss, check, distributions, make_batch, mean, overlap, plain_js, plain_kl
 
 
 def plain_chains(batch: DraftBatch) -> list[list[tuple[int, int]]]:

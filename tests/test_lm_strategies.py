@@ -24,9 +24,11 @@ def lm_command(root: Path, out: Path, accumulate: int, options: dict[str, Any], 
     argv = command(root, out, accumulate, *more)
     path = out / "recipe.json"
     config = json.loads(path.read_text())
-    shared = {name: config["model"][name] for name in ("target", "unroll_steps", "lr", "warmup_steps", "eval_steps")}
+    shared = {
+        name: config["model"][name] for name in ("target", "unroll_steps", "optimizer", "lr_scheduler", "eval_steps")
+    }
     values = {**shared, "drafter": str(root / "drafter"), **options}
-    config["model"] = {"class_path": "fsd_train.models.lm.LMModule", "init_args": values}
+    config["model"] = {"class_path": "LMModule", "init_args": values}
     path.write_text(json.dumps(config))
     return argv
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_train.losses import DraftBatch, LMHead, build_loss
+from fsd_train.losses import DraftBatch, LMHead
 from fsd_train.losses.rows import LIVE, chunked_rows
-from tests.loss_toys import VARIANTS, N, S, distributions, make_batch
+from tests.loss_toys import VARIANTS, N, S, build_loss, distributions, make_batch
 
 
 @pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)

@@ -28,8 +28,13 @@ from fsd_train.models.optim import cosine_factor
 from fsd_train.models.slim import load_slim
 from fsd_train.models.vocabulary import choose_draft_ids
 from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
+from tests.train_toys import options as module_options
 
 STEPS = 24
+AVERAGING = {
+    "class_path": "lightning.pytorch.callbacks.EMAWeightAveraging",
+    "init_args": {"decay": 0.9, "use_buffers": False},
+}
 
 
 def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
@@ -51,11 +56,11 @@ def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, 
         batch_tokens=256,
         features=str(toys / "features") if cached else None,
     )
-    return EagleModule(str(toys / "target"), **values), data
+    return EagleModule(str(toys / "target"), **module_options(**values)), data
 
 
 def fit(
-    toys: Path, out: Path, steps: int = STEPS, ckpt: Path | None = None, **options: Any
+    toys: Path, out: Path, steps: int = STEPS, ckpt: Path | None = None, max_time: str | None = None, **options: Any
 ) -> tuple[EagleModule, Trainer]:
     seed_everything(0)
     module, data = make(toys, **options)
@@ -65,9 +70,9 @@ def fit(
         LossCurve(every_n_train_steps=2),
         TokenRate(window=3),
     ]
-    options = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 12}
-    trainer = Trainer(max_steps=steps, callbacks=callbacks, **options)
-    trainer.fit(module, data, ckpt_path=ckpt, weights_only=False)
+    fixed = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 12}
+    trainer = Trainer(max_steps=steps, max_time=max_time, callbacks=callbacks, **fixed)
+    trainer.fit(module, data, ckpt_path=ckpt, weights_only=True)
     return module, trainer
 
 
@@ -195,8 +200,8 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    monkeypatch.setattr("fsd_train.models.scheduled.time.monotonic", lambda: float(next(clock)))
-    _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
+    monkeypatch.setattr("lightning.pytorch.callbacks.timer.time.monotonic", lambda: float(next(clock)))
+    _, trainer = fit(toys, tmp_path, steps=1000, max_time="00:00:01:00")
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak
 
@@ -286,7 +291,8 @@ class Kill(Callback):
 def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
     options = [
         "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
-        "--model.chain_share", "0.6", "--model.ema_decay", "0.9",
+        "--model.chain_share", "0.6",
+        "--trainer.callbacks+", json.dumps(AVERAGING),
     ]  # fmt: skip
     argv = command(toys, tmp_path / "killed", *options)
     done = started([*argv, "--trainer.callbacks+", "tests.test_training.Kill"], tmp_path)

@@ -21,19 +21,20 @@ from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.data.features import cache_features, sequence_key
+from fsd_train.losses import Schedule
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
-from fsd_train.models.optim import build_optimizer
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, save_toy_target
+from tests.train_toys import options as module_options
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}),
     ("kl_pq", {}),
     ("lk", {}),
     ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
-    ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
+    ([{"name": "js"}, {"name": "fsd", "weight": Schedule(0.1, 1.0)}], {}),
 ]
 PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/models/small_lm.py", "SmallLM.hidden")}
 
@@ -47,9 +48,8 @@ def device() -> Iterator[SimulatedDevice]:
 def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, **options: Any) -> EagleModule:
     head = {"final_norm": True, "feature_scale": True, **options.pop("head", {})}
     fixed: dict[str, Any] = {"draft_vocab_size": 40, "context_ids": True, "unroll_steps": 3, "chain_share": 0.6}
-    return EagleModule(
-        str(toys / "target"), head, loss=loss, loss_args=args or None, **{**fixed, "noise": 0.1, **options}
-    )
+    chosen = {"head": head, "loss": loss, "loss_args": args or None, **fixed, "noise": 0.1, **options}
+    return EagleModule(str(toys / "target"), **module_options(**chosen))
 
 
 def step_of(module: DistillationModule, toys: Path, device: torch.device, watch: list[int]) -> Any:
@@ -57,7 +57,7 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     data = AnswersDataModule([str(toys / "answers.jsonl")])
     data.setup()
     assert data.train_set is not None
-    target = module._frozen.target = Target.from_pretrained(module.options.target, dtype=torch.float32)
+    target = module._frozen.target = Target.from_pretrained(module.target_name, dtype=torch.float32)
     target.watch(watch)
     torch.manual_seed(0)
     module.configure_model()
@@ -65,10 +65,10 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     target.model.to(device)
     batch: Any = data.on_before_batch_transfer(collate([data.train_set[i] for i in range(8)]), 0)
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    optimizer = build_optimizer("adamw", list(module.head.parameters()), 1e-3, 0.1, (0.9, 0.95))
+    optimizer = torch.optim.AdamW(module.head.parameters(), lr=1e-3)
 
     def step() -> Tensor:
-        drafts = module.training_drafts(batch, module.options.unroll_steps)
+        drafts = module.training_drafts(batch, module.unroll_steps)
         assert drafts is not None
         loss = module.loss(drafts).loss
         loss.backward()

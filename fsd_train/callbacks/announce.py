@@ -31,7 +31,7 @@ def _model(trainer: Trainer, module: Any) -> str:
     seen = "its features are cached" if cached else "it runs in every step"
     devices = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
     what = f"{type(module).__name__}: {sum(weights):,} weights to train"
-    return f"{what} towards {module.options.target} ({seen}), {trainer.precision} on {devices}"
+    return f"{what} towards {module.target_name} ({seen}), {trainer.precision} on {devices}"
 
 
 def _data(trainer: Trainer) -> str:
@@ -54,11 +54,14 @@ def _passes(trainer: Trainer) -> float:
 def advice(trainer: Trainer, module: Any) -> list[str]:
     """What of a run's settings does not fit together."""
     found = []
-    steps, warmup = float(trainer.estimated_stepping_batches), module.options.warmup_steps
+    steps, warmup = (
+        float(trainer.estimated_stepping_batches),
+        getattr(trainer.lr_scheduler_configs[0].scheduler, "warmup_steps", 0),
+    )
     if warmup >= steps:
         found.append(
-            f"model.warmup_steps is {warmup} and the run has {steps:.0f} steps: the learning rate never reaches "
-            f"model.lr. Lower it to about {max(1, round(steps / 20))}."
+            f"the warm-up has {warmup} steps and the run has {steps:.0f} steps: the learning rate never reaches "
+            f"its peak. Lower model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
         )
     passes = _passes(trainer)
     if MOST_PASSES < passes < math.inf:

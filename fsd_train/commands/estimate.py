@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from fsd_bench.estimate import Planned, planned_head, seconds
 from fsd_bench.planned import planned_target
@@ -29,7 +30,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.heads.config import usual_layers
 from fsd_infer.targets.target import Target
 from fsd_train.commands import command_lines
-from fsd_train.commands.fit import explained, quiet, read_head_recipe
+from fsd_train.commands.fit import head_module, quiet, read_head_recipe, run_errors
 from fsd_train.commands.sizing import TargetFacts, facts_of, step_memory
 from fsd_train.data.features import check_disk, is_layers
 from fsd_train.data.module import AnswersDataModule
@@ -45,6 +46,7 @@ Line = tuple[str, str, str]  # what, how much, how it was found
 class Recipe:
     """The sections of a head's recipe."""
 
+    path: str
     trainer: dict[str, Any]
     model: dict[str, Any]
     data: dict[str, Any]
@@ -71,7 +73,7 @@ def read_recipe(path: str | Path) -> Recipe:
             raise ValueError("no head's target and train_files")
         if not is_layers((model.get("head") or {}).get("fused_layers") or []):
             raise TypeError("fused_layers must be a list of whole numbers")
-    return Recipe(**read_head_recipe(path))
+    return Recipe(str(path), **read_head_recipe(path))
 
 
 class _Clock(Callback):
@@ -116,7 +118,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     parts = step_memory(
         facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
         sum(parameter.numel() for parameter in module.head.parameters()),
-        module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.options.unroll_steps,
+        module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.unroll_steps,
         module.device.type,
     )  # fmt: skip
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
@@ -143,18 +145,18 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     accumulated = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     steps = int(recipe.trainer.get("max_steps") or 0)
     epochs = steps * accumulated * data.batch_tokens / max(tokens, 1)
-    limit = recipe.model.get("time_limit")
-    total = min(steps * accumulated * step, 60.0 * limit if limit else float("inf"))
+    limit = Timer(recipe.trainer.get("max_time")).time_remaining()
+    total = min(steps * accumulated * step, float("inf") if limit is None else limit)
     how = f"{steps} steps of {accumulated * step:.1f} s, about {epochs:.1f} epochs, on this machine's one device"
     return [*lines, ("time to train", _time(total), how)]
 
 
 def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
     """A few batches: the module, and seconds of a batch."""
-    module = EagleModule(**{**recipe.model, "time_limit": None})
+    module = head_module(recipe.path)
     clock = _Clock()
     kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
-    with tempfile.TemporaryDirectory() as scratch, quiet(), explained():
+    with tempfile.TemporaryDirectory() as scratch, quiet(), run_errors():
         Trainer(
             **kept, devices=1, max_steps=1 + _STEPS, limit_val_batches=0, logger=False, callbacks=[clock],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

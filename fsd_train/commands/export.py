@@ -23,6 +23,7 @@ from fsd_train.commands import command_lines
 from fsd_train.data.answers import read_answers
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
+from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.lm import LMModule
 from fsd_train.models.slim import load_slim
 from fsd_train.models.vocabulary import choose_draft_ids
@@ -31,11 +32,12 @@ from fsd_train.models.vocabulary import choose_draft_ids
 def load_module(checkpoint: str | Path) -> DistillationModule:
     """The module of a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
     state = read_checkpoint(checkpoint)
-    options = {k: v for k, v in state["hyper_parameters"].items() if not k.startswith("_")}
+    options = state["hyper_parameters"]
     if "drafter" in options:
-        module: DistillationModule = LMModule(**options)
+        module: DistillationModule = LMModule(options["target"], options["drafter"], options.get("lora"))
     else:
-        module = EagleModule(**{**options, "initial_layers": None, "initial_head": None})  # the weights are at hand
+        head = HeadOptions(**options.get("head", {}))
+        module = EagleModule(options["target"], head, draft_vocab_size=options.get("draft_vocab_size"))
     module.configure_model()
     module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
     return module
@@ -77,7 +79,7 @@ def export_main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not isinstance(module, EagleModule):
         raise DataError("a small LM is exported in Hugging Face's format, which every engine reads: leave --to out.")
-    return _export_to(module.head, args.target or module.options.target, args)
+    return _export_to(module.head, args.target or module.target_name, args)
 
 
 def _export_head(args: argparse.Namespace) -> int:

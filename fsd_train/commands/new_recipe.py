@@ -37,7 +37,7 @@ TEMPLATE = """\
 #
 # Meant for: {hardware}. Expected memory there, about:
 {table}
-# Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are shared out as well.
+# Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are sharded as well.
 # With cached features (`fsd-train cache-features`, then data.features) the target's layers are not loaded; they take
 # {feature_bytes} B a token: {feature_size} of disk per million tokens.
 seed_everything: 0
@@ -56,7 +56,7 @@ trainer:
   val_check_interval: {val_every}      # in batches
   limit_val_batches: 16
   num_sanity_val_steps: 0
-  use_distributed_sampler: false   # the data module shares batches out itself
+  use_distributed_sampler: false   # the data module splits the batches among devices
   default_root_dir: {run}
   logger:
     class_path: lightning.pytorch.loggers.CSVLogger
@@ -93,11 +93,19 @@ model:
 {head}  draft_vocab_size: {vocabulary}   # {why}
   unroll_steps: {unroll_steps}           # EAGLE-3 trains 7, speculators 3; memory and time grow with it
   step_decay: 0.8
-  loss: eagle
-  loss_args:
-{loss}  lr: {lr}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
-  weight_decay: 0.01
-  warmup_steps: {warmup}
+  loss:
+    class_path: fsd_train.losses.EagleLoss
+    init_args:
+{loss}  optimizer:
+    class_path: torch.optim.AdamW
+    init_args:
+      lr: {lr}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
+      weight_decay: 0.01
+      betas: [0.9, 0.95]
+  lr_scheduler:
+    class_path: fsd_train.models.WarmupCosine
+    init_args:
+      warmup_steps: {warmup}
   eval_steps: {eval_steps}
 
 data:
@@ -133,7 +141,7 @@ def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
         head = (
             "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
         )
-        loss = "    w_feature: 0.0          # it estimates no features\n    w_ce: 1.0\n"
+        loss = "      w_feature: 0.0          # it estimates no features\n      w_ce: 1.0\n"
     else:
         scaled = str(facts.scaled_norm).lower()
         head = f"    final_norm: {scaled}\n    feature_scale: {scaled}\n"
@@ -142,7 +150,7 @@ def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
             head = f"    layer: llama            # {why}\n{head}"
         elif facts.experts:
             head = f"    layer: llama            # a dense layer: a draft head is meant to be small\n{head}"
-        loss = "    w_feature: 0.3\n    w_ce: 1.0\n  noise: 0.1\n"
+        loss = "      w_feature: 0.3\n      w_ce: 1.0\n  noise: 0.1\n"
     return head, loss
 
 

@@ -17,6 +17,7 @@ from fsd_train.data.answers import AnswersDataset, Item, read_answers
 from fsd_train.data.batches import collate, keep_on_host
 from fsd_train.data.features import FeatureStore, WithFeatures, sequence_key
 from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler, ValidationLoader
+from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +54,18 @@ class AnswersDataModule(LightningDataModule):
         self,
         train_files: list[str],
         validation_files: list[str] | None = None,
-        validation_fraction: float = 0.02,
-        max_length: int = MAX_LENGTH,
-        batch_tokens: int = 4096,
-        validation_batch_tokens: int | None = None,
+        validation_fraction: HeldOut = 0.02,
+        max_length: Length = MAX_LENGTH,
+        batch_tokens: PositiveInt = 4096,
+        validation_batch_tokens: PositiveInt | None = None,
         tokenizer: str | None = None,
         vocab_size: int | None = None,
         features: str | None = None,
-        num_workers: int | None = None,
+        num_workers: NonNegativeInt | None = None,
         pin_memory: bool | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= validation_fraction < 1:
-            raise DataError(
-                f"validation_fraction is {validation_fraction}; give a share from 0 up to, not including, 1."
-            )
-        if max_length < 2:
-            raise DataError(f"max_length is {max_length}; a conversation needs at least 2 tokens.")
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens

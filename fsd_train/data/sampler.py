@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fsd_infer.errors import DataError
+from fsd_infer.errors import CheckpointError, DataError
 
 MOST_PADDING = 0.1  # share of a batch's positions
 
@@ -174,10 +174,20 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.order.epoch, "batch": self._given}
+        return {"epoch": self.order.epoch, "batch": self._given, "replicas": self.order.replicas}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.order.start_at(state["epoch"], state["batch"])
+        """Go on where n replicas stopped: their k-th batches are the first n·k of the order.
+
+        Raises CheckpointError if this number of replicas cannot have had as many batches each.
+        """
+        given, replicas = state["batch"] * state["replicas"], self.order.replicas
+        if given % replicas:
+            raise CheckpointError(
+                f"the checkpoint was written by {state['replicas']} devices after {given} batches of its epoch, which "
+                f"{replicas} cannot share evenly: use a checkpoint of another step, or another number of devices."
+            )
+        self.order.start_at(state["epoch"], given // replicas)
         self._given = self.order.skip
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, reference_of, weighted_mean
-from fsd_train.losses.mix import build_loss
-from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, as_loss, reference_of, weighted_mean
+from fsd_train.losses.rows import chunked_rows, divergence_rows
 from fsd_train.losses.schedule import Schedule
+from fsd_train.types import PositiveInt, Share
 
 
 def largest(values: Tensor, weights: Tensor, keep: float) -> Tensor:
@@ -37,7 +35,7 @@ def largest(values: Tensor, weights: Tensor, keep: float) -> Tensor:
 
 
 @LOSSES.register("adaspec")
-class AdaSpecLoss:
+class AdaSpecLoss(Loss):
     """Another loss on the share k of tokens with the largest gap Δ = D(p, q) − D(p, q_ref).
 
     q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``kl_pq``) in the paper.
@@ -53,8 +51,7 @@ class AdaSpecLoss:
             (:class:`fsd_train.models.lm.LMModule`). A head reads what the trained head reads, and its estimates go
             through the same rows of the LM head, so its own draft vocabulary does not matter.
         keep: k, a number in (0, 1] or a schedule (see :class:`fsd_train.losses.schedule.Schedule`).
-        loss: name of the loss on the chosen tokens, or a list as for :class:`fsd_train.losses.mix.MixLoss`.
-        loss_args: its arguments.
+        loss: the loss on the chosen tokens.
         divergence: D, a name of :mod:`fsd_infer.divergence`.
         chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -62,26 +59,24 @@ class AdaSpecLoss:
     def __init__(
         self,
         reference: str,
-        keep: float | Mapping[str, Any] = 0.4,
-        loss: str | Sequence[Mapping[str, Any]] = "kl_pq",
-        loss_args: dict[str, Any] | None = None,
+        keep: Share | Schedule = 0.4,
+        loss: Loss | str = "kl_pq",
         divergence: str = "kl_pq",
-        chunk_size: int | None = None,
+        chunk_size: PositiveInt | None = None,
     ) -> None:
-        if not isinstance(reference, str) or not reference:
+        if not reference:
             raise DataError("adaspec: reference must name the directory of an exported head or small LM.")
-        self.keep = Schedule.read(keep, "adaspec: keep")
+        self.keep = Schedule.of(keep)
         if not all(0 < value <= 1 for value in (self.keep.start, self.keep.end)):
             raise DataError(f"adaspec: keep is a share of the tokens, above 0 and up to 1, got {keep!r}.")
-        check_chunk_size(chunk_size)
         self.reference = reference
-        self.inner = build_loss(loss, loss_args)
+        self.inner = as_loss(loss)
+        self.parts = [self.inner]
         if reference_of(self.inner) is not None:
             raise DataError("adaspec: the loss on the chosen tokens must not choose tokens itself.")
-        if getattr(self.inner, "couples_rows", False):
+        if self.inner.couples_rows:
             raise DataError(
-                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; "
-                "name both in a list of losses instead."
+                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; put both in a mix instead."
             )
         self.chunk_size = chunk_size
         self._rows = divergence_rows(divergence)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -158,47 +159,52 @@ class LossOutput:
     agreement: Tensor | None = None
 
 
-class Loss(Protocol):
-    """The interface of a loss.
+class Loss(ABC):
+    """A loss: its constructor takes what a recipe gives as ``init_args``.
 
-    It may have two more attributes: ``reference``, the directory of an exported drafter whose estimates it wants in
-    :attr:`DraftBatch.reference`, and ``couples_rows``, True if rows count only together with others.
+    Attributes:
+        reference: directory of an exported drafter whose estimates it wants in :attr:`DraftBatch.reference`, or None.
+        couples_rows: whether rows count only together with others.
+        w_feature: weight of a term that compares estimates with features.
+        parts: losses that it is made of.
     """
 
+    reference: str | None = None
+    couples_rows: bool = False
+    w_feature: float = 0.0
+    parts: Sequence[Loss] = ()
+
+    @abstractmethod
     def __call__(self, batch: DraftBatch) -> LossOutput: ...
 
 
 LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
 
 
-def make_loss(name: str, args: Mapping[str, Any] | None = None) -> Loss:
-    """The loss registered as ``name``, made with ``args``.
+def as_loss(loss: Loss | str) -> Loss:
+    """A loss itself, or the one registered under a name, with its defaults.
 
     Raises:
         UnknownNameError: no loss has that name.
-        DataError: an argument that the loss does not take, or one that it needs and did not get.
+        DataError: that loss needs arguments.
     """
-    kind = LOSSES.get(name)
-    known = inspect.signature(kind).parameters
-    unknown = sorted(set(args or {}) - set(known))
-    if unknown:
-        raise DataError(f"loss {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(known)}.")
-    needed = [key for key, value in known.items() if value.default is value.empty and key not in (args or {})]
+    if isinstance(loss, Loss):
+        return loss
+    kind = LOSSES.get(loss)
+    needed = [name for name, value in inspect.signature(kind).parameters.items() if value.default is value.empty]
     if needed:
-        raise DataError(f"loss {name!r} needs the argument {', '.join(needed)}: add it to the recipe.")
-    return kind(**(args or {}))
+        raise DataError(f"loss {loss!r} needs {', '.join(needed)}: write it as class_path and init_args.")
+    return kind()
 
 
 def reference_of(loss: Loss) -> str | None:
-    """Directory of the reference drafter that a loss wants, or None."""
-    found = getattr(loss, "reference", None)
-    return found if isinstance(found, str) else None
+    """Directory of the reference drafter that a loss, or a part of it, wants, or None."""
+    return loss.reference or next(filter(None, map(reference_of, loss.parts)), None)
 
 
-def has_feature_term(loss: Any) -> bool:
+def has_feature_term(loss: Loss) -> bool:
     """Does a loss, or a part of it, compare estimates with features?"""
-    parts = [part.loss for part in getattr(loss, "parts", [])] + [getattr(loss, "inner", None)]
-    return bool(getattr(loss, "w_feature", 0.0)) or any(has_feature_term(part) for part in parts if part is not None)
+    return bool(loss.w_feature) or any(map(has_feature_term, loss.parts))
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, LossOutput, weighted_mean, with_features
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, weighted_mean, with_features
 from fsd_train.losses.rows import (
     blocks,
-    check_chunk_size,
     chunked_rows,
     default_chunk_size,
     full_precision,
     supervised_rows,
     within,
 )
+from fsd_train.types import NonNegativeFloat, PositiveInt
 
 # Tensors of a block's size that are alive at the peak: p, logits, q, and what a soft cap's gradient makes of them.
 LIVE = 5
@@ -95,7 +95,7 @@ def _cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 @LOSSES.register("eagle")
-class EagleLoss:
+class EagleLoss(Loss):
     """w_feature·SmoothL1(estimate, feature) + w_ce·soft cross-entropy, each a weighted mean over supervised rows.
 
     SmoothL1 (averaged over the H dimensions) is taken in the space the head reads: divided by ``feature_scale`` where
@@ -107,10 +107,14 @@ class EagleLoss:
         chunk_size: memory bound in rows of logits, see :func:`soft_cross_entropy`.
     """
 
-    def __init__(self, w_feature: float = 1.0, w_ce: float = 0.1, chunk_size: int | None = None) -> None:
-        if w_feature < 0 or w_ce < 0 or w_feature + w_ce == 0:
-            raise DataError(f"loss weights must be positive, got w_feature={w_feature}, w_ce={w_ce}.")
-        check_chunk_size(chunk_size)
+    def __init__(
+        self,
+        w_feature: NonNegativeFloat = 1.0,
+        w_ce: NonNegativeFloat = 0.1,
+        chunk_size: PositiveInt | None = None,
+    ) -> None:
+        if w_feature + w_ce == 0:
+            raise DataError("eagle: w_feature and w_ce are both 0: leave one above.")
         self.w_feature = w_feature
         self.w_ce = w_ce
         self.chunk_size = chunk_size

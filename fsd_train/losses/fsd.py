@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, Rows, weighted_mean, with_features
-from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Rows, weighted_mean, with_features
+from fsd_train.losses.rows import chunked_rows, divergence_rows, log_overlap
+from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 _ALMOST_ONE = 1 - 1e-6
 
@@ -56,7 +56,7 @@ def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
 
 
 @LOSSES.register("fsd")
-class FSDLoss:
+class FsdLoss(Loss):
     """−ln(L/S) of every chain, L = Σ_k Π_{j≤k} a_j its expected number of accepted drafts, plus an anchor.
 
     a = e + (1−e)·σ((T−D(p, q))/s) is the chance that ``fuzzy`` keeps a draft. All of it lies over the draft vocabulary,
@@ -82,27 +82,17 @@ class FSDLoss:
     def __init__(
         self,
         divergence: str = "js",
-        threshold: float | Sequence[float] = 0.3,
-        softness: float = 0.1,
-        width: int | None = None,
-        temperature: float = 1.0,
-        anchor: float = 0.1,
-        w_feature: float = 0.0,
-        chunk_size: int | None = None,
+        threshold: float | list[float] = 0.3,
+        softness: PositiveFloat = 0.1,
+        width: PositiveInt | None = None,
+        temperature: PositiveFloat = 1.0,
+        anchor: NonNegativeFloat = 0.1,
+        w_feature: NonNegativeFloat = 0.0,
+        chunk_size: PositiveInt | None = None,
     ) -> None:
-        thresholds = list(threshold) if isinstance(threshold, Sequence) else [threshold]
-        if not thresholds or not all(isinstance(value, int | float) and value >= 0 for value in thresholds):
+        self.thresholds = list(threshold) if isinstance(threshold, list) else [threshold]
+        if not self.thresholds or not all(value >= 0 for value in self.thresholds):
             raise DataError(f"fsd: threshold is one or more numbers that are not negative, got {threshold}.")
-        for name, value in {"softness": softness, "temperature": temperature}.items():
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise DataError(f"fsd: {name} is a positive number, got {value}.")
-        for name, value in {"anchor": anchor, "w_feature": w_feature}.items():
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise DataError(f"fsd: {name} is a number that is not negative, got {value}.")
-        if width is not None and width < 1:
-            raise DataError(f"fsd: width must be at least 1, or None for a sampled chain, got {width}.")
-        check_chunk_size(chunk_size)
-        self.thresholds = [float(value) for value in thresholds]
         self.softness, self.width, self.temperature = softness, width, temperature
         self.anchor, self.w_feature, self.chunk_size = anchor, w_feature, chunk_size
         self._distance = divergence_rows(divergence)

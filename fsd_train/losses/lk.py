@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, with_features
-from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
-
-FORMS = ("adaptive", "log")
-LEVELS = ("step", "row")
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.rows import chunked_rows, divergence_rows, log_overlap
+from fsd_train.types import NonNegativeFloat, PositiveInt
 
 _kl_pq = divergence_rows("kl_pq")
 
@@ -24,7 +23,7 @@ def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 @LOSSES.register("lk")
-class LKLoss:
+class LKLoss(Loss):
     """With α = Σ min(p, q) = 1 − TV, the chance that a token sampled from q passes the exact test at a row:
 
     - form "adaptive": λ·KL(p||q) + (1−λ)·(1−α), with λ = exp(−eta·α) held constant in the gradient: KL while the
@@ -45,20 +44,12 @@ class LKLoss:
 
     def __init__(
         self,
-        form: str = "adaptive",
-        eta: float = 3.0,
-        level: str = "step",
-        w_feature: float = 0.0,
-        chunk_size: int | None = None,
+        form: Literal["adaptive", "log"] = "adaptive",
+        eta: NonNegativeFloat = 3.0,
+        level: Literal["step", "row"] = "step",
+        w_feature: NonNegativeFloat = 0.0,
+        chunk_size: PositiveInt | None = None,
     ) -> None:
-        if form not in FORMS or level not in LEVELS:
-            raise DataError(
-                f"lk: form is one of {', '.join(FORMS)} and level one of {', '.join(LEVELS)}, "
-                f"got {form!r} and {level!r}."
-            )
-        if eta < 0 or w_feature < 0:
-            raise DataError(f"lk: eta and w_feature must not be negative, got {eta} and {w_feature}.")
-        check_chunk_size(chunk_size)
         self.form = form
         self.eta = eta
         self.level = level

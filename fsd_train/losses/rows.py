@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.divergence import Divergence, divergence
-from fsd_infer.errors import DataError
 from fsd_train.losses.base import DraftBatch
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
@@ -26,12 +25,6 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd]
 # A block has 1/LIVE of chunk_size's rows: at the peak 6 to 18 tensors of a block's size are alive (logits, both
 # log-probabilities, what autograd keeps of the row function), so that 1.3 chunk_size bounds them all.
 LIVE = 14
-
-
-def check_chunk_size(chunk_size: int | None) -> None:
-    """Raises DataError if it is not positive."""
-    if chunk_size is not None and chunk_size < 1:
-        raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
 
 
 def default_chunk_size(device: str, vocabulary: int) -> int:

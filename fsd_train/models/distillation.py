@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
@@ -17,14 +18,15 @@ from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_state, check_target, target_record
 from fsd_train.data.batches import on_host
 from fsd_train.data.features import FeatureStore
-from fsd_train.losses import DraftBatch, LMHead, LossOutput, build_loss
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.fsd import chain_rows
 from fsd_train.losses.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
-from fsd_train.models.options import TrainingOptions
-from fsd_train.models.scheduled import ScheduledModule
+from fsd_train.models.optim import WarmupCosine
+from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
 from fsd_train.models.unroll import supervised
+from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 
 class _Frozen:
@@ -70,33 +72,56 @@ class Supervised:
         }
 
 
-class DistillationModule(ScheduledModule, ABC):
+class DistillationModule(RunModule, ABC):
     """Trains ``head``, whatever drafts, on a frozen target's features.
 
     Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
     they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
 
     Args:
-        options: what the training of all drafters has in common.
+        target: built-in name, directory or hub id.
+        loss: a loss, or the name of one with its defaults. In validation schedules are at their end and no tokens are
+            left out, so that ``val_loss`` means one thing.
+        unroll_steps: how many drafts of a chain the loss sees, 1 to 7.
+        step_decay: weight of step s is step_decay^s.
+        optimizer: of the weights; vectors (norms, biases) get no weight decay.
+        lr_scheduler: of its learning rate, stepped with it.
+        eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
+        eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
+            :class:`fsd_train.losses.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
+        seed: of initial weights and all draws.
 
     Attributes:
         head: the drafter in training; it has ``draft_ids``, the target's ids [Vd] that it drafts over, or None for all.
 
     Raises:
         UnknownNameError: no loss or rule of a given name.
-        DataError: arguments that the loss does not take.
+        DataError: the loss needs arguments.
     """
 
-    options: TrainingOptions
-
-    def __init__(self, options: TrainingOptions) -> None:
-        super().__init__(options)
-        self.loss = build_loss(options.loss, options.loss_args)
-        steps = max(options.unroll_steps, options.eval_steps)
+    def __init__(
+        self,
+        target: str,
+        loss: Loss | str = "eagle",
+        unroll_steps: ChainSteps = 1,
+        step_decay: Share = 1.0,
+        optimizer: OptimizerCallable = AdamW,
+        lr_scheduler: LRSchedulerCallable = WarmupCosine,
+        eval_steps: EvalSteps = 4,
+        eval_rules: list[str] | None = None,
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if not target:
+            raise DataError("target is empty: give a built-in name, a directory or a hub id.")
+        self.target_name, self.seed = target, seed
+        self.unroll_steps, self.step_decay = unroll_steps, step_decay
+        self.loss = as_loss(loss)
+        self.depths = max(unroll_steps, eval_steps)
         self.val_loss = StepMean(1)
-        self.val_agreement = StepMean(steps)
+        self.val_agreement = StepMean(self.depths)
         self.val_chain = ExpectedTau()
-        self.val_rules = RuleMetrics(DEFAULT_RULES if options.eval_rules is None else options.eval_rules, steps)
+        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, self.depths)
         self._frozen = _Frozen()
 
     # what drafters differ in ---------------------------------------------------------------------------------------
@@ -145,17 +170,17 @@ class DistillationModule(ScheduledModule, ABC):
 
     def _load_target(self) -> Target:
         dtype = torch.bfloat16 if self._half else torch.float32
-        slim = None if self._runs_target else load_slim(self.options.target, dtype)
+        slim = None if self._runs_target else load_slim(self.target_name, dtype)
         if slim is not None:
             return slim
-        target = Target.from_pretrained(self.options.target, dtype=dtype, device="cpu")
+        target = Target.from_pretrained(self.target_name, dtype=dtype, device="cpu")
         target.check_lm_head()
         return target
 
     @property
     def _runs_target(self) -> bool:
         """Does training need the target's layers?"""
-        return self._trainer is not None and getattr(self._datamodule, "features", None) is None
+        return self._attached is not None and getattr(self._datamodule, "features", None) is None
 
     @property
     def _feature_store(self) -> FeatureStore | None:
@@ -173,14 +198,6 @@ class DistillationModule(ScheduledModule, ABC):
         self.configure_model()
         if hasattr(self._datamodule, "check_ids"):
             self._datamodule.check_ids(self.target.vocab_size)
-
-    def configure_callbacks(self) -> list[Callback]:
-        callbacks = super().configure_callbacks()
-        if self.options.ema_decay is not None:
-            from lightning.pytorch.callbacks import EMAWeightAveraging
-
-            callbacks.append(EMAWeightAveraging(decay=self.options.ema_decay, use_buffers=False))
-        return callbacks
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -217,7 +234,7 @@ class DistillationModule(ScheduledModule, ABC):
             features = self.target.features(ids)
         if not len(positions):
             return None
-        decay = torch.tensor([self.options.step_decay**step for step in range(steps)])
+        decay = torch.tensor([self.step_decay**step for step in range(steps)])
         following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
         at = to_device(positions, ids.device)
         return Supervised(
@@ -229,17 +246,8 @@ class DistillationModule(ScheduledModule, ABC):
             tokens=following.flatten()[at],
         )
 
-    @property
-    def _batch_number(self) -> int:
-        """How many batches came before this one. What is drawn depends on it, so that a resumed run draws the same."""
-        return 0 if self._trainer is None else int(self.trainer.fit_loop.epoch_loop.total_batch_idx)
-
-    @property
-    def _alone(self) -> bool:
-        return self._trainer is None or self.trainer.world_size == 1
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
-        steps = self.options.unroll_steps
+        steps = self.unroll_steps
         drafts = self.training_drafts(batch, steps)
         if drafts is None:
             if self._alone:
@@ -257,7 +265,7 @@ class DistillationModule(ScheduledModule, ABC):
             out: None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
             weights: [S, N].
         """
-        steps = self.options.unroll_steps
+        steps = self.unroll_steps
         seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with one, agreeing rows, counted rows
         if out is not None and weights is not None:
             seen[0], seen[1] = out.loss.detach(), 1
@@ -278,11 +286,10 @@ class DistillationModule(ScheduledModule, ABC):
                 self.log(f"agreement_{step}", share, prog_bar=step == 0)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        steps = max(self.options.unroll_steps, self.options.eval_steps)
-        drafts = self.draft(batch, steps)
+        drafts = self.draft(batch, self.depths)
         if drafts is None:
             if not self._alone:
-                self._idle(steps)
+                self._idle(self.depths)
             return
         out = self.loss(drafts)
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:

@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
+from torch.optim import AdamW
 
 from fsd_infer.chat.encoding import special_ids
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.heads.checkpoint import load_head, save_head
-from fsd_infer.heads.config import EagleConfig, default_fused_layers
+from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.data.batches import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
-from fsd_train.models.options import TrainingOptions
+from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.unroll import at_positions, chain_roots, unroll
 from fsd_train.models.vocabulary import choose_draft_ids
+from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 
+DEFAULT_HEAD = HeadOptions()
 _CONTEXT_BLOCK = 512  # the prompts' ids that join the draft vocabulary are so many, or twice as many ...
 
 
@@ -34,8 +38,7 @@ class EagleModule(DistillationModule):
 
     Args:
         target: built-in name, directory or hub id.
-        head: options of :class:`fsd_infer.heads.config.EagleConfig` (layout, num_layers, fused_layers, final_norm,
-            feature_scale, fc_norm ...), ``layer`` and ``intermediate_size``.
+        head: options of the head.
         initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
         initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
             adding nothing. The draft vocabulary is chosen again.
@@ -43,15 +46,13 @@ class EagleModule(DistillationModule):
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
             those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
-        unroll_steps: how often the head runs in a training step, 1 to 7; from the second time on its own outputs.
         chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
             expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
             less.
-        loss: as in :class:`fsd_train.models.options.TrainingOptions`.
         noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
             feature_scale). Layout "eagle3" does not read those: there it must be 0.
-        lr: peak learning rate.
-        training: the other options of :class:`fsd_train.models.options.TrainingOptions`.
+        optimizer: of the weights; vectors (norms, biases) get no weight decay.
+        training: the other options of :class:`fsd_train.models.distillation.DistillationModule`.
     """
 
     head: EagleHead
@@ -59,24 +60,21 @@ class EagleModule(DistillationModule):
     def __init__(
         self,
         target: str,
-        head: dict[str, Any] | None = None,
-        initial_layers: list[int] | None = None,
+        head: HeadOptions = DEFAULT_HEAD,
+        initial_layers: list[NonNegativeInt] | None = None,
         initial_head: str | None = None,
-        draft_vocab_size: int | None = None,
+        draft_vocab_size: PositiveInt | None = None,
         context_ids: bool = False,
-        unroll_steps: int = 1,
-        chain_share: float = 1.0,
-        loss: str | list[dict[str, Any]] = "eagle",
-        noise: float = 0.0,
-        lr: float = 1e-3,
+        chain_share: Share = 1.0,
+        noise: NonNegativeFloat = 0.0,
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
         **training: Any,
     ) -> None:
-        super().__init__(TrainingOptions(target=target, unroll_steps=unroll_steps, loss=loss, lr=lr, **training))
-        if noise < 0 or not 0 < chain_share <= 1:
-            raise DataError(
-                f"noise must not be negative, and chain_share in (0, 1], got noise={noise}, chain_share={chain_share}."
-            )
-        EagleConfig.check_names(head or {})  # before the target is loaded
+        super().__init__(target, optimizer=optimizer, **training)
+        self.head_options = head
+        self.initial_layers, self.initial_head = initial_layers, initial_head
+        self.draft_vocab_size, self.context_ids = draft_vocab_size, context_ids
+        self.chain_share, self.noise = chain_share, noise
         self.save_hyperparameters()
         self._own_ids: Tensor | None = None  # the head's draft_ids in host memory
 
@@ -86,11 +84,10 @@ class EagleModule(DistillationModule):
         """Load the target and build the head (idempotent)."""
         if hasattr(self, "head"):
             return
-        options = dict(self.hparams["head"] or {})
         target = self.target
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.options.seed)
-            config = EagleConfig.for_target(target, draft_vocab_size=self.hparams["draft_vocab_size"], **options)
+            torch.manual_seed(self.seed)
+            config = self.head_options.config(target, self.draft_vocab_size)
             self._check(config)
             head = EagleHead(config).float()
             head.initialise_from(target)
@@ -104,29 +101,29 @@ class EagleModule(DistillationModule):
         """Raise DataError if an option of training means nothing to a head of this kind."""
         if config.layout != "eagle3":
             return
-        if self.hparams["noise"]:
+        if self.noise:
             raise DataError("a head of layout eagle3 does not read the final features: set noise to 0.")
-        if config.own_lm_head and self.hparams["context_ids"]:
+        if config.own_lm_head and self.context_ids:
             raise DataError("context_ids needs the target's LM head: set head.own_lm_head or context_ids to false.")
         if config.own_lm_head and has_feature_term(self.loss):
             raise DataError(
-                "a head of layout eagle3 estimates no features: set w_feature to 0 in loss_args (or head.own_lm_head "
-                "to false: what enters the LM head is then an estimate)."
+                "a head of layout eagle3 estimates no features: set the loss's w_feature to 0 (or head.own_lm_head to "
+                "false: what enters the LM head is then an estimate)."
             )
         if config.own_lm_head and reference_of(self.loss) is not None:
             raise DataError("adaspec compares heads by the target's LM head: set head.own_lm_head to false.")
 
     @property
     def _in_training(self) -> bool:
-        return self._trainer is not None and bool(self.trainer.training)
+        return self._attached is not None and bool(self.trainer.training)
 
     def _start_from(self) -> None:
         """Initial weights: the target's layers, or an earlier head."""
-        layers, head = self.hparams["initial_layers"], self.hparams["initial_head"]
+        layers, head = self.initial_layers, self.initial_head
         if layers:
             target = self.target
             if any(parameter.is_meta for parameter in target.model.parameters()):
-                target = Target.from_pretrained(self.options.target, dtype=target.dtype, device="cpu")
+                target = Target.from_pretrained(self.target_name, dtype=target.dtype, device="cpu")
             self.head.take_layers(target.layers(layers))
         if head:
             initial = load_head(head, self.target)
@@ -162,7 +159,7 @@ class EagleModule(DistillationModule):
 
     def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
         """Make the target speak of the inner layers that the batches will have."""
-        wanted = layers_read(self.hparams["head"], target)
+        wanted = self.head_options.capture_layers(target)
         if cached is None:
             if not any(parameter.is_meta for parameter in target.model.parameters()):
                 target.watch(wanted)
@@ -177,7 +174,7 @@ class EagleModule(DistillationModule):
     # steps ---------------------------------------------------------------------------------------------------------
 
     def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
-        return self.draft(batch, steps, self.hparams["noise"])
+        return self.draft(batch, steps, self.noise)
 
     def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
         """Run the head over a batch and gather what is supervised; None if nothing is."""
@@ -190,10 +187,10 @@ class EagleModule(DistillationModule):
         features = features[..., : self.head.config.target_hidden_size]
         if noise:  # on the final features alone: the head's own outputs replace these, never the inner layers'
             extra = inputs.shape[-1] - features.shape[-1]
-            inputs = inputs + torch.nn.functional.pad(self._noise(features[:, 1:].shape, noise), (0, extra))
+            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features[:, 1:].shape, noise), (0, extra))
         with torch.no_grad():
             embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
-        share = self.hparams["chain_share"] if self.training else 1.0
+        share = self.chain_share if self.training else 1.0
         roots, chosen = self._chains(found.wanted, share)
         places = to_device(roots, self.device)
         outputs = at_positions(unroll(self.head, embeds, inputs, steps, places), places)
@@ -223,7 +220,7 @@ class EagleModule(DistillationModule):
         The latter are filled up with other ids to few different numbers: libraries prepare a product once per shape.
         """
         head = self.lm_head()
-        if self.head.draft_ids is None or not self.hparams["context_ids"]:
+        if self.head.draft_ids is None or not self.context_ids:
             return head
         if self._own_ids is None:
             self._own_ids = self.head.draft_ids.cpu()
@@ -263,14 +260,14 @@ class EagleModule(DistillationModule):
         inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
         return head.readout(at_positions(unroll(head, embeds, inputs, steps, roots), roots))
 
-    def _noise(self, shape: Sequence[int], width: float) -> Tensor:
+    def _draw_noise(self, shape: Sequence[int], width: float) -> Tensor:
         noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)
         noise = noise * (2 * width) - width
         return noise if self.head.feature_scale is None else noise * self.head.feature_scale
 
     def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
-        seed = self.options.seed * 1_000_003 + self._batch_number
+        seed = self.seed * 1_000_003 + self._batch_number
         return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
 
     def _idle(self, steps: int) -> Tensor:
@@ -288,23 +285,4 @@ class EagleModule(DistillationModule):
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write the head where :func:`fsd_infer.heads.checkpoint.load_head` finds it."""
-        record = self.record(extra)
-        record["hyperparameters"] = {k: v for k, v in self.settings.items() if _is_plain(v)}
-        return save_head(directory, self.head, self.target.fingerprint(), extra=record)
-
-
-def layers_read(options: dict[str, Any] | None, target: Target) -> list[int]:
-    """Inner layers that a head with these options reads, ascending, as :meth:`EagleConfig.for_target` has them."""
-    options = options or {}
-    given = options.get("fused_layers")
-    if not given and options.get("layout") == "eagle3":
-        return default_fused_layers(target)
-    return sorted(set(given or []))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float | bool)
+        return save_head(directory, self.head, self.target.fingerprint(), extra=self.record(extra))

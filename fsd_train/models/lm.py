@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
+from torch.optim import AdamW
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters import LMDrafter, TreeShape
@@ -19,10 +22,10 @@ from fsd_infer.drafters.lm import chain_of, check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.data.batches import keep_on_host, on_host
-from fsd_train.losses import AdaSpecLoss, DraftBatch, Loss, MixLoss, reference_of
+from fsd_train.losses import DraftBatch, Loss, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
-from fsd_train.models.options import TrainingOptions
 from fsd_train.models.small_lm import LogitsHead, SmallLM
+from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
 class LMModule(DistillationModule):
@@ -44,13 +47,12 @@ class LMModule(DistillationModule):
             those steps, so it is loaded with all its layers even where features are cached.
         on_policy_tokens: longest such answer.
         on_policy_temperature: of the sampling.
-        unroll_steps: drafts of a chain that the loss sees together, 1 to 7. The model reads the text itself, so a
-            draft's distribution does not depend on the step; only losses that couple steps (``fsd``) gain by more
-            than 1, at that many times the gradient's memory.
-        loss: name of a loss or a list as for EagleModule, without the feature term (a small LM has features of its
-            own). The reference of ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter.
-        lr: peak learning rate.
-        training: the other :class:`fsd_train.models.options.TrainingOptions`; optimizer muon with ``lora`` only.
+        loss: as for EagleModule, without the feature term (a small LM has features of its own). The reference of
+            ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter. A draft's distribution does not
+            depend on the step, since the model reads the text itself: only losses that couple steps (``fsd``) gain by
+            ``unroll_steps`` above 1.
+        optimizer: of the weights; vectors (norms, biases) get no weight decay.
+        training: the other options of :class:`fsd_train.models.distillation.DistillationModule`.
     """
 
     head: SmallLM
@@ -60,25 +62,22 @@ class LMModule(DistillationModule):
         target: str,
         drafter: str,
         lora: dict[str, Any] | None = None,
-        on_policy: float = 0.0,
-        on_policy_tokens: int = 128,
-        on_policy_temperature: float = 1.0,
-        unroll_steps: int = 1,
-        loss: str | list[dict[str, Any]] = "kl_pq",
-        lr: float = 1e-4,
+        on_policy: ShareOrNone = 0.0,
+        on_policy_tokens: PositiveInt = 128,
+        on_policy_temperature: PositiveFloat = 1.0,
+        loss: Loss | str = "kl_pq",
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0),
         **training: Any,
     ) -> None:
-        super().__init__(TrainingOptions(target=target, unroll_steps=unroll_steps, loss=loss, lr=lr, **training))
-        if not 0 <= on_policy <= 1 or on_policy_tokens < 1 or on_policy_temperature <= 0:
+        super().__init__(target, loss, optimizer=optimizer, **training)
+        self.drafter, self.lora = drafter, lora
+        self.on_policy, self.on_policy_tokens = on_policy, on_policy_tokens
+        self.on_policy_temperature = on_policy_temperature
+        if has_feature_term(self.loss):
             raise DataError(
-                "on_policy is a probability, and on_policy_tokens and on_policy_temperature are positive; got "
-                f"{on_policy}, {on_policy_tokens} and {on_policy_temperature}."
+                "a small LM has features of its own, which cannot match the target's: set w_feature to 0 in the loss's "
+                "init_args (what is left of eagle is then its cross-entropy, whose gradient is that of kl_pq)."
             )
-        if self.options.optimizer == "muon" and lora is None:
-            raise DataError("optimizer muon is for hidden layers' matrices, not for embeddings: use adamw, or lora.")
-        if self.options.ema_decay is not None and lora is not None:
-            raise DataError("ema_decay averages whole models: leave it out with lora.")
-        check_loss(self.loss)
         self.save_hyperparameters()
 
     # setting up ----------------------------------------------------------------------------------------------------
@@ -88,11 +87,14 @@ class LMModule(DistillationModule):
         if hasattr(self, "head"):
             return
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.options.seed)  # of fresh adapters
+            torch.manual_seed(self.seed)  # of fresh adapters
             self.head = self.new_head()
 
     def setup(self, stage: str) -> None:
         """As for every drafter. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
+        callbacks: Any = [] if self._attached is None else self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.lora is not None and any(isinstance(callback, WeightAveraging) for callback in callbacks):
+            raise DataError("weights are averaged as a whole: leave that callback out with lora.")
         super().setup(stage)
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
         data = self._datamodule
@@ -105,12 +107,18 @@ class LMModule(DistillationModule):
                 )
 
     def new_head(self) -> SmallLM:
-        return SmallLM(self.hparams["drafter"], self.target, self.hparams["lora"])
+        return SmallLM(self.drafter, self.target, self.lora)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Embeddings and LM head."""
+        model = self.head.causal_lm
+        return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
     @property
     def _runs_target(self) -> bool:
         """Whatever is cached, the target runs where answers are sampled."""
-        return super()._runs_target or (self._trainer is not None and self.hparams["on_policy"] > 0)
+        return super()._runs_target or (self._attached is not None and self.on_policy > 0)
 
     def _new_lm_head(self) -> LogitsHead:
         """It passes the drafter's logits through."""
@@ -170,10 +178,10 @@ class LMModule(DistillationModule):
 
         Chance and draws depend on seed, rank and batch number only, so that a resumed run samples the same.
         """
-        share = self.hparams["on_policy"]
+        share = self.on_policy
         if not share:
             return batch
-        seed = self.options.seed * 1_000_003 + self._batch_number
+        seed = self.seed * 1_000_003 + self._batch_number
         # the same on all ranks: one that samples would keep the others waiting
         if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
             return batch
@@ -190,12 +198,12 @@ class LMModule(DistillationModule):
         """
         ids, mask = on_host(batch, "input_ids"), on_host(batch, "loss_mask").bool()
         prompts = [row[: _last_answer(answer)] for row, answer in zip(ids, mask, strict=True)]
-        limit = self.hparams["on_policy_tokens"]
+        limit = self.on_policy_tokens
         room = [getattr(model, "max_positions", None) for model in (self.target, self.head)]
         limit = min([limit, *(most - max(map(len, prompts)) for most in room if most is not None)])
         if limit < 1:
             return batch
-        answers = self.head.sample(prompts, limit, self.hparams["on_policy_temperature"], self.target.eos_token_ids)
+        answers = self.head.sample(prompts, limit, self.on_policy_temperature, self.target.eos_token_ids)
         texts = [torch.cat(parts) for parts in zip(prompts, answers, strict=True)]
         width = max(map(len, texts))
         fresh = {name: ids.new_zeros(len(texts), width) for name in ("input_ids", "attention_mask", "loss_mask")}
@@ -236,20 +244,6 @@ class LMModule(DistillationModule):
         """The drafter as it is now, as a copy in the target's dtype, adapters merged."""
         model = self.head.merged(target.dtype).to(target.device)
         return LMDrafter(Target(model, self.head.tokenizer, self.head.name), target, *chain_of(tree, target))
-
-
-def check_loss(loss: Loss) -> None:
-    """Raise DataError for a loss that wants something only a head has."""
-    if isinstance(loss, MixLoss):
-        for part in loss.parts:
-            check_loss(part.loss)
-    elif isinstance(loss, AdaSpecLoss):
-        check_loss(loss.inner)
-    elif getattr(loss, "w_feature", 0):
-        raise DataError(
-            "a small LM has features of its own, which cannot match the target's: set w_feature to 0 in loss_args "
-            "(what is left of eagle is then its cross-entropy, whose gradient is that of kl_pq)."
-        )
 
 
 def _last_answer(mask: Tensor) -> int:

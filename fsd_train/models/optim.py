@@ -1,42 +1,56 @@
-"""Optimisers and their schedule."""
+"""What recipes name beside torch's optimisers and schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsd_infer.errors import DataError
-
-OPTIMIZERS = ("adamw", "muon")
+from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, ShareOrNone
 
 
 class MuonAdamW(Optimizer):
     """Muon (Jordan 2024) for matrices and AdamW for the rest, as one optimiser with one list of parameter groups.
 
-    Either list may be empty: a LoRA adapter has matrices alone.
-
     Muon's update is scaled so that its root mean square is that of AdamW's (Liu et al., arXiv 2502.16982), so one
     learning rate serves both.
+
+    Args:
+        params: groups of parameters; matrices of a group with ``table`` true, with a row per token, are AdamW's.
+        lr: learning rate of both.
+        weight_decay: of Muon's matrices.
+        betas: of AdamW.
+
+    Raises:
+        DataError: a parameter is sharded.
     """
 
     def __init__(
         self,
-        matrices: Sequence[Tensor],
-        others: Sequence[Tensor],
-        lr: float,
-        weight_decay: float,
-        betas: tuple[float, float],
+        params: Iterable[Any],
+        lr: PositiveFloat = 1e-3,
+        weight_decay: NonNegativeFloat = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
+        matrices: list[Tensor] = []
+        others: list[Tensor] = []
+        for group in (each if isinstance(each, dict) else {"params": [each]} for each in params):
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor):
+                    raise DataError("Muon needs whole matrices, which fsdp does not keep: use AdamW, or ddp.")
+                (matrices if parameter.ndim == 2 and not group.get("table") else others).append(parameter)
         self.parts: list[Optimizer] = []
         if matrices:
-            self.parts.append(Muon(list(matrices), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
         if others:
-            self.parts.append(AdamW(list(others), lr=lr, weight_decay=0.0, betas=betas))
+            self.parts.append(AdamW(others, lr=lr, weight_decay=0.0, betas=betas))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share_groups()
 
@@ -63,31 +77,31 @@ class MuonAdamW(Optimizer):
         self._share_groups()
 
 
-def build_optimizer(
-    name: str,
-    parameters: Sequence[Tensor],
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    tables: Sequence[Tensor] = (),
-) -> Optimizer:
-    """The optimiser called ``name`` ("adamw" or "muon"); vectors (norms, biases) get no weight decay.
+class WarmupCosine(LRScheduler):
+    """A linear warm-up times a half cosine over the run, which ends with its steps or its time, whichever is sooner.
 
-    Matrices in ``tables``, with a row per token, are not for Muon: with it they are AdamW's, without weight decay.
+    Args:
+        optimizer: whose learning rates are the peak.
+        warmup_steps: length of the warm-up.
+        final_lr: learning rate at the end, as a share of the peak.
     """
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    others = [parameter for parameter in parameters if parameter.ndim != 2]
-    if name == "muon":
-        rows = {id(table) for table in tables}
-        others += [parameter for parameter in matrices if id(parameter) in rows]
-        return MuonAdamW(
-            [parameter for parameter in matrices if id(parameter) not in rows], others, lr, weight_decay, betas
-        )
-    if name == "adamw":
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
-        return AdamW(groups, lr=lr, betas=betas, fused=True if on_cuda else None)  # one kernel for the whole step
-    raise DataError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.")
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: NonNegativeInt = 100, final_lr: ShareOrNone = 0.0) -> None:
+        self.warmup_steps, self.final_lr = warmup_steps, final_lr
+        self._passed: Callable[[int], float] | None = None
+        super().__init__(optimizer)
+
+    def follow(self, passed: Callable[[int], float]) -> None:
+        """Let ``passed`` say which share of the run has passed when a step begins, 0 to 1."""
+        self._passed = passed
+
+    def get_lr(self) -> list[float | Tensor]:
+        step = self.last_epoch
+        share = 0.0 if self._passed is None else self._passed(step)
+        return [base * cosine_factor(step, self.warmup_steps, share, self.final_lr) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "_passed"}
 
 
 def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
