@@ -23,10 +23,10 @@ from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
 from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from fsd_train.losses import DraftBatch, LMHead, LossOutput
-from fsd_train.losses.fsd import chain_rows
 from fsd_train.losses.metrics import RuleMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
+from tests.loss_toys import Grid
 from tests.train_toys import TRAINER, logged, make_toys
 from tests.train_toys import options as module_options
 
@@ -278,30 +278,31 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
     steps, rows, width, vocab = 2, 5, 6, 9
     draft_ids = torch.tensor([0, 2, 3, 7, 8])
     full = LMHead(torch.randn(vocab, width))
-    batch = DraftBatch(
+    grid = Grid(
         estimates=torch.randn(steps, rows, width),
         features=torch.randn(rows, width),
-        weights=torch.tensor([[1.0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]),
-        tokens=torch.zeros(rows, dtype=torch.long),
+        weights=torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]),
         positions=torch.tensor([3, 4, 5, 6, 9]),
         head=LMHead(full.weight[draft_ids]),
     )
+    batch = grid.batch()
     seen = compare(batch, full, draft_ids, ["js", "top_k_tv:2"], chunk_size=2)
-    p = full(batch.features).log_softmax(-1).expand(steps, -1, -1)
-    q = expand_draft(batch.head(batch.estimates), draft_ids, vocab).log_softmax(-1)
-    overlap = torch.minimum(p.exp(), q.exp()).sum(-1)
-    torch.testing.assert_close(seen.overlap, overlap)
-    assert torch.equal(seen.agree, p.argmax(-1) == q.argmax(-1))
+    p = full(grid.features).log_softmax(-1).expand(steps, -1, -1)
+    q = expand_draft(grid.head(grid.estimates), draft_ids, vocab).log_softmax(-1)
+    counted = grid.weights > 0
+    overlap = torch.minimum(p.exp(), q.exp()).sum(-1) * counted
+    torch.testing.assert_close(grid.dense(seen.overlap), overlap)
+    assert torch.equal(grid.dense(seen.agree), (p.argmax(-1) == q.argmax(-1)) & counted)
     for name, values in seen.distances.items():
-        torch.testing.assert_close(values, divergence(name)(p, q, log_probs=True))
+        torch.testing.assert_close(grid.dense(values), divergence(name)(p, q, log_probs=True) * counted)
 
-    threshold = float(seen.distances["js"][0].sort().values[2])  # opens at some rows and not at others
+    threshold = float(grid.dense(seen.distances["js"])[0].sort().values[2])  # opens at some rows and not at others
     rule = f"fuzzy:js:{threshold!r}"
     metrics = RuleMetrics(["exact", rule, "fuzzy:js:0"], steps)
     seen = compare(batch, full, draft_ids, metrics.divergences)
-    metrics.update(seen, batch.weights, chain_rows(batch.rows))
+    metrics.update(seen, batch.rows)
     values = metrics.compute()
-    js, counted = seen.distances["js"], batch.weights > 0
+    js = grid.dense(seen.distances["js"])
     gate = (js <= threshold).float()
     for step in range(steps):
         assert float(values[f"divergence_js_{step}"]) == pytest.approx(float(js[step][counted[step]].mean()), rel=1e-5)

@@ -90,7 +90,6 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "share of chains": (["--model.chain_share", "0"], "v>0"),
     "optimizer": (["--model.optimizer", "torch.optim.Adamm"], "no attribute 'Adamm'"),
     "precision": (["--trainer.precision", "bf17"], "bf17"),
-    "nothing": (["--model.noise", "null"], "noise"),
     "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
     "features": (["--data.features", "nowhere"], "nowhere is not a feature cache"),
@@ -126,7 +125,7 @@ def test_mistakes_are_named(name: str, toys: Path, tmp_path: Path, monkeypatch: 
 def test_help_shows_the_options_of_model_and_data() -> None:
     status, out, _ = call(["fit", "--help"])
     assert status == 0
-    for option in ("--model.unroll_steps", "--model.warmup_steps", "--data.batch_tokens", "--trainer.max_steps"):
+    for option in ("--model.unroll_steps", "--model.eval_steps", "--data.batch_tokens", "--trainer.max_steps"):
         assert option in out
     assert "--overwrite" in out and "initial weights" in " ".join(out.split())
     assert [call(argv)[0] for argv in (["--help"], [], ["tarin"])] == [0, 2, 2]

@@ -20,7 +20,7 @@ from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, Loss, Schedule, as_loss, reference_of
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
-from tests.loss_toys import H, N, S, build_loss, check, distributions, make_batch, plain_kl
+from tests.loss_toys import H, N, S, build_loss, check, distributions, grid_loss, make_batch, plain_kl
 from tests.train_toys import TRAINER, options, save_toy_target, write_answers
 
 # schedules
@@ -59,9 +59,9 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
     batch, estimates = make_batch()
     batch = replace(batch, progress=progress, step=step)
     weights = [max(1 - 2 * progress, 0.0), 0.5, 2 * progress, max(1 - step / 10, 0.0)]
-    singles = [build_loss(part["name"], part.get("args")) for part in FADING]
+    singles = [grid_loss(part["name"], part.get("args")) for part in FADING]
     values = [single(batch).loss for single in singles]
-    out = build_loss(FADING)(batch)
+    out = grid_loss(FADING)(batch)
     check(batch, estimates, out.loss, sum(weight * value for weight, value in zip(weights, values)))
     for label, weight, value in zip(("kl_pq", "lk", "lk_2", "js"), weights, values):
         if weight:
@@ -95,7 +95,7 @@ def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, pr
 
 
 def test_a_gap_between_schedules_is_told_when_it_is_reached() -> None:
-    gap = build_loss(
+    gap = grid_loss(
         [
             {"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0, over=0.3)},
             {"name": "js", "weight": Schedule(start=0.0, end=1.0, over=0.6, kind="constant")},
@@ -123,7 +123,7 @@ def test_adaspec_trains_on_the_largest_gaps_alone(keep: float) -> None:
         supervised.sort(key=lambda row: -float(gap[step, row]))
         for row in supervised[: math.ceil(keep * len(supervised))]:
             counted[step, row] = batch.weights[step, row]
-    out = build_loss("adaspec", {"reference": "first", "keep": keep})(replace(batch, reference=other))
+    out = grid_loss("adaspec", {"reference": "first", "keep": keep})(replace(batch, reference=other))
     check(replace(batch, weights=counted), estimates, out.loss, (rows * counted).sum() / counted.sum())
     for name, weights in (("gap", batch.weights), ("gap_kept", counted)):
         expected = ((gap * weights).sum() / weights.sum()).float()
@@ -133,10 +133,10 @@ def test_adaspec_trains_on_the_largest_gaps_alone(keep: float) -> None:
 def test_the_kept_share_follows_its_schedule_and_any_loss_serves() -> None:
     args = {"reference": "first", "keep": Schedule(1.0, 0.25), "loss": "lk", "loss_args": {"form": "log"}}
     batch, estimates = make_batch()
-    loss, late = build_loss("adaspec", args), replace(batch, reference=torch.zeros(S, N, H))
+    loss, late = grid_loss("adaspec", args), replace(batch, reference=torch.zeros(S, N, H))
     # in the beginning, and without a reference, all tokens count
     for whole in (replace(late, progress=0.0), batch):
-        torch.testing.assert_close(loss(whole).loss, build_loss("lk", {"form": "log"})(batch).loss)
+        torch.testing.assert_close(loss(whole).loss, grid_loss("lk", {"form": "log"})(batch).loss)
     (grad,) = torch.autograd.grad(loss(late).loss, estimates)
     kept, supervised = (grad.abs().sum(-1) > 0).sum(1), (batch.weights > 0).sum(1)
     assert kept.tolist() == [math.ceil(0.25 * count) for count in supervised.tolist()]

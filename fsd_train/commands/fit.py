@@ -187,8 +187,8 @@ def run_errors() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise FsdError("the device's memory is full: lower data.batch_tokens, or model.unroll_steps.") from error
-    except (MisconfigurationException, ImportError) as error:
-        raise DataError(one_line(str(error))[:MOST_SAID]) from error
+    except (MisconfigurationException, ImportError, ValueError) as error:
+        raise _innermost(error) or DataError(one_line(str(error))[:MOST_SAID]) from error
     except Exception as error:
         if isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL")):
             raise FsdError(

@@ -18,7 +18,7 @@ from fsd_train.losses.base import (
     reference_of,
 )
 from fsd_train.losses.divergences import DivergenceLoss
-from fsd_train.losses.eagle import EagleLoss, soft_cross_entropy
+from fsd_train.losses.eagle import EagleLoss
 from fsd_train.losses.fsd import FsdLoss
 from fsd_train.losses.lk import LKLoss
 from fsd_train.losses.mix import MixLoss, Part
@@ -26,5 +26,5 @@ from fsd_train.losses.schedule import Schedule
 
 __all__ = [
     "LOSSES", "AdaSpecLoss", "DivergenceLoss", "DraftBatch", "EagleLoss", "FsdLoss", "LKLoss", "LMHead", "Loss",
-    "LossOutput", "MixLoss", "Part", "Schedule", "as_loss", "has_feature_term", "reference_of", "soft_cross_entropy",
+    "LossOutput", "MixLoss", "Part", "Schedule", "as_loss", "has_feature_term", "reference_of",
 ]  # fmt: skip

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, as_loss, reference_of, weighted_mean
-from fsd_train.losses.rows import chunked_rows, divergence_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Rows, as_loss, reference_of, weighted_mean
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.losses.schedule import Schedule
 from fsd_train.types import PositiveInt, Share
 
 
-def largest(values: Tensor, weights: Tensor, keep: float) -> Tensor:
-    """Which supervised rows of each step have the largest values.
+def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
+    """Which rows have the largest values of their step.
 
     Args:
-        values: [S, N].
-        weights: [S, N], 0 where a step is not supervised.
-        keep: share of each step's supervised rows, in (0, 1]; rounded up to whole rows.
+        values: [R].
+        rows: their steps.
+        keep: share of each step's rows, in (0, 1]; rounded up to whole rows.
 
     Returns:
-        [S, N] bool.
+        [R] bool.
     """
-    chosen = torch.zeros_like(weights, dtype=torch.bool)
-    for step, counted in enumerate(weights > 0):
-        rows = counted.nonzero().squeeze(1)
-        count = math.ceil(keep * len(rows) - 1e-9)
-        chosen[step, rows[values[step, rows].topk(count).indices]] = True
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    for step in range(len(rows.chains)):
+        here = (rows.step == step).nonzero().squeeze(1)
+        count = math.ceil(keep * len(here) - 1e-9)
+        chosen[here[values[here].topk(count).indices]] = True
     return chosen
 
 
@@ -79,13 +79,14 @@ class AdaSpecLoss(Loss):
                 "adaspec: fsd needs whole chains, which a choice of single tokens breaks; put both in a mix instead."
             )
         self.chunk_size = chunk_size
-        self._rows = divergence_rows(divergence)
+        rows = divergence_rows(divergence)
+        self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         if batch.reference is None:
             return self.inner(batch)
         gap = self.gap(batch)
-        chosen = largest(gap, batch.weights, self.keep.at(batch.progress, batch.step))
+        chosen = largest(gap, batch.rows, self.keep.at(batch.progress, batch.step))
         kept = batch.with_weights(batch.weights * chosen)
         out = self.inner(kept)
         out.parts["gap"] = weighted_mean(gap, batch.weights)
@@ -94,9 +95,10 @@ class AdaSpecLoss(Loss):
 
     @torch.no_grad()
     def gap(self, batch: DraftBatch) -> Tensor:
-        """Δ at every row of every step, [S, N] fp32. Both drafters are compared with p in one pass."""
+        """Δ at every row, [R] fp32."""
         assert batch.reference is not None
-        both = torch.cat([batch.estimates, batch.reference.to(batch.estimates.dtype)])
-        values, _ = chunked_rows(lambda p, q: self._rows(p, q)[None], replace(batch, estimates=both), self.chunk_size)
-        own, reference = values[0].chunk(2)
+        pair = (batch.estimates, batch.reference.to(batch.estimates.dtype))
+        own, reference = (
+            chunked_rows(self._rows, replace(batch, estimates=each), self.chunk_size)[0][0] for each in pair
+        )
         return own - reference

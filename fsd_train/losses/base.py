@@ -7,11 +7,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.registry import Registry
 
@@ -82,60 +83,72 @@ class LMHead:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a batch count, in host memory: losses divide their work by it without waiting for the device.
+    """What a batch supervises: R rows, each the draft of one step at one of N positions, sorted by position.
+
+    Row r predicts token i+2 from the estimate of feature i+1, where i is its position (:mod:`fsd_train.models.unroll`
+    has the indexing). Every position has a row of step 0.
 
     Attributes:
-        positions: [N], as in :class:`DraftBatch`.
-        counted: [S, N] bool, whether the weight is above 0.
+        position: [N] flat index b·(M−1) + i, ascending.
+        feature: [R], which of the N positions it stands at, ascending.
+        step: [R], which draft of its chain it is, from 0.
+        weight: [R] fp32.
+        chains: [S, C] rows: column c is a chain whose S steps are all here.
+        ends: N+1 numbers in host memory: the rows of position n are ends[n] … ends[n+1]−1.
     """
 
-    positions: Tensor
-    counted: Tensor
+    position: Tensor
+    feature: Tensor
+    step: Tensor
+    weight: Tensor
+    chains: Tensor
+    ends: Sequence[int]
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device, which is not waited for."""
+        names = ("position", "feature", "step", "weight", "chains")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        return replace(self, **moved)
+
+    def sum_by_step(self, values: Tensor) -> Tensor:
+        """Sums [S] of values [R] over the rows of each step."""
+        return values.new_zeros(len(self.chains)).index_add(0, self.step, values)
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """One batch of predictions, gathered at the N positions where anything is supervised.
-
-    Row n stands for the position i = ``positions[n]`` (:mod:`fsd_train.models.unroll` has the indexing): the estimates
-    there are of feature i+1, whose distribution predicts token i+2.
+    """One batch of predictions: an estimate per row, a feature per position.
 
     Attributes:
-        estimates: [S, N, H], the head's output of unrolled step s.
-        features: [N, H], the target's own feature i+1.
-        weights: [S, N] fp32, 0 where step s is not supervised at that row, the step's weight elsewhere.
-        tokens: [N], token i+2 of the sequence.
-        positions: [N], flat index b·M + i; the chain of step s at a row starts s positions earlier.
+        estimates: [R, H], the head's output.
+        features: [N, H], the target's own feature.
+        rows: which step and position each estimate stands for, and its weight.
         head: the target's LM head over the draft vocabulary.
         own_head: the drafter's LM head over the same, where it has one of its own: its weight is trained.
         feature_scale: [H] that the head divides features by, or None.
-        reference: [S, N, H], a frozen reference drafter's estimates on the same inputs, or None.
+        reference: [R, H], a frozen reference drafter's estimates on the same inputs, or None.
         progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
         step: optimiser steps that have passed.
-        host: which rows count, where the host knows it without asking the device.
     """
 
     estimates: Tensor
     features: Tensor
-    weights: Tensor
-    tokens: Tensor
-    positions: Tensor
+    rows: Rows
     head: LMHead
     feature_scale: Tensor | None = None
     own_head: LMHead | None = None
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
-    host: Rows | None = None
 
     @property
-    def rows(self) -> Rows:
-        """Which rows count, on the host. Waits for the device unless ``host`` is given."""
-        return self.host or Rows(self.positions.cpu(), (self.weights > 0).cpu())
+    def weights(self) -> Tensor:
+        """[R], of the rows."""
+        return self.rows.weight
 
     def with_weights(self, weights: Tensor) -> DraftBatch:
-        """The same batch with other weights [S, N]."""
-        return replace(self, weights=weights, host=None)
+        """The same batch with other weights [R]."""
+        return replace(self, rows=replace(self.rows, weight=weights))
 
     @property
     def draft_head(self) -> LMHead:
@@ -150,7 +163,7 @@ class LossOutput:
     Attributes:
         loss: scalar, differentiable.
         parts: detached scalars by name, logged as they are.
-        agreement: [S, N] bool: the drafter's most likely token is the target's (within the draft vocabulary); None
+        agreement: [R] bool: the drafter's most likely token is the target's (within the draft vocabulary); None
             where a loss does not compute it.
     """
 
@@ -208,12 +221,12 @@ def has_feature_term(loss: Loss) -> bool:
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Σ w·x / Σ w, a scalar; 0 where all weights are 0. values and weights [S, N]."""
+    """Σ w·x / Σ w, a scalar; 0 where all weights are 0. values and weights [R]."""
     return (values * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
 def feature_distance(batch: DraftBatch) -> Tensor:
-    """SmoothL1(estimate, feature) per row, averaged over the H dimensions: [S, N] fp32, differentiable.
+    """SmoothL1(estimate, feature) per row, averaged over the H dimensions: [R] fp32, differentiable.
 
     Taken in the space the head reads: divided by ``feature_scale`` where the head has one, so that outlier dimensions
     do not drown the others.
@@ -222,7 +235,7 @@ def feature_distance(batch: DraftBatch) -> Tensor:
     if batch.feature_scale is not None:
         estimates = estimates / batch.feature_scale.to(estimates.dtype)
         features = features / batch.feature_scale.to(features.dtype)
-    wanted = features.to(estimates.dtype).expand_as(estimates)
+    wanted = features.to(estimates.dtype).index_select(0, batch.rows.feature)
     return torch.nn.functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from fsd_infer.divergence import BOTH_KL, RENAMED
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
-from fsd_train.losses.rows import chunked_rows, divergence_rows
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -35,10 +35,11 @@ class DivergenceLoss(Loss):
     ) -> None:
         self.w_divergence, self.w_feature, self.chunk_size = w_divergence, w_feature, chunk_size
         self.name = divergence
-        self._rows = divergence_rows(divergence)
+        rows = divergence_rows(divergence)
+        self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        values, agree = chunked_rows(lambda p, q: self._rows(p, q)[None], batch, self.chunk_size)
+        values, agree = chunked_rows(self._rows, batch, self.chunk_size)
         mean = weighted_mean(values[0], batch.weights)
         loss, parts = self.w_divergence * mean, {f"{self.name}_loss": mean.detach()}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

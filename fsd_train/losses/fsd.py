@@ -7,38 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Rows, weighted_mean, with_features
-from fsd_train.losses.rows import chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows, log_overlap
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 _ALMOST_ONE = 1 - 1e-6
 
 _kl_pq = divergence_rows("kl_pq")
-
-
-def chain_rows(rows: Rows) -> Tensor:
-    """Which rows make up each chain whose steps are all supervised.
-
-    The chain that begins at flat position i has its step s at the row of position i+s.
-
-    Args:
-        rows: distinct flat positions, and which steps count there.
-
-    Returns:
-        [S, C] row numbers in host memory: column c is a chain, row s its step s.
-    """
-    positions, counted = rows.positions, rows.counted
-    steps, length = counted.shape
-    if not length:
-        return positions.new_zeros(steps, 0)
-    row_at = positions.new_full((int(positions.max()) + steps,), -1)
-    row_at[positions] = torch.arange(length)
-    found = row_at[positions + torch.arange(steps)[:, None]]  # [S, N], -1 where there is none
-    known = found.clamp_min(0)
-    whole = ((found >= 0) & counted.gather(1, known)).all(0)
-    return known[:, whole]
 
 
 def expected_length(acceptance: Tensor) -> Tensor:
@@ -112,10 +88,9 @@ class FsdLoss(Loss):
         return torch.stack([distance, passed, _kl_pq(log_p, log_q)])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        steps = batch.estimates.shape[0]
-        values, agree = chunked_rows(self._rows, batch, self.chunk_size, count=3)
-        chains = to_device(chain_rows(batch.rows), batch.weights.device)
-        distance, passed, _ = (rows.gather(1, chains) for rows in values)  # [S, C] each
+        chains = batch.rows.chains
+        values, agree = chunked_rows(RowFunction(self._rows, count=3), batch, self.chunk_size)
+        distance, passed = values[0][chains], values[1][chains]  # [S, C] each
         anchor = weighted_mean(values[2], batch.weights)
         parts = {
             "acceptance": weighted_mean(values[1], batch.weights).detach(),
@@ -126,6 +101,6 @@ class FsdLoss(Loss):
             gate = soft_gate(distance, threshold, self.softness)
             lengths = expected_length(passed + (1 - passed) * gate)
             tiny = torch.finfo(lengths.dtype).tiny
-            loss = loss - (lengths / steps).clamp_min(tiny).log().mean() / len(self.thresholds)
+            loss = loss - (lengths / len(chains)).clamp_min(tiny).log().mean() / len(self.thresholds)
             parts[f"soft_tau_{threshold:g}"] = 1 + lengths.detach().mean()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

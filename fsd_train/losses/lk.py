@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
-from fsd_train.losses.rows import chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows, log_overlap
 from fsd_train.types import NonNegativeFloat, PositiveInt
 
 _kl_pq = divergence_rows("kl_pq")
@@ -57,28 +57,28 @@ class LKLoss(Loss):
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [S, N], sums to 1
+        share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [R], sums to 1
         if self.form == "log":
-            values, agree = chunked_rows(_log_acceptance, batch, self.chunk_size)
+            values, agree = chunked_rows(RowFunction(_log_acceptance), batch, self.chunk_size)
             log_alpha = values[0]
             alpha = log_alpha.exp()
             if self.level == "step":
-                log_alpha = self._per_step(alpha, batch.weights).log()
+                log_alpha = _per_step(alpha, batch).log()
             loss = -(log_alpha * share).sum()
             parts = {}
         else:
-            values, agree = chunked_rows(_kl_and_acceptance, batch, self.chunk_size, count=2)
+            values, agree = chunked_rows(RowFunction(_kl_and_acceptance, count=2), batch, self.chunk_size)
             kl, alpha = values
             rate = alpha.detach()
-            mix = (-self.eta * (rate if self.level == "row" else self._per_step(rate, batch.weights))).exp()
+            mix = (-self.eta * (rate if self.level == "row" else _per_step(rate, batch))).exp()
             loss = ((mix * kl + (1 - mix) * (1 - alpha)) * share).sum()
             parts = {"kl_pq_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
         parts = {"lk_loss": loss.detach(), "acceptance": (alpha * share).sum().detach(), **parts}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
-    @staticmethod
-    def _per_step(alpha: Tensor, weights: Tensor) -> Tensor:
-        """[S, N] -> [S, 1], the weighted mean of each step; 1 for a step without supervised rows, whose log is 0."""
-        total = weights.sum(1, keepdim=True)
-        mean = (alpha * weights).sum(1, keepdim=True) / total.clamp_min(1e-6)
-        return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)
+
+def _per_step(alpha: Tensor, batch: DraftBatch) -> Tensor:
+    """alpha [R] -> [R], the weighted mean of all rows of its step in each one's place."""
+    total = batch.rows.sum_by_step(batch.weights)
+    mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(1e-6)
+    return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)[batch.rows.step]

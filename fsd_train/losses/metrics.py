@@ -13,15 +13,16 @@ from torchmetrics import Metric
 from fsd_infer.divergence import divergence, reduced
 from fsd_infer.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, parse_rule
-from fsd_train.losses.base import DraftBatch, LMHead
+from fsd_train.losses.base import DraftBatch, LMHead, Rows
 from fsd_train.losses.fsd import expected_length
+from fsd_train.losses.rows import blocks
 
 DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The drafter beside the target at every row and step, [S, N] each.
+    """The drafter beside the target at every row, [R] each.
 
     Attributes:
         agree: bool, the drafter's most likely token is the target's most likely one in its whole vocabulary.
@@ -48,49 +49,41 @@ def compare(
     as losses see it.
 
     Args:
-        batch: estimates [S, N, H] and features [N, H]; steps that share one tensor (stride 0) are computed once.
+        batch: estimates [R, H] and features [N, H].
         full_head: the target's whole LM head.
         draft_ids: [Vd] target id of each draft vocabulary entry; None if the draft vocabulary is the target's.
         divergences: names of :mod:`fsd_infer.divergence`.
         chunk_size: rows whose [V] logits are alive at a time; None for 128 on a CPU, elsewhere a quarter of a GiB.
     """
-    steps, rows = batch.estimates.shape[:2]
-    own = 1 if steps > 1 and batch.estimates.stride(0) == 0 else steps
-    device = batch.features.device
+    rows, device = len(batch.estimates), batch.features.device
     if chunk_size is None:
         chunk_size = 128 if device.type == "cpu" else max(128, 2**26 // len(full_head.weight))
-    agree = torch.empty(own, rows, dtype=torch.bool, device=device)
-    overlap = torch.empty(own, rows, device=device)
+    agree = torch.empty(rows, dtype=torch.bool, device=device)
+    overlap = torch.empty(rows, device=device)
     measures = [divergence(name) for name in divergences]
-    distances = {name: torch.empty(own, rows, device=device) for name in divergences}
-    for start in range(0, rows, chunk_size):
-        piece = slice(start, start + chunk_size)
-        p = full_head(batch.features[piece])
-        best = p.argmax(-1)
+    distances = {name: torch.empty(rows, device=device) for name in divergences}
+    for block in blocks(batch.rows.ends, chunk_size):
+        at, here = batch.rows.feature[block.rows] - block.positions.start, block.rows
+        p = full_head(batch.features[block.positions])
+        best = p.argmax(-1)[at]
         log_p = p.log_softmax(-1)
         inside, lumped = log_p, log_p
         if draft_ids is not None:
             inside = log_p[:, draft_ids]
-            # one bin for all tokens that the drafter lacks, made once for all steps
-            lumped, _ = reduced(p, inside, draft_ids)
-        for step in range(own):
-            q = batch.draft_head(batch.estimates[step, piece])
-            drafted = q.argmax(-1)
-            agree[step, piece] = (drafted if draft_ids is None else draft_ids[drafted]) == best
-            log_q = q.log_softmax(-1)
-            overlap[step, piece] = torch.minimum(inside, log_q).exp().sum(-1)
-            if draft_ids is not None:
-                log_q = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
-            for measure, values in zip(measures, distances.values(), strict=True):
-                if measure.lumpable:
-                    values[step, piece] = measure(lumped, log_q, log_probs=True)
-                else:
-                    values[step, piece] = measure.with_reduced_drafter(p, q, draft_ids)
-    return Comparison(
-        agree.expand(steps, -1),
-        overlap.expand(steps, -1),
-        {name: values.expand(steps, -1) for name, values in distances.items()},
-    )
+            lumped, _ = reduced(p, inside, draft_ids)  # one bin for all tokens that the drafter lacks
+        q = batch.draft_head(batch.estimates[here])
+        drafted = q.argmax(-1)
+        agree[here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
+        log_q = q.log_softmax(-1)
+        overlap[here] = torch.minimum(inside[at], log_q).exp().sum(-1)
+        if draft_ids is not None:
+            log_q = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
+        for measure, values in zip(measures, distances.values(), strict=True):
+            if measure.lumpable:
+                values[here] = measure(lumped[at], log_q, log_probs=True)
+            else:
+                values[here] = measure.with_reduced_drafter(p[at], q, draft_ids)
+    return Comparison(agree, overlap, distances)
 
 
 class StepMean(Metric):
@@ -104,11 +97,11 @@ class StepMean(Metric):
         self.add_state("total", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("rows", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, values: Tensor, weights: Tensor) -> None:
-        """values [S, N], bool for a share, weights [S, N] (0: not supervised)."""
-        counted = weights > 0
-        self.total += values.double().masked_fill(~counted, 0.0).sum(1)
-        self.rows += counted.sum(1)
+    def update(self, values: Tensor, step: Tensor) -> None:
+        """values [R], bool for a share; step [R] of each."""
+        values = values.double()
+        self.total.index_add_(0, step, values)
+        self.rows.index_add_(0, step, torch.ones_like(values))
 
     def compute(self) -> Tensor:
         """[S], of one step a scalar (torchmetrics has it so); NaN for a step that was never supervised."""
@@ -136,8 +129,8 @@ class ExpectedTau(Metric):
         self.add_state("roots", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, acceptance: Tensor, chains: Tensor) -> None:
-        """acceptance [S, N] in [0, 1] or bool, chains [S, C] of :func:`.chain_rows` on the same device."""
-        lengths = 1 + expected_length(acceptance.double().gather(1, chains))
+        """acceptance [R] in [0, 1] or bool, chains [S, C] of rows."""
+        lengths = 1 + expected_length(acceptance.double()[chains])
         self.total += lengths.sum()
         self.roots += len(lengths)
 
@@ -179,17 +172,17 @@ class RuleMetrics(nn.Module):
         self.tau = [ExpectedTau() for _ in self.rules]
         self.metrics = nn.ModuleList([*self.distance, *self.gate, *self.tau])  # so that they move with the module
 
-    def update(self, seen: Comparison, weights: Tensor, chains: Tensor) -> None:
-        """Add a batch: what :func:`compare` saw, weights [S, N] and chains [S, C] of :func:`.chain_rows`."""
+    def update(self, seen: Comparison, rows: Rows) -> None:
+        """Add a batch: what :func:`compare` saw of its rows."""
         for name, metric in zip(self.divergences, self.distance, strict=True):
-            metric.update(seen.distances[name], weights)
+            metric.update(seen.distances[name], rows.step)
         for (_, gated, threshold), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
             acceptance = seen.overlap
             if gated is not None:
                 is_open = ((seen.distances[gated] <= threshold) & (threshold > 0)).to(acceptance.dtype)
-                gate.update(is_open, weights)
+                gate.update(is_open, rows.step)
                 acceptance = acceptance + (1 - acceptance) * is_open
-            tau.update(acceptance, chains)
+            tau.update(acceptance, rows.chains)
 
     def compute(self) -> dict[str, Tensor]:
         """Scalars by name, and a clean slate for the next epoch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,17 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_state, check_target, target_record
-from fsd_train.data.batches import on_host
 from fsd_train.data.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
-from fsd_train.losses.fsd import chain_rows
 from fsd_train.losses.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
-from fsd_train.models.unroll import supervised
+from fsd_train.models.unroll import Plan
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 
@@ -40,36 +37,6 @@ class _Frozen:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
         return self
-
-
-@dataclass(frozen=True)
-class Supervised:
-    """What a batch supervises.
-
-    Attributes:
-        wanted: [S, B, M-1] bool, in host memory, as are
-        positions: [N], and
-        weights: [S, N], which mean what they mean in :class:`DraftBatch`.
-        at: the positions on the device.
-        features: [B, M, F], the target's.
-        tokens: [N], as in :class:`DraftBatch`.
-    """
-
-    wanted: Tensor
-    positions: Tensor
-    weights: Tensor
-    at: Tensor
-    features: Tensor
-    tokens: Tensor
-
-    def on_device(self, weights: Tensor) -> dict[str, Any]:
-        """The fields of :class:`DraftBatch` that follow from positions and weights [S, N] in host memory."""
-        return {
-            "weights": to_device(weights, self.at.device),
-            "tokens": self.tokens,
-            "positions": self.at,
-            "host": Rows(self.positions, weights > 0),
-        }
 
 
 class DistillationModule(RunModule, ABC):
@@ -216,35 +183,20 @@ class DistillationModule(RunModule, ABC):
             self._frozen.draft_head = self._new_lm_head()
         return self._frozen.draft_head
 
-    def _supervised(self, batch: dict[str, Any], steps: int) -> Supervised | None:
-        """Where a batch supervises what, and the target's features there; None if nothing is supervised.
+    def _features(self, batch: dict[str, Any], plan: Plan) -> Tensor | None:
+        """The target's features [B, M, F]; None if nothing is supervised.
 
         Of several ranks each runs the target, even over a batch without supervised tokens: where it is sharded, the
         others wait for this one's part.
         """
-        ids = batch["input_ids"]
-        wanted = supervised(on_host(batch, "loss_mask"), steps)
-        positions = wanted[0].flatten().nonzero().squeeze(1)
-        if not len(positions) and self._alone:
+        if not len(plan) and self._alone:
             return None
-        features = batch.get("features")
+        features: Tensor | None = batch.get("features")
         if features is None:
             if any(parameter.is_meta for parameter in self.target.model.parameters()):
                 raise DataError("the target was loaded without its layers, but a batch has no cached features.")
-            features = self.target.features(ids)
-        if not len(positions):
-            return None
-        decay = torch.tensor([self.step_decay**step for step in range(steps)])
-        following = torch.nn.functional.pad(ids[:, 2:], (0, 1))
-        at = to_device(positions, ids.device)
-        return Supervised(
-            wanted=wanted,
-            positions=positions,
-            weights=wanted.flatten(1)[:, positions].float() * decay[:, None],
-            at=at,
-            features=features,
-            tokens=following.flatten()[at],
-        )
+            features = self.target.features(batch["input_ids"])
+        return features if len(plan) else None
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
         steps = self.unroll_steps
@@ -255,23 +207,21 @@ class DistillationModule(RunModule, ABC):
             self._log_step(None, None)
             return self._idle(steps)
         out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
-        self._log_step(out, drafts.weights)
+        self._log_step(out, drafts.rows)
         return out.loss
 
-    def _log_step(self, out: LossOutput | None, weights: Tensor | None) -> None:
+    def _log_step(self, out: LossOutput | None, rows: Rows | None) -> None:
         """Log a batch's loss, its parts and agreements. Where loggers take it, loss and agreements are all ranks'.
 
-        Args:
-            out: None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
-            weights: [S, N].
+        ``out`` is None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
         """
         steps = self.unroll_steps
         seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with one, agreeing rows, counted rows
-        if out is not None and weights is not None:
+        if out is not None and rows is not None:
             seen[0], seen[1] = out.loss.detach(), 1
             if out.agreement is not None:
-                counted = weights > 0
-                seen[2:] = torch.cat([(out.agreement & counted).sum(1), counted.sum(1)])
+                agree = out.agreement.float()
+                seen[2:] = torch.cat([rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree))])
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:
             seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
@@ -295,11 +245,11 @@ class DistillationModule(RunModule, ABC):
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
             self._frozen.full_head = LMHead.of(self.target)
         seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
-        chains = to_device(chain_rows(drafts.rows), self.device)
-        self.val_loss.update(out.loss.expand(1, len(drafts.positions)), drafts.weights[:1])
-        self.val_agreement.update(seen.agree, drafts.weights)
-        self.val_chain.update(seen.agree, chains)
-        self.val_rules.update(seen, drafts.weights, chains)
+        rows = drafts.rows
+        self.val_loss.update(out.loss.expand(len(rows.position)), torch.zeros_like(rows.position))
+        self.val_agreement.update(seen.agree, rows.step)
+        self.val_chain.update(seen.agree, rows.chains)
+        self.val_rules.update(seen, rows)
 
     def on_validation_epoch_end(self) -> None:
         # these exchange what ranks counted, so all ranks come here, with or without a supervised token

@@ -22,7 +22,7 @@ from fsd_train.data.batches import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
-from fsd_train.models.unroll import at_positions, chain_roots, unroll
+from fsd_train.models.unroll import plan_chains, unroll
 from fsd_train.models.vocabulary import choose_draft_ids
 from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 
@@ -67,7 +67,7 @@ class EagleModule(DistillationModule):
         context_ids: bool = False,
         chain_share: Share = 1.0,
         noise: NonNegativeFloat = 0.0,
-        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, weight_decay=0.0),
         **training: Any,
     ) -> None:
         super().__init__(target, optimizer=optimizer, **training)
@@ -178,36 +178,39 @@ class EagleModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
         """Run the head over a batch and gather what is supervised; None if nothing is."""
-        found = self._supervised(batch, steps)
-        if found is None:
+        share = self.chain_share if self.training else 1.0
+        generator = self._generator() if share < 1.0 else None
+        plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator)
+        raw = self._features(batch, plan)
+        if raw is None:
             return None
-        ids, raw = batch["input_ids"], found.features
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
-        features = features[..., : self.head.config.target_hidden_size]
+        features = features[:, 1:, : self.head.config.target_hidden_size]
         if noise:  # on the final features alone: the head's own outputs replace these, never the inner layers'
             extra = inputs.shape[-1] - features.shape[-1]
-            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features[:, 1:].shape, noise), (0, extra))
+            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features.shape, noise), (0, extra))
         with torch.no_grad():
-            embeds = self.target.embed(ids[:, 1:]).to(inputs.dtype)
-        share = self.chain_share if self.training else 1.0
-        roots, chosen = self._chains(found.wanted, share)
-        places = to_device(roots, self.device)
-        outputs = at_positions(unroll(self.head, embeds, inputs, steps, places), places)
-        weights = found.weights
-        if share < 1.0:
-            counts = [torch.ones(*found.wanted.shape[1:], 1)] + [chosen[..., None]] * (steps - 1)
-            weights = weights * at_positions(counts, roots).flatten(1)[:, found.positions]
-        reference = self._reference_estimates(embeds, raw[:, :-1], steps, places)
+            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(inputs.dtype)
+        rows, places = plan.rows.to(self.device), to_device(plan.roots, self.device)
+        source = to_device(plan.source, self.device)
         return DraftBatch(
-            estimates=self.head.readout(outputs.flatten(1, 2).index_select(1, found.at)),
-            features=features[:, 1:].flatten(0, 1).index_select(0, found.at),
-            **found.on_device(weights),
+            estimates=self._estimates(self.head, embeds, inputs, steps, places, source),
+            features=features.flatten(0, 1).index_select(0, rows.position),
+            rows=rows,
             head=self._lm_head_of(batch),
             feature_scale=self.head.feature_scale,
             own_head=self._own_head(),
-            reference=None if reference is None else reference.flatten(1, 2).index_select(1, found.at),
+            reference=self._reference_estimates(embeds, raw[:, :-1], steps, places, source),
         )
+
+    @staticmethod
+    def _estimates(
+        head: EagleHead, embeds: Tensor, inputs: Tensor, steps: int, roots: Tensor, source: Tensor
+    ) -> Tensor:
+        """[R, H], what enters the LM head at the rows of a plan."""
+        outputs = [each.flatten(0, 1) for each in unroll(head, embeds, inputs, steps, roots)]
+        return head.readout(torch.cat(outputs).index_select(0, source))
 
     def _own_head(self) -> LMHead | None:
         """The head's own LM head in the precision in which the target's runs; None where it shares the target's."""
@@ -232,15 +235,11 @@ class EagleModule(DistillationModule):
         ids = torch.cat([ids, rest[: -len(ids) % _CONTEXT_BLOCK]])
         return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
 
-    def _chains(self, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Roots and weights of the chains that this batch runs, see :func:`fsd_train.models.unroll.chain_roots`."""
-        if len(wanted) == 1:
-            return wanted.new_zeros(wanted.shape[1], 0, dtype=torch.long), wanted.new_zeros(wanted.shape[1], 0)
-        return chain_roots(wanted, share, self._generator(torch.device("cpu")))
-
     @torch.no_grad()
-    def _reference_estimates(self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor) -> Tensor | None:
-        """[S, B, M-1, H], what the loss's reference head makes of the target's features; None where it is not wanted.
+    def _reference_estimates(
+        self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor, source: Tensor
+    ) -> Tensor | None:
+        """[R, H], what the loss's reference head makes of the target's features; None where it is not wanted.
 
         It reads them without noise. Not wanted in validation.
         """
@@ -258,7 +257,7 @@ class EagleModule(DistillationModule):
                 )
         head = self._frozen.reference.to(self.device)
         inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
-        return head.readout(at_positions(unroll(head, embeds, inputs, steps, roots), roots))
+        return self._estimates(head, embeds, inputs, steps, roots, source)
 
     def _draw_noise(self, shape: Sequence[int], width: float) -> Tensor:
         noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)

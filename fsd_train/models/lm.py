@@ -25,6 +25,7 @@ from fsd_train.data.batches import keep_on_host, on_host
 from fsd_train.losses import DraftBatch, Loss, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.small_lm import LogitsHead, SmallLM
+from fsd_train.models.unroll import plan_positions
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
@@ -66,7 +67,7 @@ class LMModule(DistillationModule):
         on_policy_tokens: PositiveInt = 128,
         on_policy_temperature: PositiveFloat = 1.0,
         loss: Loss | str = "kl_pq",
-        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0),
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-4, weight_decay=0.0),
         **training: Any,
     ) -> None:
         super().__init__(target, loss, optimizer=optimizer, **training)
@@ -129,19 +130,18 @@ class LMModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
         """The drafter's logits beside the target's features at the supervised rows; None if there are none."""
-        found = self._supervised(batch, steps)
-        if found is None:
+        plan = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay)
+        features = self._features(batch, plan)
+        if features is None:
             return None
-        features = found.features[:, 1:, : self.target.hidden_size].flatten(0, 1).index_select(0, found.at)
+        rows, ids = plan.rows.to(self.device), batch["input_ids"]
         # position i+1 of either model predicts token i+2, so both rows stand one further than a head's input
-        logits = self.head(batch["input_ids"], found.at)
-        reference = self._reference_logits(batch["input_ids"], found.at)
         return DraftBatch(
-            estimates=logits[None].expand(steps, -1, -1),
-            features=features,
-            **found.on_device(found.weights),
+            estimates=self.head(ids, rows.position),
+            features=features[:, 1:, : self.target.hidden_size].flatten(0, 1).index_select(0, rows.position),
+            rows=rows,
             head=self.lm_head(),
-            reference=None if reference is None else reference[None].expand(steps, -1, -1),
+            reference=self._reference_logits(ids, rows.position),
         )
 
     @torch.no_grad()

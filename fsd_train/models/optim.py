@@ -39,6 +39,7 @@ class MuonAdamW(Optimizer):
         weight_decay: NonNegativeFloat = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
+        lr, weight_decay = float(lr), float(weight_decay)
         matrices: list[Tensor] = []
         others: list[Tensor] = []
         for group in (each if isinstance(each, dict) else {"params": [each]} for each in params):
@@ -87,7 +88,7 @@ class WarmupCosine(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: NonNegativeInt = 100, final_lr: ShareOrNone = 0.0) -> None:
-        self.warmup_steps, self.final_lr = warmup_steps, final_lr
+        self.warmup_steps, self.final_lr = int(warmup_steps), float(final_lr)  # checkpoints hold plain numbers
         self._passed: Callable[[int], float] | None = None
         super().__init__(optimizer)
 

@@ -25,8 +25,11 @@ def plain(value: Any) -> Any:
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, bool):
         return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # the command line's numbers are of classes that know their range
     return getattr(value, "__name__", type(value).__name__)
 
 

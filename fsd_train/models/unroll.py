@@ -21,12 +21,14 @@ from the feature of the last prompt token and the embedding of the first answer 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from fsd_infer.heads.head import EagleHead
+from fsd_train.losses.base import Rows
 
 
 def supervised(loss_mask: Tensor, steps: int) -> Tensor:
@@ -134,14 +136,90 @@ def take(values: Tensor, positions: Tensor) -> Tensor:
     return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def at_positions(outputs: list[Tensor], roots: Tensor) -> Tensor:
-    """What :func:`unroll` returned, by position: [S, B, L, H], zero where no chain ran."""
-    first = outputs[0]
-    steps, length = len(outputs), first.shape[1]
-    placed = [first]
+@dataclass(frozen=True)
+class Plan:
+    """What a batch supervises, and the chains that it runs for that; in host memory.
+
+    Attributes:
+        roots: [B, K], of :func:`chain_roots`.
+        source: [R], where each row's output stands among those of :func:`unroll`, flattened one after the other.
+        rows: the rows.
+    """
+
+    roots: Tensor
+    source: Tensor
+    rows: Rows
+
+    def __len__(self) -> int:
+        """Positions that are supervised."""
+        return len(self.rows.position)
+
+
+def plan_chains(
+    loss_mask: Tensor, steps: int, decay: float = 1.0, share: float = 1.0, generator: torch.Generator | None = None
+) -> Plan:
+    """Which chains a batch runs, and the rows that come of them.
+
+    Args:
+        loss_mask: [B, M], m of the module's docstring, in host memory.
+        steps: S.
+        decay: weight of step s is decay^s.
+        share: of the chains, see :func:`chain_roots`.
+        generator: of their choice.
+    """
+    wanted = supervised(loss_mask, steps)
+    rows, length = wanted.shape[1:]
+    position = wanted[0].flatten().nonzero().squeeze(1)
+    roots, stands_for = torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, 0)
+    if steps > 1:
+        roots, stands_for = chain_roots(wanted, share, generator)
+    first = torch.arange(rows)[:, None] * length
+    here = (roots + torch.arange(steps)[:, None, None]).clamp_max(length - 1)  # [S, B, K]
+    there = (roots + torch.arange(steps)[:, None, None] < length) & (stands_for > 0)
+    there &= wanted.gather(2, here) if roots.numel() else there
+    at, source = [position], [position]
+    step, weight = [torch.zeros_like(position)], [torch.ones(len(position))]
+    for number in range(1, steps):
+        kept = there[number]
+        at.append((first + here[number])[kept])
+        source.append(rows * length + (number - 1) * roots.numel() + kept.flatten().nonzero().squeeze(1))
+        step.append(torch.full_like(at[-1], number))
+        weight.append(stands_for[kept] * decay**number)
+    flat = torch.cat(at)
+    order = flat.argsort(stable=True)
+    back = torch.empty_like(order)  # row by its place before sorting
+    back[order] = torch.arange(len(order))
+    feature = torch.searchsorted(position, flat[order])
+    ends = torch.searchsorted(feature, torch.arange(len(position) + 1))
+    chains = _chains(position, there, first + roots, torch.cat([back, back.new_zeros(1)]), len(position))
+    made = Rows(position, feature, torch.cat(step)[order], torch.cat(weight)[order], chains, ends.tolist())
+    return Plan(roots, torch.cat(source)[order], made)
+
+
+def _chains(position: Tensor, there: Tensor, roots: Tensor, row: Tensor, count: int) -> Tensor:
+    """[S, C] rows of the chains whose steps are all there; ``there`` [S, B, K] says it, ``row`` finds a step's rows."""
+    steps = len(there)
+    if steps == 1:
+        return row[:count][None]
+    whole = there.all(0)
+    numbers = [row[torch.searchsorted(position, roots[whole])]]
     for step in range(1, steps):
-        room = first.new_zeros(first.shape[0], length + steps, first.shape[2])  # chains may end beyond the row
-        where = (roots + step)[..., None].expand(-1, -1, first.shape[2])
-        # padding repeats a root whose chain lies beyond the row from its first step on
-        placed.append(room.scatter(1, where, outputs[step])[:, :length])
-    return torch.stack(placed)
+        place = there[step].flatten().cumsum(0).view_as(there[step]) - 1
+        numbers.append(row[count + place[whole]])
+        count += int(there[step].sum())
+    return torch.stack(numbers)
+
+
+def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
+    """The same for a drafter whose drafts do not depend on the step: one row a position, with all steps' weights."""
+    wanted = supervised(loss_mask, steps)
+    position = wanted[0].flatten().nonzero().squeeze(1)
+    counted = wanted.flatten(1)[:, position]  # [S, N]
+    weight = (counted * decay ** torch.arange(steps)[:, None]).sum(0).float()
+    following = torch.arange(len(position)) + torch.arange(steps)[:, None]
+    inside = following.clamp_max(max(len(position) - 1, 0))
+    whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
+    whole &= counted.gather(1, inside)
+    zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
+    made = Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
+    return Plan(position.new_zeros(len(loss_mask), 0), position, made)
