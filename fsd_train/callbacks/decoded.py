@@ -17,10 +17,11 @@ from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks.export import ExportHead, averaged, callbacks_of
-from fsd_train.callbacks.safety import settle
+from fsd_train.callbacks.safety import check_finite
 from fsd_train.callbacks.throughput import TokenRate
 from fsd_train.losses.metrics import DEFAULT_RULES
 from fsd_train.strategies import is_sharded, whole_head
+from fsd_train.types import Length, NonNegativeFloat, PositiveInt
 
 
 class DecodedTau(Callback):
@@ -54,25 +55,20 @@ class DecodedTau(Callback):
     def __init__(
         self,
         rules: list[str] | None = None,
-        every_n_train_steps: int | None = None,
-        prompts: int = 16,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        tree: dict[str, int] | None = None,
+        every_n_train_steps: PositiveInt | None = None,
+        prompts: PositiveInt = 16,
+        max_new_tokens: Length = 128,
+        temperature: NonNegativeFloat = 0.0,
+        tree: TreeShape | None = None,
         seed: int = 0,
         best: str | None = None,
     ) -> None:
-        if prompts < 1 or max_new_tokens < 2 or temperature < 0:
-            raise DataError(
-                "DecodedTau needs prompts >= 1, max_new_tokens >= 2 and temperature >= 0; got "
-                f"{prompts}, {max_new_tokens} and {temperature}."
-            )
         self.rules = list(rules or DEFAULT_RULES)
         for rule in self.rules:
             parse_rule(rule)
         self.every_n_train_steps = every_n_train_steps
         self.prompts, self.max_new_tokens, self.temperature, self.seed = prompts, max_new_tokens, temperature, seed
-        self.tree = None if tree is None else TreeShape(**tree)
+        self.tree = tree
         self.best = best
         self.points: dict[str, list[tuple[int, float]]] = {}
         self._full: Target | None = None
@@ -114,7 +110,7 @@ class DecodedTau(Callback):
 
     def run(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Decode now, log, and return what was logged."""
-        settle(trainer)
+        check_finite(trainer)
         self._last = trainer.global_step
         values: dict[str, float] = {}
         together = is_sharded(pl_module.target.model)  # type: ignore[union-attr,arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
-from fsd_train.callbacks.safety import settle
+from fsd_train.callbacks.safety import check_finite
 from fsd_train.strategies import whole_head
 
 
@@ -43,7 +43,7 @@ class ExportHead(Callback):
         self.write(trainer, pl_module)
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        settle(trainer)
+        check_finite(trainer)
         with whole_head(pl_module):  # every rank takes part where the head is sharded
             if trainer.is_global_zero:
                 self._write(trainer, pl_module)

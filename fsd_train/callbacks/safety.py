@@ -40,14 +40,14 @@ class StopOnNonFinite(Callback):
         self._unread: _Verdict | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.settle(trainer)
+        self.check_finite(trainer)
         self._batch = batch
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._seen.append((loss.detach(), _row_ids(self._batch)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self.settle(trainer)
+        self.check_finite(trainer)
         seen, self._seen = self._seen, []
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         values = torch.stack([loss.float() for loss, _ in seen] + [torch.zeros((), device=pl_module.device)])
@@ -64,9 +64,9 @@ class StopOnNonFinite(Callback):
             event.record()
         self._unread = _Verdict(trainer.global_step, host, [rows for _, rows in seen], event)
         if event is None:
-            self.settle(trainer)
+            self.check_finite(trainer)
 
-    def settle(self, trainer: Trainer) -> None:
+    def check_finite(self, trainer: Trainer) -> None:
         """Reads the last verdict. Raises NonFiniteLossError if it is bad."""
         verdict, self._unread = self._unread, None
         if verdict is None:
@@ -92,10 +92,10 @@ class StopOnNonFinite(Callback):
         )
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.settle(trainer)
+        self.check_finite(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.settle(trainer)
+        self.check_finite(trainer)
 
     on_train_end = on_validation_start
 
@@ -110,12 +110,12 @@ class _Verdict:
     event: Any
 
 
-def settle(trainer: Trainer) -> None:
+def check_finite(trainer: Trainer) -> None:
     """Raise NonFiniteLossError now if the last step was bad, before its weights are used for anything."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         if isinstance(callback, StopOnNonFinite):
-            callback.settle(trainer)
+            callback.check_finite(trainer)
 
 
 def _row_ids(batch: Any) -> list[Any]:

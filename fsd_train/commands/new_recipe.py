@@ -28,92 +28,7 @@ from fsd_train.commands.sizing import (
 )
 from fsd_train.repository import SHIPPED
 
-TEMPLATE = """\
-# A draft head for {name} ({family}, {weights} weights, hidden size {hidden}).
-#
-{make_answers}#   fsd-train fit --config RECIPE
-#   fsd-infer generate --target {name} \\
-#     --drafter {run}/head --prompt "..."
-#
-# Meant for: {hardware}. Expected memory there, about:
-{table}
-# Several GPUs: --trainer.devices 8 --trainer.strategy ddp; with fsdp the target's layers are sharded as well.
-# With cached features (`fsd-train cache-features`, then data.features) the target's layers are not loaded; they take
-# {feature_bytes} B a token: {feature_size} of disk per million tokens.
-seed_everything: 0
-
-trainer:
-  accelerator: auto
-  devices: 1
-  strategy: auto
-  precision: bf16-mixed
-  max_steps: {max_steps}
-  max_epochs: -1
-  accumulate_grad_batches: {accumulate}
-  gradient_clip_val: 1.0
-  log_every_n_steps: 10
-  check_val_every_n_epoch: null
-  val_check_interval: {val_every}      # in batches
-  limit_val_batches: 16
-  num_sanity_val_steps: 0
-  use_distributed_sampler: false   # the data module splits the batches among devices
-  default_root_dir: {run}
-  logger:
-    class_path: lightning.pytorch.loggers.CSVLogger
-    init_args:
-      save_dir: {run}
-      name: logs
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args:
-        dirpath: {run}/checkpoints
-        filename: step-{{step}}
-        auto_insert_metric_name: false
-        every_n_train_steps: {every}
-        save_last: true
-        enable_version_counter: false
-    - class_path: fsd_train.callbacks.ExportHead
-      init_args:
-        directory: {run}/head
-        every_n_train_steps: {every}
-    - class_path: fsd_train.callbacks.DecodedTau   # accepted length on validation prompts, really decoded
-      init_args:
-        every_n_train_steps: {decode_every}
-        prompts: 8
-        max_new_tokens: 64
-        best: {run}/best
-    - class_path: fsd_train.callbacks.LossCurve
-      init_args:
-        path: {run}/curves.png
-    - class_path: fsd_train.callbacks.TokenRate
-
-model:
-  target: {target}
-  head:
-{head}  draft_vocab_size: {vocabulary}   # {why}
-  unroll_steps: {unroll_steps}           # EAGLE-3 trains 7, speculators 3; memory and time grow with it
-  step_decay: 0.8
-  loss:
-    class_path: fsd_train.losses.EagleLoss
-    init_args:
-{loss}  optimizer:
-    class_path: torch.optim.AdamW
-    init_args:
-      lr: {lr}             # EAGLE 3e-5, SpecForge and speculators 1e-4 for 7-8B; small heads take more
-      weight_decay: 0.01
-      betas: [0.9, 0.95]
-  lr_scheduler:
-    class_path: fsd_train.models.WarmupCosine
-    init_args:
-      warmup_steps: {warmup}
-  eval_steps: {eval_steps}
-
-data:
-  train_files: [{answers}]
-{tokenizer}  validation_fraction: 0.02
-  max_length: {max_length}
-  batch_tokens: {batch_tokens}
-"""
+TEMPLATE = Path(__file__).with_name("recipe.yaml.in")
 
 
 def slug(name: str) -> str:
@@ -174,7 +89,7 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run:
         why = f"of {facts.vocab_size}; EAGLE-3 and SpecForge use 32000"
     every = 200 if small else 500
     tokenizer = f"  tokenizer: {_yaml(facts.name)}   # encodes rows of text\n" if choices.tokenizer else ""
-    return TEMPLATE.format(
+    return TEMPLATE.read_text(encoding="utf-8").format(
         name=facts.name,
         family=facts.family,
         weights=count_text(facts.parameters),

@@ -66,6 +66,8 @@ class DistillationModule(RunModule, ABC):
         DataError: the loss needs arguments.
     """
 
+    steps_differ = True  # whether a draft depends on how far in its chain it stands
+
     def __init__(
         self,
         target: str,
@@ -86,9 +88,10 @@ class DistillationModule(RunModule, ABC):
         self.loss = as_loss(loss)
         self.depths = max(unroll_steps, eval_steps)
         self.val_loss = StepMean(1)
-        self.val_agreement = StepMean(self.depths)
+        told_apart = self.depths if self.steps_differ else 1
+        self.val_agreement = StepMean(told_apart)
         self.val_chain = ExpectedTau()
-        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, self.depths)
+        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
         self._frozen = _Frozen()
 
     # what drafters differ in ---------------------------------------------------------------------------------------
@@ -215,13 +218,14 @@ class DistillationModule(RunModule, ABC):
 
         ``out`` is None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
         """
-        steps = self.unroll_steps
+        steps = self.unroll_steps if self.steps_differ else 1
         seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with one, agreeing rows, counted rows
         if out is not None and rows is not None:
             seen[0], seen[1] = out.loss.detach(), 1
             if out.agreement is not None:
                 agree = out.agreement.float()
-                seen[2:] = torch.cat([rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree))])
+                each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
+                seen[2:] = torch.cat([values[:steps] for values in each])
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:
             seen = self.trainer.strategy.reduce(seen, reduce_op="sum")

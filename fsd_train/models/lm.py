@@ -57,6 +57,7 @@ class LMModule(DistillationModule):
     """
 
     head: SmallLM
+    steps_differ = False
 
     def __init__(
         self,
