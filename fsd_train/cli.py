@@ -95,7 +95,7 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
     shown = io.StringIO()
-    for asked in ("--help", "--model.help"):  # the second: of the module that recipes mean without a class_path
+    for asked in ("--help", "--model.help=EagleModule"):  # the second: what a model section without class_path means
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             _run([args[0], asked], command)
     text = shown.getvalue().rstrip()

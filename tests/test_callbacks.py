@@ -22,7 +22,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
 from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
-from fsd_train.losses import DraftBatch, LMHead, LossOutput
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
 from fsd_train.losses.metrics import RuleMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
@@ -144,14 +144,14 @@ def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> No
         trainer(tmp_path, DecodedTau()).fit(module, data)
 
 
-class Failing:
+class Failing(Loss):
     """A loss that is NaN from its n-th call on."""
 
-    def __init__(self, loss: Any, good: int) -> None:
-        self.loss, self.left = loss, good
+    def __init__(self, loss: Loss, good: int) -> None:
+        self.parts, self.left = [loss], good
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        out: LossOutput = self.loss(batch)
+        out = self.parts[0](batch)
         self.left -= 1
         return out if self.left >= 0 else LossOutput(out.loss * torch.nan, out.parts)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
-from fsd_train.commands.fit import TrainCLI, config_errors, configured, quiet
+from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from tests.fuzzing import FUZZ, JUNK, called, places
 from tests.train_toys import in_recipe
 
@@ -182,7 +182,7 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
 
     def begin() -> None:
         with quiet(), config_errors():
-            line.parse_arguments(line.parser, argv[1:])
+            line.parse_arguments(line.parser, [*HEAD, *argv[1:]])
             line.before_instantiate_classes()
             line.instantiate_classes()
             line.prepare_run()

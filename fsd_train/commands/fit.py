@@ -29,6 +29,7 @@ from fsd_train.repository import find
 from fsd_train.strategies import check_ranks, named_strategy
 
 MOST_SAID = 800  # characters of a library's message
+HEAD = ("--model", "fsd_train.models.EagleModule")  # what a model section without class_path means
 # what Lightning says that a user can do nothing about, or need not: by the beginning of the message
 _IDLE_WARNINGS = (
     "`isinstance(treespec, LeafSpec)`", "Checkpoint directory", "The 'train_dataloader' does not have many",
@@ -49,7 +50,6 @@ class TrainCLI(LightningCLI):
     """LightningCLI for this package's modules: what a recipe says, read, checked and made, but not run."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.set_defaults({"model": {"class_path": f"{EagleModule.__module__}.{EagleModule.__qualname__}"}})
         parser.add_argument(
             "--ckpt_path", type=str | None, default=None,
             help="checkpoint to go on from, or to validate; auto: the newest in the run's directories",
@@ -127,7 +127,7 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
             trainer_defaults={"use_distributed_sampler": False, "enable_model_summary": False},
             # a run that is continued must not be stopped by the record of its own settings
             save_config_kwargs={"overwrite": True},
-            args=with_recipes(argv),
+            args=[*HEAD, *with_recipes(argv)],
             run=False,
         )
 
@@ -142,7 +142,7 @@ def read_head_recipe(path: str | Path) -> dict[str, dict[str, Any]]:
 def head_module(path: str | Path) -> EagleModule:
     """The module of a head's recipe. Raises FsdError as `fit` does."""
     cli = _read(path)
-    module: EagleModule = cli.parser.instantiate_classes(cli.config).model
+    module: EagleModule = cli.parser.instantiate(cli.config).model
     return module
 
 
@@ -238,6 +238,8 @@ def quiet() -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", message=".*JsonargparseDeprecationWarning")
             for beginning in _IDLE_WARNINGS:
                 warnings.filterwarnings("ignore", message=re.escape(beginning))
             warnings.showwarning = show

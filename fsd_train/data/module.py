@@ -96,9 +96,8 @@ class AnswersDataModule(LightningDataModule):
         """What the order of training batches follows from. Checkpoints hold it."""
         assert self.train_set is not None, "setup() has not run"
         replicas = 1 if self.trainer is None else self.trainer.world_size
-        return {
-            "rows": self.train_set.digest, "batch_tokens": self.batch_tokens, "seed": self.seed, "replicas": replicas
-        }  # fmt: skip
+        order = {"batch_tokens": int(self.batch_tokens), "seed": int(self.seed), "replicas": replicas}
+        return {"rows": self.train_set.digest, **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise CheckpointError if training would go on in another order than the checkpoint's."""
