@@ -53,21 +53,19 @@ def _passes(trainer: Trainer) -> float:
 
 def advice(trainer: Trainer, module: Any) -> list[str]:
     """What of a run's settings does not fit together."""
-    found = []
-    steps, warmup = (
-        float(trainer.estimated_stepping_batches),
-        getattr(trainer.lr_scheduler_configs[0].scheduler, "warmup_steps", 0),
-    )
+    warnings = []
+    steps = float(trainer.estimated_stepping_batches)
+    warmup = max((getattr(each.scheduler, "warmup_steps", 0) for each in trainer.lr_scheduler_configs), default=0)
     if warmup >= steps:
-        found.append(
+        warnings.append(
             f"the warm-up has {warmup} steps and the run has {steps:.0f} steps: the learning rate never reaches "
             f"its peak. Lower model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
         )
     passes = _passes(trainer)
     if MOST_PASSES < passes < math.inf:
         enough = max(1, round(steps * MOST_PASSES / passes))
-        found.append(
+        warnings.append(
             f"the run passes {passes:.0f} times over its data: lower trainer.max_steps to about {enough} for "
             f"{MOST_PASSES} passes, or add answers."
         )
-    return found
+    return warnings

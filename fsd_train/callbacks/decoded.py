@@ -149,10 +149,10 @@ class DecodedTau(Callback):
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                made = decoder.generate(
+                answers = decoder.generate(
                     prompts, rule, max_new_tokens=self.max_new_tokens, seed=self.seed, chat=False, **options
                 )
-            stats = made.stats
+            stats = answers.stats
             values[f"decoded_tau/{rule}"] = stats.tau
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction
             values[f"decoded_spent/{rule}"] = stats.divergence_spent / max(stats.new_tokens, 1)
@@ -173,16 +173,16 @@ class DecodedTau(Callback):
     def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:
         rows = trainer.datamodule.validation_set
         room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
-        found = []
+        prompts = []
         for number in range(len(rows)):
             item = rows[number]
             first = int(item["loss_mask"].argmax())
             if 0 < first <= room:
-                found.append(item["input_ids"][:first].tolist())
-        if not found:
+                prompts.append(item["input_ids"][:first].tolist())
+        if not prompts:
             raise DataError(f"no validation prompt leaves room for {self.max_new_tokens} tokens in {target.name}.")
-        count = min(self.prompts, len(found))
-        return [found[number * len(found) // count] for number in range(count)]
+        count = min(self.prompts, len(prompts))
+        return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def points_of(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
@@ -193,7 +193,7 @@ def points_of(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[
 def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:
     """A drafter made of a copy of what is being trained."""
     if hasattr(pl_module, "make_drafter"):
-        made: Drafter = pl_module.make_drafter(target, tree)
-        return made
+        drafter: Drafter = pl_module.make_drafter(target, tree)
+        return drafter
     head = copy.deepcopy(pl_module.head).requires_grad_(False)
     return EagleDrafter(head, target, tree)

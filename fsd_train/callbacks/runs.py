@@ -44,9 +44,9 @@ class RunDirectory(Callback):
     @property
     def checkpoints(self) -> list[Path]:
         """Those that lie there, the newest first."""
-        found = [path for directory in self.directories for path in directory.glob("*.ckpt")]
-        found += [path for path in self.best if path.exists()]
-        return sorted(found, key=lambda path: (_step(path), path.stat().st_mtime), reverse=True)
+        paths = [path for directory in self.directories for path in directory.glob("*.ckpt")]
+        paths += [path for path in self.best if path.exists()]
+        return sorted(paths, key=lambda path: (_step(path), path.stat().st_mtime), reverse=True)
 
     def resolve(self, ckpt_path: str | None) -> str | None:
         """The checkpoint to begin with, None for a fresh start. "auto" is the newest that is whole, if there is one.
@@ -55,23 +55,25 @@ class RunDirectory(Callback):
             DataError: a run is there already (a head at least), and this one neither continues it nor may overwrite it.
             CheckpointError: none of its checkpoints is whole.
         """
-        found = self.checkpoints
+        checkpoints = self.checkpoints
         auto = ckpt_path == AUTO
         if auto:
-            ckpt_path = _newest_whole(found)
+            ckpt_path = _newest_whole(checkpoints)
             if ckpt_path is not None:
                 log.info("continuing %s", ckpt_path)
                 return ckpt_path
             log.info("no checkpoint in %s: training starts from the beginning", _names(self.directories))
         begin = None if ckpt_path is None else Path(ckpt_path)
         step = -1 if begin is None or not begin.exists() else _step(begin)
-        stale = [path for path in found if (begin is None or not _same(path, begin)) and _step(path) > step]
+        stale = [path for path in checkpoints if (begin is None or not _same(path, begin)) and _step(path) > step]
         heads = [path for path in self.heads if begin is None and path.exists()]
         if self.overwrite:
             self._stale = [*stale, *heads]
-        elif begin is None and (found or heads):
-            there = f"{found[0].parent} (newest checkpoint: {found[0].name})" if found else str(heads[0])
-            first = "Continue it with --ckpt_path auto" if found else "It has no checkpoint to continue"
+        elif begin is None and (checkpoints or heads):
+            there = (
+                f"{checkpoints[0].parent} (newest checkpoint: {checkpoints[0].name})" if checkpoints else str(heads[0])
+            )
+            first = "Continue it with --ckpt_path auto" if checkpoints else "It has no checkpoint to continue"
             raise DataError(
                 f"a run is in {there} already. {first}, replace it with --overwrite true, or give this one directories "
                 "of its own."
@@ -109,10 +111,10 @@ def _step(path: Path) -> int:
     return int(named[1]) if named else -1
 
 
-def _newest_whole(found: Iterable[Path]) -> str | None:
+def _newest_whole(checkpoints: Iterable[Path]) -> str | None:
     """The first that training can go on from. Raises CheckpointError, the newest one's, if there is none."""
     problems: list[CheckpointError] = []
-    for path in found:
+    for path in checkpoints:
         try:
             check_checkpoint(path)
             return str(path)

@@ -106,10 +106,10 @@ def main(argv: Sequence[str]) -> int:
         with run_errors():
             if argv[0] == "fit":
                 path = cli.prepare_run()
-                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path, weights_only=True)
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
             else:
                 path = cli.config.get("ckpt_path")
-                cli.trainer.validate(cli.model, datamodule=cli.datamodule, ckpt_path=path, weights_only=True)
+                cli.trainer.validate(cli.model, datamodule=cli.datamodule, ckpt_path=path)
     return 0
 
 
@@ -200,12 +200,12 @@ def run_errors() -> Iterator[None]:
 
 def _innermost(error: BaseException) -> FsdError | None:
     """The innermost error of ours: libraries wrap what a class raises."""
-    found: FsdError | None = None
+    ours: FsdError | None = None
     current: BaseException | None = error
     while current is not None:
-        found = current if isinstance(current, FsdError) else found
+        ours = current if isinstance(current, FsdError) else ours
         current = current.__cause__
-    return found
+    return ours
 
 
 # what is printed ----------------------------------------------------------------------------------------------------

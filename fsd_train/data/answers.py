@@ -170,7 +170,7 @@ def read_answers(
     Raises:
         DataError: a malformed row, with file and line or row number, or no row at all.
     """
-    found: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with its prompt's place between 0 and 1
+    placed: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with its prompt's place between 0 and 1
     read = left_out = 0
     highest = (-1, "")
     for path in paths:
@@ -194,18 +194,18 @@ def read_answers(
             if not isinstance(name, str):
                 name = row_id(row.file.name, row.number, asked)
             point = _point(key)
-            found += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
+            placed += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
     named = ", ".join(map(str, paths))
-    if not found:
+    if not placed:
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}).")
     if left_out:
         what = "%s: %d of %d rows have no answer in their first %d tokens and are left out: see data.max_length"
         log.warning(what, named, left_out, read, max_length)
-    points = {point for point, _ in found}
+    points = {point for point, _ in placed}
     border = validation_fraction
     if border and len(points) > 1:
         border = max(border, math.nextafter(min(points), 1.0))  # one at least is held out
-    parts = [[row for point, row in found if (point < border) is held] for held in (False, True)]
+    parts = [[row for point, row in placed if (point < border) is held] for held in (False, True)]
     if not parts[0]:
-        raise DataError(f"{named}: all {len(found)} rows were held out; lower validation_fraction, or give more rows.")
+        raise DataError(f"{named}: all {len(placed)} rows were held out; lower validation_fraction, or give more rows.")
     return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)

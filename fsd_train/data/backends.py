@@ -138,10 +138,10 @@ class LocalBackend:
             eos_token_ids=self.eos_ids,
             generator=torch.Generator(target.device).manual_seed(seed),
         )
-        made = decode(target, drafter, self.rule, request)
+        answers = decode(target, drafter, self.rule, request)
         return [
             Answer(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
-            for job, ids, row in zip(batch, made.sequences, made.stats.rows)
+            for job, ids, row in zip(batch, answers.sequences, answers.stats.rows)
         ]
 
 

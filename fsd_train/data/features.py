@@ -266,11 +266,11 @@ def _records(directory: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _is_record(found: Any) -> bool:
+def _is_record(record: Any) -> bool:
     kinds = {"file": str, "bytes": int, "sha256": str, "offsets": list, "keys": list}
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+    if not isinstance(record, dict) or not all(isinstance(record.get(key), kind) for key, kind in kinds.items()):
         return False
-    offsets, keys = found["offsets"], found["keys"]
+    offsets, keys = record["offsets"], record["keys"]
     whole = all(isinstance(key, str) for key in keys) and all(type(offset) is int for offset in offsets)
     return whole and len(offsets) == len(keys) + 1 and offsets == sorted(offsets) and offsets[0] == 0
 
@@ -287,9 +287,9 @@ def _read_header(directory: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def is_layers(found: Any) -> bool:
+def is_layers(value: Any) -> bool:
     """Is it a list of whole numbers?"""
-    return isinstance(found, list) and all(type(layer) is int for layer in found)
+    return isinstance(value, list) and all(type(layer) is int for layer in value)
 
 
 def _facts(target: Target) -> dict[str, Any]:

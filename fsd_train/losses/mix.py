@@ -51,9 +51,9 @@ class MixLoss(Loss):
         for progress, step, when in ((0.0, 0.0, "beginning"), (1.0, torch.inf, "end")):
             if not any(weight.at(progress, step) for weight in self.weights):
                 raise DataError(f"mix: all weights are 0 at the {when} of the run; leave one above 0.")
-        found = {where for loss in self.parts if (where := reference_of(loss)) is not None}
-        if len(found) > 1:
-            raise DataError(f"mix: one reference at a time, but the mix names {', '.join(sorted(found))}.")
+        references = {where for loss in self.parts if (where := reference_of(loss)) is not None}
+        if len(references) > 1:
+            raise DataError(f"mix: one reference at a time, but the mix names {', '.join(sorted(references))}.")
         self.couples_rows = any(loss.couples_rows for loss in self.parts)
 
     def __call__(self, batch: DraftBatch) -> LossOutput:

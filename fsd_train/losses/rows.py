@@ -66,13 +66,13 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
         ends: of :class:`fsd_train.losses.base.Rows`.
         size: rows.
     """
-    made, first = [], 0
+    pieces, first = [], 0
     for position in range(1, len(ends)):
         last = position + 1 == len(ends)
         if last or ends[position + 1] - ends[first] > size:
-            made.append(Block(slice(first, position), slice(ends[first], ends[position])))
+            pieces.append(Block(slice(first, position), slice(ends[first], ends[position])))
             first = position
-    return made
+    return pieces
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -165,9 +165,9 @@ def _autograd_slope(
     """Values [K, n], and the gradient [n, Vd] on the logits of their sum weighted by coefficients [K, n] (or 1)."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        found = function.values(p, leaf.log_softmax(-1))
-    weights = torch.ones_like(found) if coefficients is None else coefficients
-    return found.detach(), torch.autograd.grad(found, leaf, weights)[0]
+        values = function.values(p, leaf.log_softmax(-1))
+    weights = torch.ones_like(values) if coefficients is None else coefficients
+    return values.detach(), torch.autograd.grad(values, leaf, weights)[0]
 
 
 def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
@@ -198,10 +198,10 @@ def divergence_rows(name: str | Divergence) -> Distributions:
     The plain forms are called directly, since the block is a chunk already and its log-probabilities are finite; the
     top-k forms through the object, which lumps.
     """
-    found = divergence(name)
-    if found.k is None:
-        return found.rows
-    return lambda log_p, log_q: found(log_p, log_q, log_probs=True)
+    measure = divergence(name)
+    if measure.k is None:
+        return measure.rows
+    return lambda log_p, log_q: measure(log_p, log_q, log_probs=True)
 
 
 def log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:

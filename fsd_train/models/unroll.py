@@ -192,8 +192,8 @@ def plan_chains(
     feature = torch.searchsorted(position, flat[order])
     ends = torch.searchsorted(feature, torch.arange(len(position) + 1))
     chains = _chains(position, there, first + roots, torch.cat([back, back.new_zeros(1)]), len(position))
-    made = Rows(position, feature, torch.cat(step)[order], torch.cat(weight)[order], chains, ends.tolist())
-    return Plan(roots, torch.cat(source)[order], made)
+    planned = Rows(position, feature, torch.cat(step)[order], torch.cat(weight)[order], chains, ends.tolist())
+    return Plan(roots, torch.cat(source)[order], planned)
 
 
 def _chains(position: Tensor, there: Tensor, roots: Tensor, row: Tensor, count: int) -> Tensor:
@@ -221,5 +221,5 @@ def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
     whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
     whole &= counted.gather(1, inside)
     zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
-    made = Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
-    return Plan(position.new_zeros(len(loss_mask), 0), position, made)
+    planned = Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
+    return Plan(position.new_zeros(len(loss_mask), 0), position, planned)
