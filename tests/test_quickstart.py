@@ -54,7 +54,7 @@ def test_quickstart_training_overrides_fit_the_recipe(
     assert config["trainer"]["max_time"] == "00:00:01:15"
     assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
     assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
-    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["target"] == quickstart.TARGET
+    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET
 
 
 def test_recipes_are_found_by_name(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

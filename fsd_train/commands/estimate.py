@@ -197,7 +197,8 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     """
     name = name or recipe.model["target"]
     target, facts = planned_target(name), facts_of(name)
-    options, vocabulary = dict(recipe.model.get("head") or {}), recipe.model.get("draft_vocab_size")
+    given, vocabulary = recipe.model.get("head") or {}, recipe.model.get("draft_vocab_size")
+    options = {name: value for name, value in given.items() if value is not None}
     planned = Planned(target, planned_head(target, draft_vocab_size=vocabulary, **options))
     weights = sum(parameter.numel() for parameter in planned.head.parameters())
     tokens, steps = int(recipe.data["batch_tokens"]), int(recipe.model["unroll_steps"])

@@ -117,7 +117,7 @@ def train_command(seconds: int) -> list[str]:
         "trainer.logger.init_args.save_dir": OUTPUT,
         "trainer.callbacks": json.dumps([export, {"class_path": "fsd_train.callbacks.TokenRate"}]),
         "model.unroll_steps": 1,
-        "model.warmup_steps": 5,
+        "model.lr_scheduler.warmup_steps": 5,
         "data.train_files": json.dumps([str(ANSWERS)]),
         "data.features": "null",
         "data.max_length": 256,
