@@ -60,6 +60,11 @@ def check_checkpoint(path: str | Path | None) -> None:
             f"{path} holds weights only (no {', '.join(missing)}), so training cannot go on from it: "
             "use a checkpoint saved without save_weights_only."
         )
+    if "batches" not in state:
+        raise CheckpointError(
+            f"{path} was written by an earlier version, so training cannot go on from it: write its head with "
+            "`fsd-train export` and start from that as model.initial_head."
+        )
 
 
 def check_state(module: LightningModule, checkpoint: dict[str, Any]) -> None:
