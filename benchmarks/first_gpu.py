@@ -165,7 +165,8 @@ def full(args: argparse.Namespace, directory: Path) -> Sizes:
 def toys(directory: Path) -> Sizes:
     """For a CPU and seconds. The toys are made on the first call."""
     from fsd_infer.targets.target import Target
-    from fsd_train.new_recipe import choose, facts_of, render
+    from fsd_train.commands.new_recipe import render
+    from fsd_train.commands.sizing import choose, facts_of
     from tests.bench_toys import save_toy
     from tests.train_toys import write_answers
 
@@ -200,7 +201,7 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
     bench = ["fsd_infer.cli.main", "bench", "--methods", RULES, *sizes.prompts]
     llama = [*sizes.tinyllama, "--drafter", f"{directory}/tinyllama/head"]
     fit = ["-m", "fsd_train.cli", "fit", "--config", f"{directory}/recipe.yaml", "--overwrite", "true"]
-    fit += ["--model.time_limit", f"{sizes.minutes:g}"]
+    fit += ["--trainer.max_time", f"00:00:{int(sizes.minutes):02}:{round(60 * sizes.minutes) % 60:02}"]
     vllm = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
     peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES, "--no-profile", "--no-batches"]
     no_vllm = "" if vllm else "no vLLM is installed, nor VLLM_PYTHON set"

@@ -4,7 +4,7 @@
         --work runs/stories --json benchmarks/results/stories-training.json
 
 The target continues made beginnings; every loss trains the public drafter on what it wrote (equal steps, the learning
-rate chosen for `reverse_kl` on held-out training beginnings); every drafter is judged on beginnings of other templates,
+rate chosen for `kl_pq` on held-out training beginnings); every drafter is judged on beginnings of other templates,
 names and events. `exact` at temperature 0 is replayed on the target's own text, the other rules are decoded. What is
 done is kept in --work: a killed run goes on where it was.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
+from torch.optim import AdamW
 from tqdm import tqdm
 
 from benchmarks.beginnings import beginnings
@@ -32,15 +33,14 @@ from fsd_bench.environment import environment
 from fsd_infer.files import write_json
 from fsd_train.cli import main as fsd_train
 from fsd_train.data import AnswersDataModule
-from fsd_train.lm_module import LMModule
-from fsd_train.losses.base import LOSSES
-from fsd_train.losses.fsd import FSDLoss, divergence_rows
+from fsd_train.losses import FsdLoss, Loss
+from fsd_train.losses.rows import divergence_rows
+from fsd_train.models import LMModule, WarmupCosine
 
-_reverse_kl = divergence_rows("reverse_kl")
+_kl_pq = divergence_rows("kl_pq")
 
 
-@LOSSES.register("value")
-class ValueLoss(FSDLoss):
+class ValueLoss(FsdLoss):
     """The chain of `fsd` with a = E_q[max(0, 1 - price·regret)], what a draft is worth to `tilted` at temperature 0."""
 
     def __init__(self, price: float = 0.7, anchor: float = 0.1, chunk_size: int | None = None) -> None:
@@ -50,18 +50,14 @@ class ValueLoss(FSDLoss):
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         worth = (1 - self.price * (log_p.amax(-1, keepdim=True) - log_p)).clamp_min(0)
         kept = torch.linalg.vecdot(log_q.exp(), worth)
-        return torch.stack([torch.zeros_like(kept), kept, _reverse_kl(log_p, log_q)])
+        return torch.stack([torch.zeros_like(kept), kept, _kl_pq(log_p, log_q)])
 
 
-ARMS: dict[str, dict[str, Any]] = {
-    "kl": {"loss": "kl"},
-    "reverse_kl": {"loss": "reverse_kl"},
-    "js": {"loss": "js"},
-    "tv": {"loss": "tv"},
-    "lk": {"loss": "lk"},
-    "fsd:0.2": {"loss": "fsd", "loss_args": {"threshold": 0.2}, "unroll_steps": 4},
-    "fsd:0.4": {"loss": "fsd", "loss_args": {"threshold": 0.4}, "unroll_steps": 4},
-    "value:0.7": {"loss": "value", "loss_args": {"price": 0.7}, "unroll_steps": 4},
+ARMS: dict[str, Loss | str] = {
+    **{name: name for name in ("kl_qp", "kl_pq", "js", "tv", "lk")},
+    "fsd:0.2": FsdLoss(threshold=0.2),
+    "fsd:0.4": FsdLoss(threshold=0.4),
+    "value:0.7": ValueLoss(0.7),
 }
 KNOWS_THE_RULE = ("fsd:0.2", "fsd:0.4", "value:0.7")
 GREEDY = ("tilted:0.7:floor=0", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3")
@@ -88,8 +84,12 @@ def make_answers(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace, arm: str, seed: int, lr: float) -> dict[str, Any]:
     """Train one drafter, export it to --work; its figures on held-out training beginnings."""
     seed_everything(seed, verbose=False)
-    options = {"lr": lr, "seed": seed, "warmup_steps": args.steps // 10, "loss_vocab_size": 4096, "eval_rules": []}
-    module = LMModule(args.target, args.drafter, **options, **ARMS[arm])
+    module = LMModule(
+        args.target, args.drafter, loss=ARMS[arm], loss_vocab_size=4096, seed=seed, eval_rules=[],
+        unroll_steps=4 if arm in KNOWS_THE_RULE else 1,
+        optimizer=lambda params: AdamW(params, lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
+        lr_scheduler=lambda optimizer: WarmupCosine(optimizer, args.steps // 10),
+    )  # fmt: skip
     data = AnswersDataModule(
         [str(args.work / "answers.jsonl")], validation_fraction=0.06, max_length=192, batch_tokens=args.batch_tokens,
         features=str(args.work / "features"), seed=seed,
@@ -130,8 +130,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         return done[key]
 
     for lr in args.lr:
-        once(f"train {name_of('reverse_kl', 0, lr)}", train, args, "reverse_kl", 0, lr)
-    lr = max(args.lr, key=lambda lr: done[f"train {name_of('reverse_kl', 0, lr)}"]["val_agreement_0"])
+        once(f"train {name_of('kl_pq', 0, lr)}", train, args, "kl_pq", 0, lr)
+    lr = max(args.lr, key=lambda lr: done[f"train {name_of('kl_pq', 0, lr)}"]["val_agreement_0"])
     pairs = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
     for arm, seed in tqdm(pairs, desc="drafters"):
         once(f"train {name_of(arm, seed, lr)}", train, args, arm, seed, lr)
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
             made = once(key, judge.decoded, drafters[name], rule, temperature, chain)
             record[name].setdefault(f"{rule} at {temperature:g}", {})[str(chain)] = made
     trained = [value for key, value in done.items() if key.startswith("train ")]
-    facts = {"environment": environment(command), "settings": _shown(args), "lr": lr, "arms": ARMS}
+    facts = {"environment": environment(command), "settings": _shown(args), "lr": lr}
     return {**facts, "training": trained, "drafters": record}
 
 
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=16, help="beginnings to judge by (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of each continuation (%(default)s)")
     parser.add_argument("--chains", type=int, nargs="+", default=[8, 4, 12], help="lengths (%(default)s)")
-    finalists = ["public", "reverse_kl", "value:0.7"]
+    finalists = ["public", "kl_pq", "value:0.7"]
     parser.add_argument("--finalists", nargs="+", default=finalists, help="judged by all rules and lengths")
     parser.add_argument(
         "--cost-ratio", type=float, default=0.05, help="a drafted token / a target forward (%(default)s)"

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, Trainer
 
 from fsd_train.callbacks import ExportHead
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
+from fsd_train.models import EagleModule
 
 
 class ShowLoss(Callback):

@@ -47,12 +47,12 @@ def _total(terms: Tensor, infinite: Tensor) -> Tensor:
     return finite + torch.zeros_like(finite).masked_fill(infinite.any(-1), math.inf)
 
 
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _kl_qp(log_p: Tensor, log_q: Tensor) -> Tensor:
     return _total(log_q.exp() * (log_q - log_p), (log_p <= ZERO) & (log_q > ZERO))
 
 
-def _reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return _kl(log_q, log_p)
+def _kl_pq(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return _kl_qp(log_q, log_p)
 
 
 def _js(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -237,10 +237,11 @@ DIVERGENCES: Registry[Divergence] = Registry("divergence")
 
 _PLAIN = (
     Divergence(
-        "kl", "sum q ln(q/p)", "KL(q||p), draft from target", (0.0, math.inf), False, _kl, where_q_is_zero="linear"
+        "kl_qp", "sum q ln(q/p)", "KL(q||p), draft from target", (0.0, math.inf), False, _kl_qp,
+        where_q_is_zero="linear",
     ),
     Divergence(
-        "reverse_kl", "sum p ln(p/q)", "KL(p||q), target from draft", (0.0, math.inf), False, _reverse_kl,
+        "kl_pq", "sum p ln(p/q)", "KL(p||q), target from draft", (0.0, math.inf), False, _kl_pq,
         where_q_is_zero="infinite",
     ),
     Divergence(
@@ -262,6 +263,12 @@ def _top_k(plain: Divergence, k: int, name: str) -> Divergence:
 for _plain in _PLAIN:
     DIVERGENCES.register(_plain.name)(_plain)
     DIVERGENCES.register(f"top_k_{_plain.name}")(_top_k(_plain, DEFAULT_K, f"top_k_{_plain.name}"))
+
+RENAMED = ("kl", "reverse_kl")  # the other way round than papers name them
+BOTH_KL = "kl_qp is KL(q||p), draft from target, once called kl; kl_pq is KL(p||q), target from draft, once reverse_kl."
+for _old in RENAMED:
+    DIVERGENCES.retire(_old, BOTH_KL)
+    DIVERGENCES.retire(f"top_k_{_old}", f"top_k_kl_qp or top_k_kl_pq. {BOTH_KL}")
 
 
 def divergence(name: str | Divergence) -> Divergence:
@@ -296,8 +303,8 @@ def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) ->
 def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Both distributions on the drafter's vocabulary plus one bin for every other token, where q is 0.
 
-    Exact for sums of terms f(p_i, q_i) with f(p_i, 0) linear in p_i, as in kl (0), js (p_i ln(2)/2) and tv (p_i/2), or
-    infinite unless p_i is 0, as in reverse_kl and ag: then the terms of all tokens outside the drafter's vocabulary
+    Exact for sums of terms f(p_i, q_i) with f(p_i, 0) linear in p_i, as in kl_qp (0), js (p_i ln(2)/2), tv (p_i/2), or
+    infinite unless p_i is 0, as in kl_pq and ag: then the terms of all tokens outside the drafter's vocabulary
     add up to the term of their lump (``Divergence.lumpable``). Other divergences, and the top-k forms, whose bins p
     picks, change their value: use :meth:`Divergence.with_reduced_drafter` for any of them.
 

@@ -21,6 +21,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
+        self._retired: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that files an object under ``name``. Raises ValueError if the name is taken."""
@@ -33,11 +34,17 @@ class Registry(Generic[T]):
 
         return file
 
+    def retire(self, name: str, advice: str) -> None:
+        """Make a name of earlier versions an error that says ``advice``."""
+        self._retired[name] = advice
+
     def get(self, name: str) -> T:
         """The entry called ``name``. Raises UnknownNameError, with the known names, if there is none."""
         try:
             return self._entries[name]
         except KeyError:
+            if name in self._retired:
+                raise UnknownNameError(f"{self.kind} {name!r} was renamed: {self._retired[name]}") from None
             close = difflib.get_close_matches(str(name), self._entries, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise UnknownNameError(

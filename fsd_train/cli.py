@@ -18,28 +18,27 @@ import fsd_infer
 from fsd_infer.cli.run import BAD_INPUT, needed, run
 from fsd_infer.errors import UnknownNameError
 from fsd_infer.files import cache_dir, write_text
-from fsd_train.command_lines import PARSERS
+from fsd_train.commands.command_lines import PARSERS
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the function that runs it (``module:function``, taking the arguments) and one line of help."""
+    """A subcommand: the function that runs it (``module:function`` of fsd_train.commands) and one line of help."""
 
     function: str
     help: str
 
 
 COMMANDS = {
-    "fit": Command("fsd_train.fit:main", "train a head: fsd-train fit --config recipes/smollm2-135m.yaml"),
-    "validate": Command("fsd_train.fit:main", "measure a checkpoint on the validation split"),
-    "regenerate": Command("fsd_train.regenerate:main", "let the target answer prompts, to train on its answers"),
-    "cache-features": Command("fsd_train.cache_features:main", "store the target's features of the answers"),
-    "new-recipe": Command("fsd_train.new_recipe:main", "write a recipe for a target from its config"),
-    "quickstart": Command("fsd_train.quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
-    "finetune": Command("fsd_train.fit:finetune", "fine-tune a target: --config recipes/smollm2-135m-maths.yaml"),
-    "export": Command("fsd_train.export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
-    "doctor": Command("fsd_train.doctor:main", "say why a head accepts less than it should"),
-    "estimate": Command("fsd_train.estimate:main", "memory, disk and time of a recipe, before anything long starts"),
+    "fit": Command("fit:main", "train a head: fsd-train fit --config recipes/smollm2-135m.yaml"),
+    "validate": Command("fit:main", "measure a checkpoint on the validation split"),
+    "regenerate": Command("regenerate:main", "let the target answer prompts, to train on its answers"),
+    "cache-features": Command("cache_features:main", "store the target's features of the answers"),
+    "new-recipe": Command("new_recipe:main", "write a recipe for a target from its config"),
+    "quickstart": Command("quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
+    "export": Command("export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
+    "doctor": Command("doctor:main", "say why a head accepts less than it should"),
+    "estimate": Command("estimate:main", "memory, disk and time of a recipe, before anything long starts"),
 }
 
 
@@ -69,7 +68,7 @@ def _command(args: Sequence[str]) -> int:
         raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.")
     if args[0] in PARSERS:
         PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes are answered before anything is imported
-    if command.function.startswith("fsd_train.fit:") and list(args[1:]) in (["--help"], ["-h"]):
+    if command.function.startswith("fit:") and list(args[1:]) in (["--help"], ["-h"]):
         print(_kept_help(args, command))
         return 0
     return _run(args, command)
@@ -77,8 +76,8 @@ def _command(args: Sequence[str]) -> int:
 
 def _run(args: Sequence[str], command: Command) -> int:
     module_name, function_name = command.function.split(":")
-    function = getattr(importlib.import_module(module_name), function_name)
-    return int(function(args if module_name == "fsd_train.fit" else args[1:]) or 0)
+    function = getattr(importlib.import_module(f"fsd_train.commands.{module_name}"), function_name)
+    return int(function(args if module_name == "fit" else args[1:]) or 0)
 
 
 def _kept_help(args: Sequence[str], command: Command) -> str:
@@ -96,8 +95,9 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        _run(args, command)
+    for asked in ("--help", "--model.help=EagleModule"):  # the second: what a model section without class_path means
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            _run([args[0], asked], command)
     text = shown.getvalue().rstrip()
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.registry import Registry
 from fsd_infer.targets.target import Target
-from fsd_train.options import TrainingOptions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -206,12 +206,8 @@ def whole_head(module: Any) -> Iterator[None]:
         module.head = head
 
 
-def check_ranks(options: TrainingOptions, trainer: Trainer) -> None:
-    """Raises DataError if options do not go with the strategy."""
-    if trainer.num_devices * trainer.num_nodes > 1 and options.time_limit is not None:
-        raise DataError("time_limit goes by each process's own clock: with several devices give trainer.max_steps.")
-    if isinstance(trainer.strategy, ShardedStrategy):
-        if options.ema_decay is not None:
-            raise DataError("ema_decay does not work with strategy fsdp: unset it, or use ddp.")
-        if options.optimizer == "muon":
-            raise DataError("optimizer muon needs whole matrices, which fsdp does not keep: use adamw, or ddp.")
+def check_ranks(trainer: Trainer) -> None:
+    """Raises DataError if callbacks do not go with the strategy."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if isinstance(trainer.strategy, ShardedStrategy) and any(isinstance(each, WeightAveraging) for each in callbacks):
+        raise DataError("weights are not averaged with strategy fsdp: leave that callback out, or use ddp.")

@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsd_infer import Target
 from fsd_infer.chat.encoding import encode_chat
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
+from fsd_train.models.eagle import EagleModule
 from tests.text_toys import tiny_tokenizer, write_rows
+from tests.train_toys import options
 
 WIDTH = 64
 EAGLE3: dict[str, Any] = {"layout": "eagle3", "fused_layers": [1, 2]}
@@ -62,10 +63,11 @@ def write_answers(path: Path, target: Target, rows: int) -> Path:
 
 def train(root: Path, head: dict[str, Any], features: str | None = None, steps: int = 100) -> None:
     eagle3 = head.get("layout") == "eagle3"
-    module = EagleModule(
-        str(root / "target"), head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=2, lr=4e-3,
-        warmup_steps=20, loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer="muon",
+    chosen = options(
+        head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=2, lr=4e-3, warmup_steps=20,
+        loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer="muon",
     )  # fmt: skip
+    module = EagleModule(str(root / "target"), **chosen)
     data = AnswersDataModule(
         [str(root / "answers.jsonl")], validation_fraction=0.0, batch_tokens=512, features=features
     )

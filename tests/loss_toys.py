@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_train.losses import DraftBatch, LMHead
+from fsd_train.losses import LOSSES, DraftBatch, LMHead, Loss, LossOutput, MixLoss, Part
+from fsd_train.losses.base import Rows
 
 S, N, H, VD = 3, 14, 8, 19
 
@@ -15,7 +19,76 @@ S, N, H, VD = 3, 14, 8, 19
 POSITIONS = torch.cat([torch.arange(3, 10), torch.arange(20, 27)])
 
 
-def make_batch(spread: float = 0.6, seed: int = 0, **head: Any) -> tuple[DraftBatch, Tensor]:
+def build_loss(name: Any, args: dict[str, Any] | None = None) -> Loss:
+    """A loss by its name and arguments, or a mix by a list of ``{name, weight, args}``."""
+    if isinstance(name, list):
+        return MixLoss([Part(build_loss(part["name"], part.get("args")), part.get("weight", 1.0)) for part in name])
+    args = dict(args or {})
+    if name == "adaspec":
+        args["loss"] = build_loss(args.pop("loss", "kl_pq"), args.pop("loss_args", None))
+    return LOSSES.get(name)(**args)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A batch as a grid of steps and positions, which formulas are written for: estimates [S, N, H], weights [S, N]."""
+
+    estimates: Tensor
+    features: Tensor
+    weights: Tensor
+    positions: Tensor
+    head: LMHead
+    feature_scale: Tensor | None = None
+    own_head: LMHead | None = None
+    reference: Tensor | None = None
+    progress: float = 1.0
+    step: float = math.inf
+
+    def chains(self) -> list[list[tuple[int, int]]]:
+        """For each chain whose steps are all supervised, its (step, place) pairs, by search."""
+        places = {int(position): place for place, position in enumerate(self.positions)}
+        chains = []
+        for start in places:
+            chain = [(step, places.get(start + step, -1)) for step in range(len(self.weights))]
+            if all(place >= 0 and self.weights[step, place] > 0 for step, place in chain):
+                chains.append(chain)
+        return chains
+
+    def rows(self) -> Rows:
+        place, step = (self.weights.T > 0).nonzero().unbind(1)
+        number = {pair: row for row, pair in enumerate(zip(step.tolist(), place.tolist()))}
+        chains = torch.tensor([[number[pair] for pair in chain] for chain in self.chains()], dtype=torch.long)
+        ends = torch.searchsorted(place, torch.arange(len(self.positions) + 1)).tolist()
+        chains = chains.view(-1, len(self.weights)).T
+        return Rows(self.positions, place, step, self.weights[step, place], chains, ends)
+
+    def batch(self) -> DraftBatch:
+        rows = self.rows()
+        reference = None if self.reference is None else self.reference[rows.step, rows.feature]
+        return DraftBatch(
+            self.estimates[rows.step, rows.feature], self.features, rows, self.head, self.feature_scale, self.own_head,
+            reference, self.progress, self.step,
+        )  # fmt: skip
+
+    def dense(self, values: Tensor) -> Tensor:
+        """Values [R] in their places, [S, N], 0 elsewhere."""
+        rows = self.rows()
+        return values.new_zeros(self.weights.shape).index_put((rows.step, rows.feature), values)
+
+
+def grid_loss(name: Any, args: dict[str, Any] | None = None) -> Callable[[Grid], LossOutput]:
+    """A loss on a grid, its agreement a grid too."""
+    loss = build_loss(name, args)
+
+    def on_grid(grid: Grid) -> LossOutput:
+        out = loss(grid.batch())
+        assert out.agreement is not None
+        return replace(out, agreement=grid.dense(out.agreement))
+
+    return on_grid
+
+
+def make_batch(spread: float = 0.6, seed: int = 0, **head: Any) -> tuple[Grid, Tensor]:
     """A batch whose step s stands on the positions of its answer from the s-th on, and leaves a hole at step 1."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(N, H, generator=generator)
@@ -26,7 +99,7 @@ def make_batch(spread: float = 0.6, seed: int = 0, **head: Any) -> tuple[DraftBa
     weights[1, 11] = 0
     bias = torch.randn(VD, generator=generator) if head.pop("bias", False) else None
     lm_head = LMHead(torch.randn(VD, H, generator=generator), bias, **head)
-    return DraftBatch(estimates, features, weights, torch.zeros(N, dtype=torch.long), POSITIONS, lm_head), estimates
+    return Grid(estimates, features, weights, POSITIONS, lm_head), estimates
 
 
 def plain_logits(hidden: Tensor, head: LMHead) -> Tensor:
@@ -35,7 +108,7 @@ def plain_logits(hidden: Tensor, head: LMHead) -> Tensor:
     return raw if head.cap is None else torch.tanh(raw / head.cap) * head.cap
 
 
-def distributions(batch: DraftBatch) -> tuple[Tensor, Tensor]:
+def distributions(batch: Grid) -> tuple[Tensor, Tensor]:
     """p [1, N, Vd] and q [S, N, Vd] in fp64, nothing chunked or fused."""
     q = plain_logits(batch.estimates.double(), batch.head).softmax(-1)
     return plain_logits(batch.features.double(), batch.head).softmax(-1)[None], q
@@ -50,8 +123,8 @@ def plain_js(p: Tensor, q: Tensor) -> Tensor:
 
 
 PLAIN = {
-    "kl": lambda p, q: plain_kl(q, p),
-    "reverse_kl": plain_kl,
+    "kl_qp": lambda p, q: plain_kl(q, p),
+    "kl_pq": plain_kl,
     "js": plain_js,
     "tv": lambda p, q: 0.5 * (p - q).abs().sum(-1),
 }
@@ -65,7 +138,7 @@ def mean(values: Tensor, weights: Tensor) -> Tensor:
     return (values * weights).sum() / weights.sum()
 
 
-def check(batch: DraftBatch, estimates: Tensor, loss: Tensor, expected: Tensor) -> None:
+def check(batch: Grid, estimates: Tensor, loss: Tensor, expected: Tensor) -> None:
     """Same value and same gradient on the estimates; there is a gradient, and none where nothing is supervised."""
     torch.testing.assert_close(loss.double(), expected.double(), atol=2e-6, rtol=1e-5)
     (grad,) = torch.autograd.grad(loss, estimates)
@@ -77,8 +150,8 @@ def check(batch: DraftBatch, estimates: Tensor, loss: Tensor, expected: Tensor) 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),
-    ("kl", {}),
-    ("reverse_kl", {}),
+    ("kl_qp", {}),
+    ("kl_pq", {}),
     ("js", {}),
     ("tv", {}),
     ("lk", {}),
@@ -87,5 +160,5 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fsd", {"threshold": 0.0, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "top_k_js:4", "threshold": [0.1, 0.3]}),
     ("fsd", {"divergence": "ag", "threshold": 0.5, "width": 4, "temperature": 0.7}),
-    ("fsd", {"divergence": "kl", "threshold": 0.5, "temperature": 0.7}),
+    ("fsd", {"divergence": "kl_qp", "threshold": 0.5, "temperature": 0.7}),
 ]

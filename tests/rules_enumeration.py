@@ -23,7 +23,12 @@ RULES = {
     "exact": {"kind": "exact"},
     "fuzzy:js:0.08": {"kind": "fuzzy", "threshold": 0.08},
     "fuzzy:tv:0.25": {"kind": "fuzzy", "divergence": "tv", "threshold": 0.25},
-    "fuzzy:kl:0.25:gate=processed": {"kind": "fuzzy", "divergence": "kl", "threshold": 0.25, "gate_on": "processed"},
+    "fuzzy:kl_qp:0.25:gate=processed": {
+        "kind": "fuzzy",
+        "divergence": "kl_qp",
+        "threshold": 0.25,
+        "gate_on": "processed",
+    },
     "fuzzy:js:inf": {"kind": "fuzzy", "threshold": math.inf},
     "fuzzy:js:0.3:budget=0.5": {"kind": "fuzzy", "threshold": 0.3, "budget": 0.5},
     "fuzzy-strict:js:0.08": {"kind": "fuzzy-strict", "threshold": 0.08},
@@ -46,7 +51,7 @@ RULES = {
 
 
 REFERENCE_DIVERGENCES = {
-    "kl": lambda p, q: rel_entr(q, p).sum(),
+    "kl_qp": lambda p, q: rel_entr(q, p).sum(),
     "js": lambda p, q: (rel_entr(p, (p + q) / 2).sum() + rel_entr(q, (p + q) / 2).sum()) / 2,
     "tv": lambda p, q: np.abs(p - q).sum() / 2,
 }

@@ -17,7 +17,7 @@ from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError
 from fsd_infer.targets.adapters import is_adapter, merge_adapter
 from fsd_infer.targets.loading import load_target, resolve_target
 from fsd_infer.targets.target import Target
-from fsd_train.slim import load_slim
+from fsd_train.models.slim import load_slim
 from tests.text_toys import save_tiny_chat_target
 from tests.train_toys import toy_model
 

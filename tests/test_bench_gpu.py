@@ -16,7 +16,7 @@ from fsd_bench.probe import Probe
 from fsd_bench.profile import tensor_bytes
 from fsd_infer import Target
 from fsd_infer.cli.main import build_parser
-from fsd_train.fit import read_head_recipe
+from fsd_train.commands.fit import read_head_recipe
 from tests.families import VOCAB, tiny_model
 
 SIZES = {

@@ -5,30 +5,30 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence, expand_draft
-from fsd_infer.drafters import EagleDrafter
+from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.lm_module import LMModule
-from fsd_train.losses import DraftBatch, LMHead, LossOutput
-from fsd_train.losses.fsd import chain_rows
-from fsd_train.metrics import RuleMetrics, compare
-from fsd_train.safety import share_out_again
+from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
+from fsd_train.losses.metrics import RuleMetrics, compare
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.lm import LMModule
+from tests.loss_toys import Grid
 from tests.train_toys import TRAINER, logged, make_toys
+from tests.train_toys import options as module_options
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -48,7 +48,7 @@ def make(toys: Path, cached: bool = False, **options: Any) -> tuple[EagleModule,
         batch_tokens=128,
         features=str(toys / "features") if cached else None,
     )
-    return EagleModule(str(toys / "target"), **values), data
+    return EagleModule(str(toys / "target"), **module_options(**values)), data
 
 
 def trainer(out: Path, *callbacks: Any, steps: int = STEPS, **options: Any) -> Trainer:
@@ -68,9 +68,7 @@ def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("cached", [False, True])
 def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path, cached: bool) -> None:
     module, data = make(toys, cached)
-    callback = DecodedTau(
-        RULES, every_n_train_steps=4, prompts=3, max_new_tokens=10, tree=dict(depth=3, width=2, nodes=6)
-    )
+    callback = DecodedTau(RULES, every_n_train_steps=4, prompts=3, max_new_tokens=10, tree=TreeShape(3, 2, 6))
     trained = trainer(tmp_path, callback, TokenRate(window=2), LossCurve(every_n_train_steps=1))
     trained.fit(module, data)
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
@@ -102,19 +100,19 @@ def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
 
 
 def test_averaged_weights_are_what_decodes(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, ema_decay=0.9, lr=0.05)
+    module, data = make(toys, lr=0.05)
     callback = DecodedTau(["exact"], prompts=2, max_new_tokens=8)
     seen = []
     measure = callback.measure
     callback.measure = lambda *args: seen.append(module.head.fc.weight.detach().clone()) or measure(*args)  # type: ignore
-    trainer(tmp_path, callback).fit(module, data)
+    trainer(tmp_path, callback, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
     assert len(seen) == 1 and torch.equal(
         seen[0], module.head.fc.weight
     )  # after training the module holds the averaged weights
 
 
 def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, ema_decay=0.9, lr=0.05)
+    module, data = make(toys, lr=0.05)
     callback = ExportHead(str(tmp_path / "head"), every_n_train_steps=4)
     written, write = [], callback.write
 
@@ -123,7 +121,7 @@ def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_p
         written.append(load_head(tmp_path / "head").fc.weight)
 
     callback.write = note  # type: ignore[method-assign]
-    trainer(tmp_path, callback).fit(module, data)
+    trainer(tmp_path, callback, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
     at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
     # averaging hears of a step after this callback, so its average covers the steps before
     average, raw = at[3]["state_dict"]["head.fc.weight"], at[4]["current_model_state"]["head.fc.weight"]
@@ -136,8 +134,6 @@ def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_p
 def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="no-such-rule"):
         DecodedTau(["no-such-rule"])
-    with pytest.raises(DataError, match="prompts"):
-        DecodedTau(prompts=0)
     module, data = make(toys)
     with pytest.raises(DataError, match="room for 127 tokens"):  # of 128 positions; said before the first step
         trainer(tmp_path, DecodedTau(max_new_tokens=127)).fit(module, data)
@@ -148,14 +144,14 @@ def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> No
         trainer(tmp_path, DecodedTau()).fit(module, data)
 
 
-class Failing:
+class Failing(Loss):
     """A loss that is NaN from its n-th call on."""
 
-    def __init__(self, loss: Any, good: int) -> None:
-        self.loss, self.left = loss, good
+    def __init__(self, loss: Loss, good: int) -> None:
+        self.parts, self.left = [loss], good
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        out: LossOutput = self.loss(batch)
+        out = self.parts[0](batch)
         self.left -= 1
         return out if self.left >= 0 else LossOutput(out.loss * torch.nan, out.parts)
 
@@ -168,7 +164,7 @@ def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
     last = tmp_path / "ckpt" / "step=2.ckpt"
     assert str(last) in str(caught.value)
     assert sorted(file.name for file in last.parent.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
-    state = torch.load(last, weights_only=False)["state_dict"]
+    state = torch.load(last, weights_only=True)["state_dict"]
     assert all(bool(value.isfinite().all()) for value in state.values())
     assert torch.equal(state["head.fc.weight"], module.head.fc.weight)  # the bad step was not taken
     (file,) = tmp_path.rglob("non-finite-step-2-rank-0.json")
@@ -191,7 +187,7 @@ def test_infinite_gradient_stops(toys: Path, tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["batches"]) == 2
 
 
-@pytest.mark.parametrize("options", [{"draft_vocab_size": None}, {"ema_decay": 0.9}, None], ids=["head", "ema", "lm"])
+@pytest.mark.parametrize("options", [{"draft_vocab_size": None}, None], ids=["head", "lm"])
 def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path, options: Any) -> None:
     """In training and validation files."""
     good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
@@ -212,7 +208,7 @@ def resumed(toys: Path, out: Path, ckpt: Path, data: dict[str, Any] | None = Non
     for name, value in (data or {}).items():
         setattr(rows, name, value)
     run = trainer(out, limit_val_batches=0)
-    run.fit(module, rows, ckpt_path=ckpt, weights_only=False)
+    run.fit(module, rows, ckpt_path=ckpt, weights_only=True)
     return run
 
 
@@ -225,7 +221,7 @@ def checkpoint(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
-    state = torch.load(checkpoint, weights_only=False)
+    state = torch.load(checkpoint, weights_only=True)
     names = ("cut", "text", "foreign", "weights", "none", "directory")
     cut, text, foreign, weights, none, directory = (tmp_path / name for name in names)
     cut.write_bytes(checkpoint.read_bytes()[:3000])
@@ -258,24 +254,19 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
             resumed(toys, tmp_path / "run", checkpoint, change)
     other = make(toys)[1]
     other.batch_tokens = 96
-    trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=False)
+    trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=True)
 
 
-def test_another_number_of_devices_goes_on_at_the_same_place(toys: Path, checkpoint: Path) -> None:
-    state = torch.load(checkpoint, weights_only=False)
-    stub: Any = SimpleNamespace(
-        datamodule=make(toys)[1], state=SimpleNamespace(fn="fit"), strategy=None, is_global_zero=True, ckpt_path="c"
-    )
-    progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    assert progress["current"] == progress["total"] == {"ready": 1, "started": 1, "processed": 1, "completed": 0}
-    state["AnswersDataModule"]["replicas"], stub.world_size = 6, 2
-    share_out_again(stub, state)
-    assert progress["current"] == progress["total"] == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
-    assert state["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batch"] == 3
-    assert state["AnswersDataModule"]["replicas"] == 2
-    stub.world_size = 4
-    with pytest.raises(CheckpointError, match="by 2 devices after 6 batches of its epoch, which 4 cannot share evenly"):
-        share_out_again(stub, state)
+def test_another_number_of_devices_goes_on_at_the_same_place() -> None:
+    def loader(replicas: int) -> ResumableLoader:
+        return ResumableLoader(range(24), TokenBudgetSampler([4] * 24, 4, replicas=replicas))  # type: ignore[arg-type]
+
+    six = {"epoch": 0, "batch": 1, "replicas": 6}
+    two = loader(2)
+    two.load_state_dict(six)
+    assert two.state_dict() == {"epoch": 0, "batch": 3, "replicas": 2}
+    with pytest.raises(CheckpointError, match="by 6 devices after 6 batches of its epoch, which 4 cannot share evenly"):
+        loader(4).load_state_dict(six)
 
 
 def test_rule_metrics_against_the_plain_formulas() -> None:
@@ -283,30 +274,31 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
     steps, rows, width, vocab = 2, 5, 6, 9
     draft_ids = torch.tensor([0, 2, 3, 7, 8])
     full = LMHead(torch.randn(vocab, width))
-    batch = DraftBatch(
+    grid = Grid(
         estimates=torch.randn(steps, rows, width),
         features=torch.randn(rows, width),
-        weights=torch.tensor([[1.0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]),
-        tokens=torch.zeros(rows, dtype=torch.long),
+        weights=torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]),
         positions=torch.tensor([3, 4, 5, 6, 9]),
         head=LMHead(full.weight[draft_ids]),
     )
+    batch = grid.batch()
     seen = compare(batch, full, draft_ids, ["js", "top_k_tv:2"], chunk_size=2)
-    p = full(batch.features).log_softmax(-1).expand(steps, -1, -1)
-    q = expand_draft(batch.head(batch.estimates), draft_ids, vocab).log_softmax(-1)
-    overlap = torch.minimum(p.exp(), q.exp()).sum(-1)
-    torch.testing.assert_close(seen.overlap, overlap)
-    assert torch.equal(seen.agree, p.argmax(-1) == q.argmax(-1))
+    p = full(grid.features).log_softmax(-1).expand(steps, -1, -1)
+    q = expand_draft(grid.head(grid.estimates), draft_ids, vocab).log_softmax(-1)
+    counted = grid.weights > 0
+    overlap = torch.minimum(p.exp(), q.exp()).sum(-1) * counted
+    torch.testing.assert_close(grid.dense(seen.overlap), overlap)
+    assert torch.equal(grid.dense(seen.agree), (p.argmax(-1) == q.argmax(-1)) & counted)
     for name, values in seen.distances.items():
-        torch.testing.assert_close(values, divergence(name)(p, q, log_probs=True))
+        torch.testing.assert_close(grid.dense(values), divergence(name)(p, q, log_probs=True) * counted)
 
-    threshold = float(seen.distances["js"][0].sort().values[2])  # opens at some rows and not at others
+    threshold = float(grid.dense(seen.distances["js"])[0].sort().values[2])  # opens at some rows and not at others
     rule = f"fuzzy:js:{threshold!r}"
     metrics = RuleMetrics(["exact", rule, "fuzzy:js:0"], steps)
     seen = compare(batch, full, draft_ids, metrics.divergences)
-    metrics.update(seen, batch.weights, chain_rows(batch.rows))
+    metrics.update(seen, batch.rows)
     values = metrics.compute()
-    js, counted = seen.distances["js"], batch.weights > 0
+    js = grid.dense(seen.distances["js"])
     gate = (js <= threshold).float()
     for step in range(steps):
         assert float(values[f"divergence_js_{step}"]) == pytest.approx(float(js[step][counted[step]].mean()), rel=1e-5)

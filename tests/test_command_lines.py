@@ -17,7 +17,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
 from fsd_infer.numerals import read_float, read_int
 from fsd_train.cli import main as train
-from fsd_train.command_lines import PARSERS
+from fsd_train.commands.command_lines import PARSERS
 
 
 def raiser(error: BaseException) -> object:

@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import DataError
-from fsd_train.data import AnswersDataModule, collate, encode_row, read_answers
-from fsd_train.sampler import ResumableLoader, TokenBudgetSampler
+from fsd_train.data import AnswersDataModule, collate, read_answers
+from fsd_train.data.answers import encode_row
+from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from tests.text_toys import OTHERWISE, THINKING, save_tiny_chat_target, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}

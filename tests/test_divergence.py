@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.divergence import Divergence, divergence, expand_draft, reduced
 from fsd_infer.errors import FsdError, UnknownNameError, VocabularyMismatchError
+from fsd_infer.rules import parse_rule
 
 INF = math.inf
-PLAIN = ["kl", "reverse_kl", "js", "ag", "tv"]
+PLAIN = ["kl_qp", "kl_pq", "js", "ag", "tv"]
 NAMES = [*PLAIN, *(f"top_k_{name}:3" for name in PLAIN)]
-SOME = ["kl", "reverse_kl", "js", "tv", "top_k_ag:3"]
+SOME = ["kl_qp", "kl_pq", "js", "tv", "top_k_ag:3"]
 FULL_SUPPORT = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -34,8 +35,8 @@ def reference(name: str, p: np.ndarray, q: np.ndarray) -> float:
         stem = stem.removeprefix("top_k_")
     m = (p + q) / 2
     formulas = {
-        "kl": rel_entr(q, p).sum(),
-        "reverse_kl": rel_entr(p, q).sum(),
+        "kl_qp": rel_entr(q, p).sum(),
+        "kl_pq": rel_entr(p, q).sum(),
         "js": rel_entr(p, m).sum() / 2 + rel_entr(q, m).sum() / 2,
         "ag": rel_entr(m, p).sum() / 2 + rel_entr(m, q).sum() / 2,
         "tv": np.abs(p - q).sum() / 2,
@@ -96,8 +97,15 @@ def test_equal_rows_give_exactly_zero(name: str) -> None:
 def test_what_the_registry_says_of_symmetry_and_direction(name: str) -> None:
     measure, (p, q) = divergence(name), torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(2))
     assert measure.symmetric == (name in ("js", "ag", "tv")) == torch.allclose(measure(p, q), measure(q, p))
-    directions = {"kl": "KL(q||p), draft from target", "reverse_kl": "KL(p||q), target from draft"}
+    directions = {"kl_qp": "KL(q||p), draft from target", "kl_pq": "KL(p||q), target from draft"}
     assert measure.direction == directions.get(name, "symmetric")
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "top_k_kl:20"])
+def test_an_old_name_is_an_error_that_names_both(name: str) -> None:
+    for text in (name, f"fuzzy:{name}:0.3"):
+        with pytest.raises(UnknownNameError, match="kl_qp is .*once called kl; kl_pq is .*once reverse_kl"):
+            divergence(text) if text == name else parse_rule(text)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -270,7 +278,7 @@ def test_a_divergence_that_is_not_linear_there_expands_the_drafters_vocabulary()
     assert not torch.allclose(squares(*reduced(p, q, draft_ids), log_probs=True), expected)
 
 
-@pytest.mark.parametrize("name", ["kl", "js", "tv"])
+@pytest.mark.parametrize("name", ["kl_qp", "js", "tv"])
 def test_gradients_through_the_reduced_vocabulary(name: str) -> None:
     generator = torch.Generator().manual_seed(9)
     draft_ids = torch.tensor([0, 2, 3])

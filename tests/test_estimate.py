@@ -24,9 +24,9 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import shipped_drafter
 from fsd_infer.targets.target import Target
-from fsd_train import features
 from fsd_train.cli import main as cli
-from fsd_train.estimate import on_paper, read_recipe
+from fsd_train.commands.estimate import on_paper, read_recipe
+from fsd_train.data import features
 from tests.train_toys import make_toys, toy_model
 
 

@@ -14,9 +14,9 @@ import yaml
 
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train import features as module
-from fsd_train.cache_features import main
-from fsd_train.features import FeatureStore, WithFeatures, cache_features, sequence_key
+from fsd_train.commands.cache_features import main
+from fsd_train.data import features as module
+from fsd_train.data.features import FeatureStore, WithFeatures, cache_features, sequence_key
 from tests.train_toys import VOCAB, save_toy_target, toy_target, write_answers
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fsd_infer.cli.run import run
 from fsd_train.cli import main
-from fsd_train.fit import TrainCLI, explained, quiet
+from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from tests.fuzzing import FUZZ, JUNK, called, places
 from tests.train_toys import in_recipe
 
@@ -40,8 +40,10 @@ def recipe(toys: Path, out: Path) -> dict[str, Any]:
         },
         "model": {
             "target": str(toys / "target"), "head": {"final_norm": True, "num_layers": 1}, "draft_vocab_size": 40,
-            "unroll_steps": 2, "loss": "eagle", "loss_args": {"w_feature": 0.1}, "optimizer": "adamw", "lr": 0.001,
-            "betas": [0.9, 0.95], "warmup_steps": 0, "seed": 0, "eval_rules": ["exact"],
+            "unroll_steps": 2, "loss": {"class_path": "EagleLoss", "init_args": {"w_feature": 0.1}},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001, "betas": [0.9, 0.95]}},
+            "lr_scheduler": {"class_path": "fsd_train.models.WarmupCosine", "init_args": {"warmup_steps": 0}},
+            "seed": 0, "eval_rules": ["exact"],
         },
         "data": {
             "train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.3, "batch_tokens": 256,
@@ -68,27 +70,26 @@ def one_line_or_well(argv: list[str], said: str = "", ends: Callable[[list[str]]
 
 
 NAMED: dict[str, tuple[list[str], str]] = {
-    "key of the model": (["--model.lrr", "3"], "Did you mean 'model.lr'?"),
-    "key of the head": (["--model.head.finl_norm", "true"], "Did you mean 'final_norm'?"),
-    "key of the data": (["--data.batch_token_s", "3"], "Did you mean 'data.batch_tokens'?"),
-    "key of the trainer": (["--trainer.precison", "3"], "Did you mean 'trainer.precision'?"),
-    "section": (["--modl.lr", "3"], "Did you mean 'model'?"),
-    "optimizer as Lightning's CLI has it": (["--optimizer", "AdamW"], "there is no option 'optimizer'"),
-    "lr_scheduler": (["--lr_scheduler", "StepLR"], "there is no option 'lr_scheduler'"),
+    "key of the model": (["--model.lrr", "3"], "'lrr' is not accepted"),
+    "key of the head": (["--model.head.finl_norm", "true"], "finl_norm"),
+    "key of the data": (["--data.batch_token_s", "3"], "data.batch_token_s"),
+    "key of the trainer": (["--trainer.precison", "3"], "trainer.precison"),
+    "section": (["--modl.lr", "3"], "modl.lr"),
+    "optimizer beside the model": (["--optimizer", "AdamW"], "optimizer"),
     "strategy": (["--trainer.strategy", "dpp"], "unknown strategy 'dpp'. Did you mean 'ddp'?"),
     "accelerator": (["--trainer.accelerator", "gpu"], "no such device"),
     "loss": (["--model.loss", "eagel"], "Did you mean 'eagle'?"),
-    "argument of a loss": (["--model.loss_args.w_featur", "1"], "has no argument w_featur"),
+    "earlier name of a loss": (["--model.loss", "reverse_kl"], "kl_pq is KL(p||q)"),
+    "argument of a loss": (["--model.loss.w_featur", "1"], "w_featur"),
     "rule": (["--model.eval_rules", "[fuzy:js:0.3]"], "Did you mean 'fuzzy'?"),
-    "number": (["--model.lr", "fast"], "model.lr: Expected a float. Got value: fast"),
-    "range": (["--model.lr", "-1"], "lr must be above 0"),
-    "infinite": (["--model.lr", ".inf"], "lr must be above 0"),
+    "number": (["--model.noise", "much"], "much"),
+    "range": (["--model.optimizer.lr", "-1"], "model.optimizer: Invalid learning rate: -1"),
+    "infinite": (["--model.noise", ".inf"], "noise"),
     "steps of a chain": (["--model.unroll_steps", "8"], "unroll_steps"),
-    "noise": (["--model.noise", "-1"], "noise must not be negative"),
-    "share of chains": (["--model.chain_share", "0"], "chain_share=0"),
-    "optimizer": (["--model.optimizer", "sgd"], "adamw, muon"),
-    "precision": (["--trainer.precision", "bf17"], "trainer.precision: bf17 is none of"),
-    "nothing": (["--model.lr", "null"], "model.lr"),
+    "noise": (["--model.noise", "-1"], "v>=0"),
+    "share of chains": (["--model.chain_share", "0"], "v>0"),
+    "optimizer": (["--model.optimizer", "torch.optim.Adamm"], "no attribute 'Adamm'"),
+    "precision": (["--trainer.precision", "bf17"], "bf17"),
     "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
     "features": (["--data.features", "nowhere"], "nowhere is not a feature cache"),
@@ -104,8 +105,8 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "draft vocabulary": (["--model.draft_vocab_size", "100"], "draft_vocab_size"),
     # refused before the target is loaded
     "no answers": (["--data.train_files", "[empty.jsonl]", "--model.target", "nowhere/x"], "empty.jsonl: no row"),
-    "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction is 1.0"),
-    "length": (["--data.max_length", "1"], "max_length is 1"),
+    "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
+    "length": (["--data.max_length", "1"], "max_length"),
     "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 of one prompt holds out none"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/x"], "/dev/null is a file"),
 }  # fmt: skip
@@ -124,9 +125,9 @@ def test_mistakes_are_named(name: str, toys: Path, tmp_path: Path, monkeypatch: 
 def test_help_shows_the_options_of_model_and_data() -> None:
     status, out, _ = call(["fit", "--help"])
     assert status == 0
-    for option in ("--model.unroll_steps", "--model.warmup_steps", "--data.batch_tokens", "--trainer.max_steps"):
+    for option in ("--model.unroll_steps", "--model.eval_steps", "--data.batch_tokens", "--trainer.max_steps"):
         assert option in out
-    assert "--optimizer" not in out and "--overwrite" in out and "linear warm-up" in " ".join(out.split())
+    assert "--overwrite" in out and "initial weights" in " ".join(out.split())
     assert [call(argv)[0] for argv in (["--help"], [], ["tarin"])] == [0, 2, 2]
 
 
@@ -171,23 +172,20 @@ KEYS = [place for place in places(recipe(Path("toys"), Path("out"))) if place[-1
 @pytest.fixture(scope="module")
 def command_line(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCLI:
     """The command line of `fit` as it stands before it trains, to read other recipes with."""
-    made: list[TrainCLI] = []
     out = tmp_path_factory.mktemp("command-line")
     (out / "recipe.yaml").write_text(yaml.safe_dump(recipe(toys, out)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainCLI, "_run_subcommand", lambda self, name: made.append(self))
-        assert call(["fit", "--config", str(out / "recipe.yaml")])[0] == 0
-    return made[0]
+    return configured(["--config", str(out / "recipe.yaml")])
 
 
 def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
     """As :func:`call`, up to where a target would be loaded."""
 
     def begin() -> None:
-        with quiet(), explained():
-            line.parse_arguments(line.parser, argv)
+        with quiet(), config_errors():
+            line.parse_arguments(line.parser, [*HEAD, *argv[1:]])
+            line.before_instantiate_classes()
             line.instantiate_classes()
-            line.before_fit()
+            line.prepare_run()
 
     return called(lambda _: run("fsd-train fit", begin), argv)
 

@@ -13,26 +13,27 @@ from torch import Tensor
 from fsd_infer.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, Verification
 from fsd_infer.tree import DraftTree
-from fsd_train.losses import DraftBatch, build_loss
-from fsd_train.losses.base import Rows
-from fsd_train.losses.fsd import chain_rows, expected_length, soft_gate
-from tests.loss_toys import PLAIN, N, S, check, distributions, make_batch, mean, overlap, plain_js, plain_kl
+from fsd_train.losses.fsd import expected_length, soft_gate
+from tests.loss_toys import (
+    PLAIN,
+    Grid,
+    N,
+    S,
+    build_loss,
+    check,
+    distributions,
+    grid_loss,
+    make_batch,
+    mean,
+    overlap,
+    plain_js,
+    plain_kl,
+)
 
 
-def plain_chains(batch: DraftBatch) -> list[list[tuple[int, int]]]:
-    """For each chain whose steps are all supervised, its (step, row) pairs, by search."""
-    rows = {int(position): row for row, position in enumerate(batch.positions)}
-    chains = []
-    for start in rows:
-        chain = [(step, rows.get(start + step, -1)) for step in range(S)]
-        if all(row >= 0 and batch.weights[step, row] > 0 for step, row in chain):
-            chains.append(chain)
-    return chains
-
-
-def plain_lengths(batch: DraftBatch, acceptance: Tensor) -> Tensor:
+def plain_lengths(batch: Grid, acceptance: Tensor) -> Tensor:
     lengths = []
-    for chain in plain_chains(batch):
+    for chain in batch.chains():
         product, total = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for step, row in chain:
             product = product * acceptance[step, row]
@@ -41,23 +42,12 @@ def plain_lengths(batch: DraftBatch, acceptance: Tensor) -> Tensor:
     return torch.stack(lengths)
 
 
-def test_chains_start_at_every_position_that_has_all_steps() -> None:
-    batch, _ = make_batch()
-    rows = chain_rows(batch.rows)
-    assert [list(enumerate(column)) for column in rows.T.tolist()] == plain_chains(batch)
-    # 7 positions hold 5 chains of 3; the hole at step 1 in row 11 breaks the chain that begins in row 10
-    assert rows[0].tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 11]
-    shuffled = torch.randperm(N)
-    other = chain_rows(Rows(batch.positions[shuffled], batch.weights[:, shuffled] > 0))
-    assert sorted(shuffled[other].T.tolist()) == sorted(rows.T.tolist())
-
-
 @pytest.mark.parametrize(
     "args",
     [
         {"threshold": 0.0, "anchor": 0.0},
         {"threshold": 0.2, "anchor": 0.3},
-        {"divergence": "kl", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
+        {"divergence": "kl_qp", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
         {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
         {"width": 3, "temperature": 0.7, "anchor": 0.0},
         {"width": 2, "temperature": 0.6, "threshold": [0.0, 0.2], "anchor": 0.7},
@@ -88,14 +78,14 @@ def test_fsd_loss(args: dict[str, Any]) -> None:
         gate = {0.0: torch.zeros_like(soft), math.inf: torch.ones_like(soft)}.get(threshold, soft)
         lengths = plain_lengths(batch, passed + (1 - passed) * gate)
         expected = expected - (lengths / S).log().mean() / len(thresholds)
-    check(batch, estimates, build_loss("fsd", args)(batch).loss, expected)
+    check(batch, estimates, grid_loss("fsd", args)(batch).loss, expected)
 
 
 def test_fsd_of_one_step_is_lk_log() -> None:
     batch, estimates = make_batch()
     one = replace(batch, estimates=batch.estimates[:1], weights=batch.weights[:1])
-    lk = build_loss("lk", {"form": "log", "level": "row"})(one).loss
-    check(batch, estimates, build_loss("fsd", {"threshold": 0.0, "anchor": 0.0})(one).loss, lk)
+    lk = grid_loss("lk", {"form": "log", "level": "row"})(one).loss
+    check(batch, estimates, grid_loss("fsd", {"threshold": 0.0, "anchor": 0.0})(one).loss, lk)
 
 
 def test_fsd_without_a_whole_chain_keeps_its_anchor() -> None:
@@ -103,16 +93,16 @@ def test_fsd_without_a_whole_chain_keeps_its_anchor() -> None:
     weights = batch.weights.clone()
     weights[2] = 0
     short = replace(batch, weights=weights)
-    check(short, estimates, build_loss("fsd", {"anchor": 0.5})(short).loss, 0.5 * build_loss("reverse_kl")(short).loss)
-    alone = build_loss("fsd", {"anchor": 0.0})(short).loss
+    check(short, estimates, grid_loss("fsd", {"anchor": 0.5})(short).loss, 0.5 * grid_loss("kl_pq")(short).loss)
+    alone = grid_loss("fsd", {"anchor": 0.0})(short).loss
     assert alone.item() == 0.0
     assert float(torch.autograd.grad(alone, estimates)[0].abs().max()) == 0.0
 
 
-def one_chain(batch: DraftBatch) -> tuple[DraftBatch, Tensor, Tensor]:
+def one_chain(batch: Grid) -> tuple[Grid, Tensor, Tensor]:
     """The batch with a single whole chain, and p and q [S, V] at its contexts."""
     p, q = distributions(batch)
-    chain = chain_rows(batch.rows)[:, 3]
+    chain = torch.tensor([place for _, place in batch.chains()[3]])
     weights = torch.zeros(S, N)
     weights[torch.arange(S), chain] = 1.0
     return replace(batch, weights=weights), p[0, chain].detach(), q[torch.arange(S), chain].detach()
@@ -125,7 +115,7 @@ def test_expected_length_of_a_tree_is_the_simulated_one(width: int, fuzzy: bool)
     generator, draws = torch.Generator().manual_seed(1), 40_000
     alone, p, q = one_chain(make_batch(spread=0.8, seed=1)[0])
     threshold = float(plain_js(p, q).sort().values[:2].mean()) if fuzzy else 0.0  # opens at one of the three steps
-    parts = build_loss("fsd", {"threshold": threshold, "softness": 1e-6, "width": width})(alone).parts
+    parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6, "width": width})(alone).parts
     alive, lengths = torch.ones(draws, dtype=torch.bool), torch.zeros(draws, dtype=torch.float64)
     for p_k, q_k in zip(p, q, strict=True):
         if float(plain_js(p_k, q_k)) > threshold:
@@ -144,7 +134,7 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     generator = torch.Generator().manual_seed(7)
     alone, p, q = one_chain(make_batch(spread=0.8, seed=3)[0])
     threshold = 0.0 if rule.name == "exact" else float(plain_js(p, q).sort().values[1:].mean())  # opens at two of three
-    parts = build_loss("fsd", {"threshold": threshold, "softness": 1e-6})(alone).parts
+    parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6})(alone).parts
     draws = 8_000
     drafts = torch.multinomial(q, draws, replacement=True, generator=generator).T
     tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), drafts], 1)
@@ -167,17 +157,12 @@ def test_soft_gate_and_length_at_their_ends() -> None:
 
 def test_fsd_stays_finite_where_q_is_certain() -> None:
     batch, estimates = make_batch(spread=60.0)
-    loss = build_loss("fsd", {"width": 4, "temperature": 0.5})(batch).loss
+    loss = grid_loss("fsd", {"width": 4, "temperature": 0.5})(batch).loss
     (slope,) = torch.autograd.grad(loss, estimates)
     assert bool(loss.isfinite()) and bool(slope.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    "args",
-    [{"threshold": []}, {"threshold": [0.3, math.nan]}, {"threshold": "low"}, {"softness": 0.0}, {"temperature": "hot"},
-     {"width": 0}, {"anchor": -0.1}, {"anchor": math.inf}],
-    ids=str,
-)  # fmt: skip
-def test_fsd_names_a_wrong_argument(args: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=next(iter(args))):
-        build_loss("fsd", args)
+@pytest.mark.parametrize("threshold", [[], [0.3, math.nan], -1.0])
+def test_fsd_names_a_wrong_threshold(threshold: Any) -> None:
+    with pytest.raises(DataError, match="threshold"):
+        build_loss("fsd", {"threshold": threshold})

@@ -31,7 +31,7 @@ from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
 from fsd_infer.numerals import read_float
 from fsd_infer.rules import RULES, parse_rule
-from fsd_train.command_lines import PARSERS
+from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import FUZZ, JUNK, NUMERALS, one_line, refusal, spoilt, values
 

@@ -87,7 +87,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "accelerator": "cpu", "devices": 1, "max_steps": 1, "max_epochs": -1, "logger": False,
             "limit_val_batches": 0, "default_root_dir": "run", "callbacks": [checkpoint], "enable_progress_bar": False,
         },
-        "model": {"target": "target", "head": {"final_norm": True}, "unroll_steps": 1, "warmup_steps": 0},
+        "model": {"target": "target", "head": {"final_norm": True}, "unroll_steps": 1},
         "data": {
             "train_files": ["answers.jsonl"], "tokenizer": "target", "validation_fraction": 0.0, "batch_tokens": 256,
             "features": "features",

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_train.unroll import at_positions, chain_roots, supervised, unroll
+from fsd_train.models.unroll import chain_roots, plan_chains, plan_positions, supervised, unroll
 from tests.train_toys import toy_target
 
 OWN = ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3", "gemma2"]
@@ -76,16 +76,13 @@ def test_unrolled_training_is_token_by_token_drafting(layout: str, chosen: Seque
     with torch.no_grad():
         roots = torch.tensor([list(chosen)])
         unrolled = unroll(head, embeds, features, steps, roots)
-        placed = at_positions(unrolled, roots)
         compared = 0
         for chain, root in enumerate(chosen):
             for step, out in enumerate(decode_chain(head, embeds, features, root, min(steps, length - root))):
-                torch.testing.assert_close(placed[step][:, root + step], out[:, 0], atol=2e-5, rtol=1e-4)
-                if step:
-                    torch.testing.assert_close(unrolled[step][:, chain], placed[step][:, root + step])
+                found = unrolled[step][:, chain if step else root]
+                torch.testing.assert_close(found, out[:, 0], atol=2e-5, rtol=1e-4)
                 compared += step > 0
     assert compared >= 8
-    assert all(not placed[step][:, : min(chosen) + step].any() for step in range(1, steps))
 
 
 def test_all_chains_run_unless_a_share_is_asked_for() -> None:
@@ -134,3 +131,48 @@ def test_supervised_positions(answer: list[int], steps: list[list[int]]) -> None
     wanted = supervised(torch.tensor([answer]), len(steps))
     assert wanted.shape == (len(steps), 1, len(answer) - 1)
     assert [row[0].nonzero().squeeze(1).tolist() for row in wanted] == steps
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
+    """By search: every row of every step, where its output stands, and the chains that are whole."""
+    torch.manual_seed(0)
+    mask = torch.rand(3, 30) < 0.8
+    mask[1] = False
+    wanted, length, decay = supervised(mask, steps), 29, 0.5
+    plan = plan_chains(mask, steps, decay, share, torch.Generator().manual_seed(1))
+    rows, roots = plan.rows, plan.roots
+    assert rows.position.tolist() == wanted[0].flatten().nonzero().squeeze(1).tolist()
+    assert rows.feature.diff().min() >= 0
+    assert rows.ends == [int((rows.feature < number).sum()) for number in range(len(plan) + 1)]
+    outputs = [(b * length + i, 0) for b in range(3) for i in range(length)]  # (flat position, step) of unroll's
+    outputs += [(b * length + int(root) + s, s) for s in range(1, steps) for b in range(3) for root in roots[b]]
+    found = list(zip(rows.position[rows.feature].tolist(), rows.step.tolist()))
+    assert [outputs[place] for place in plan.source.tolist()] == found and len(set(found)) == len(found)
+    expected = {(int(flat), 0) for flat in rows.position}
+    chains, kept = set(), [set(map(int, row[row < length - 1])) for row in roots]
+    for b in range(3):
+        for root in kept[b] if steps > 1 else range(length):
+            chain = [(b * length + root + s, s) for s in range(steps) if root + s < length and wanted[s, b, root + s]]
+            expected |= set(chain)
+            if len(chain) == steps:
+                chains.add(tuple(chain))
+    assert set(found) == expected
+    assert {tuple(found[row] for row in column) for column in rows.chains.T.tolist()} == chains
+    assert rows.chains.shape == (steps, len(chains))
+    for step in range(steps if share == 1.0 else 1):
+        assert (rows.weight[rows.step == step] == decay**step).all()
+    if steps > 1:  # what is drawn stands for all: of the steps that all chains have, the sum is the same
+        total = float(rows.weight[rows.step == 1].sum())
+        assert total == pytest.approx(float(wanted[1].sum()) * decay)
+
+
+def test_positions_have_the_weight_of_all_steps() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]])
+    one, all_steps = plan_positions(mask, 2, 0.5).rows, plan_chains(mask, 2, 0.5).rows
+    assert one.position.tolist() == all_steps.position.tolist() and one.step.tolist() == [0] * len(one.position)
+    summed = torch.zeros(len(one.position)).index_add(0, all_steps.feature, all_steps.weight)
+    torch.testing.assert_close(one.weight, summed)
+    theirs = {tuple(all_steps.feature[column].tolist()) for column in all_steps.chains.T}
+    assert {tuple(column) for column in one.chains.T.tolist()} == theirs

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsd_infer import Target
 from fsd_infer.heads.checkpoint import load_head
-from fsd_train.unroll import unroll
+from fsd_train.models.unroll import unroll
 
 GOLDEN = Path(__file__).parent / "golden" / "head-parity.json"
 V, H, VD, INNER, LAYERS = 50, 32, 20, 48, 8

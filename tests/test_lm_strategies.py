@@ -12,7 +12,7 @@ import torch
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
-from fsd_train.export import export_main
+from fsd_train.commands.export import export_main
 from tests.test_strategies import ACCUMULATE, LR, RANKS, check_same_run, command, run_ranks, toys  # noqa: F401
 from tests.train_toys import assert_same, in_bf16, toy_model
 
@@ -24,9 +24,11 @@ def lm_command(root: Path, out: Path, accumulate: int, options: dict[str, Any], 
     argv = command(root, out, accumulate, *more)
     path = out / "recipe.json"
     config = json.loads(path.read_text())
-    shared = {name: config["model"][name] for name in ("target", "unroll_steps", "lr", "warmup_steps", "eval_steps")}
+    shared = {
+        name: config["model"][name] for name in ("target", "unroll_steps", "optimizer", "lr_scheduler", "eval_steps")
+    }
     values = {**shared, "drafter": str(root / "drafter"), **options}
-    config["model"] = {"class_path": "fsd_train.lm_module.LMModule", "init_args": values}
+    config["model"] = {"class_path": "LMModule", "init_args": values}
     path.write_text(json.dumps(config))
     return argv
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import Trainer
 
-from fsd_infer.errors import CheckpointError, DataError, UnknownNameError
+from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.targets.target import Target
+from fsd_train.commands.export import load_module
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.export import load_module
-from fsd_train.losses import DraftBatch, MixLoss, Schedule, build_loss, reference_of
-from tests.loss_toys import H, N, S, check, distributions, make_batch, plain_kl
-from tests.train_toys import TRAINER, save_toy_target, write_answers
+from fsd_train.losses import DraftBatch, Loss, Schedule, as_loss, reference_of
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.head_options import HeadOptions
+from tests.loss_toys import H, N, S, build_loss, check, distributions, grid_loss, make_batch, plain_kl
+from tests.train_toys import TRAINER, options, save_toy_target, write_answers
 
 # schedules
 
@@ -28,47 +29,28 @@ from tests.train_toys import TRAINER, save_toy_target, write_answers
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ({"from": 1.0, "to": 0.0, "kind": "linear"}, [1.0, 0.75, 0.5, 0.0, 0.0]),
-        ({"from": 1.0, "to": 0.0, "kind": "cosine"}, [1.0, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0.0, 0.0]),
-        ({"from": 1.0, "to": 0.0, "kind": "constant"}, [1.0, 1.0, 1.0, 0.0, 0.0]),
+        ({"start": 1.0, "end": 0.0, "kind": "linear"}, [1.0, 0.75, 0.5, 0.0, 0.0]),
+        ({"start": 1.0, "end": 0.0, "kind": "cosine"}, [1.0, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0.0, 0.0]),
+        ({"start": 1.0, "end": 0.0, "kind": "constant"}, [1.0, 1.0, 1.0, 0.0, 0.0]),
         (0.3, [0.3] * 5),
     ],
 )
 def test_shares_and_steps_follow_one_shape(schedule: Any, expected: list[float]) -> None:
     share, steps = (
-        Schedule.read({**schedule, "over": over} if isinstance(schedule, dict) else schedule, "x")
-        for over in (0.5, 200)
+        Schedule(**schedule, over=over) if isinstance(schedule, dict) else Schedule.of(schedule) for over in (0.5, 200)
     )
     assert share.moves == isinstance(schedule, dict)
     assert [share.at(progress, 0) for progress in (0.0, 0.125, 0.25, 0.5, 0.9)] == pytest.approx(expected)
     assert [steps.at(0.0, step) for step in (0, 50, 100, 200, math.inf)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ("much", "x must be a finite number"),
-        (True, "x must be a finite number"),
-        (math.nan, "x must be a finite number"),
-        ({"from": 1.0}, "keys from and to"),
-        ({"from": 1.0, "to": 0.0, "until": 0.5}, "keys from and to"),
-        ({"from": 1.0, "to": 0.0, "over": 0}, "over must be positive"),
-        ({"from": 1.0, "to": None}, "x: to must be a finite number"),
-        ({"from": 1.0, "to": 0.0, "kind": "cubic"}, "cosine"),
-    ],
-)
-def test_malformed_schedules_are_refused(value: Any, problem: str) -> None:
-    with pytest.raises((DataError, UnknownNameError), match=problem):
-        Schedule.read(value, "x")
-
-
 # mixes
 
 FADING: list[dict[str, Any]] = [
-    {"name": "reverse_kl", "weight": {"from": 1.0, "to": 0.0, "over": 0.5}},
+    {"name": "kl_pq", "weight": Schedule(start=1.0, end=0.0, over=0.5)},
     {"name": "lk", "weight": 0.5, "args": {"form": "log"}},
-    {"name": "lk", "weight": {"from": 0.0, "to": 2.0}},
-    {"name": "js", "weight": {"from": 1.0, "to": 0.0, "over": 10}},
+    {"name": "lk", "weight": Schedule(start=0.0, end=2.0)},
+    {"name": "js", "weight": Schedule(start=1.0, end=0.0, over=10)},
 ]
 
 
@@ -77,16 +59,16 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
     batch, estimates = make_batch()
     batch = replace(batch, progress=progress, step=step)
     weights = [max(1 - 2 * progress, 0.0), 0.5, 2 * progress, max(1 - step / 10, 0.0)]
-    singles = [build_loss(part["name"], part.get("args")) for part in FADING]
+    singles = [grid_loss(part["name"], part.get("args")) for part in FADING]
     values = [single(batch).loss for single in singles]
-    out = build_loss(FADING)(batch)
+    out = grid_loss(FADING)(batch)
     check(batch, estimates, out.loss, sum(weight * value for weight, value in zip(weights, values)))
-    for label, weight, value in zip(("reverse_kl", "lk", "lk_2", "js"), weights, values):
+    for label, weight, value in zip(("kl_pq", "lk", "lk_2", "js"), weights, values):
         if weight:
             torch.testing.assert_close(out.parts[f"{label}/loss"], value.detach())
         else:  # not computed
             assert f"{label}/loss" not in out.parts
-    assert float(out.parts["reverse_kl/weight"]) == pytest.approx(weights[0])
+    assert float(out.parts["kl_pq/weight"]) == pytest.approx(weights[0])
     assert "lk/weight" not in out.parts  # it never changes
     assert out.agreement is not None and out.agreement.shape == (S, N)
 
@@ -95,19 +77,12 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
     ("parts", "args", "problem"),
     [
         ([], None, "the list is empty"),
-        (["kl"], None, "entry 1 of the list must be a mapping with a name"),
-        ([{"name": "kl"}, {"weight": 1.0}], None, "entry 2 of the list must be a mapping with a name"),
-        ([{"name": "kl", "wieght": 1.0}], None, "no key wieght"),
-        ([{"name": "kl", "weight": -1.0}], None, "weight of kl must not be negative"),
-        ([{"name": "kl", "args": {"w": 1}}], None, "no argument w"),
-        ([{"name": "kl", "weight": 0}], None, "all weights are 0 at the beginning"),
-        ([{"name": "kl", "weight": {"from": 1.0, "to": 0.0}}], None, "all weights are 0 at the end"),
+        ([{"name": "kl_qp", "weight": 0}], None, "all weights are 0 at the beginning"),
+        ([{"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0)}], None, "all weights are 0 at the end"),
         ([{"name": "adaspec", "args": {"reference": name}} for name in "ab"], None, "one reference at a time"),
-        ([{"name": "kl"}], {"w_feature": 1.0}, "write args into its entries"),
-        ("adaspec", {}, "needs the argument reference"),
         ("adaspec", {"reference": ""}, "directory of an exported head"),
         ("adaspec", {"reference": "a", "keep": 0}, "above 0 and up to 1"),
-        ("adaspec", {"reference": "a", "keep": {"from": 1.0, "to": 1.5}}, "above 0 and up to 1"),
+        ("adaspec", {"reference": "a", "keep": Schedule(1.0, 1.5)}, "above 0 and up to 1"),
         ("adaspec", {"reference": "a", "loss": [{"name": "fsd"}]}, "whole chains"),
         ("adaspec", {"reference": "a", "loss": "adaspec", "loss_args": {"reference": "b"}}, "not choose tokens itself"),
     ],
@@ -115,13 +90,15 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
 def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         build_loss(parts, args)
+    with pytest.raises(DataError, match="'adaspec' needs reference: write it as class_path"):
+        as_loss("adaspec")
 
 
 def test_a_gap_between_schedules_is_told_when_it_is_reached() -> None:
-    gap = build_loss(
+    gap = grid_loss(
         [
-            {"name": "kl", "weight": {"from": 1.0, "to": 0.0, "over": 0.3}},
-            {"name": "js", "weight": {"from": 0.0, "to": 1.0, "over": 0.6, "kind": "constant"}},
+            {"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0, over=0.3)},
+            {"name": "js", "weight": Schedule(start=0.0, end=1.0, over=0.6, kind="constant")},
         ]
     )
     batch, _ = make_batch()
@@ -146,7 +123,7 @@ def test_adaspec_trains_on_the_largest_gaps_alone(keep: float) -> None:
         supervised.sort(key=lambda row: -float(gap[step, row]))
         for row in supervised[: math.ceil(keep * len(supervised))]:
             counted[step, row] = batch.weights[step, row]
-    out = build_loss("adaspec", {"reference": "first", "keep": keep})(replace(batch, reference=other))
+    out = grid_loss("adaspec", {"reference": "first", "keep": keep})(replace(batch, reference=other))
     check(replace(batch, weights=counted), estimates, out.loss, (rows * counted).sum() / counted.sum())
     for name, weights in (("gap", batch.weights), ("gap_kept", counted)):
         expected = ((gap * weights).sum() / weights.sum()).float()
@@ -154,12 +131,12 @@ def test_adaspec_trains_on_the_largest_gaps_alone(keep: float) -> None:
 
 
 def test_the_kept_share_follows_its_schedule_and_any_loss_serves() -> None:
-    args = {"reference": "first", "keep": {"from": 1.0, "to": 0.25}, "loss": "lk", "loss_args": {"form": "log"}}
+    args = {"reference": "first", "keep": Schedule(1.0, 0.25), "loss": "lk", "loss_args": {"form": "log"}}
     batch, estimates = make_batch()
-    loss, late = build_loss("adaspec", args), replace(batch, reference=torch.zeros(S, N, H))
+    loss, late = grid_loss("adaspec", args), replace(batch, reference=torch.zeros(S, N, H))
     # in the beginning, and without a reference, all tokens count
     for whole in (replace(late, progress=0.0), batch):
-        torch.testing.assert_close(loss(whole).loss, build_loss("lk", {"form": "log"})(batch).loss)
+        torch.testing.assert_close(loss(whole).loss, grid_loss("lk", {"form": "log"})(batch).loss)
     (grad,) = torch.autograd.grad(loss(late).loss, estimates)
     kept, supervised = (grad.abs().sum(-1) > 0).sum(1), (batch.weights > 0).sum(1)
     assert kept.tolist() == [math.ceil(0.25 * count) for count in supervised.tolist()]
@@ -167,8 +144,8 @@ def test_the_kept_share_follows_its_schedule_and_any_loss_serves() -> None:
 
 def test_the_reference_of_a_loss() -> None:
     adaspec = {"name": "adaspec", "args": {"reference": "first"}}
-    assert reference_of(build_loss("kl")) is None
-    assert reference_of(build_loss([{"name": "kl"}, adaspec])) == "first"
+    assert reference_of(build_loss("kl_qp")) is None
+    assert reference_of(build_loss([{"name": "kl_qp"}, adaspec])) == "first"
 
 
 # in training
@@ -180,7 +157,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixes")
     save_toy_target(folder / "target")
     write_answers(folder / "answers.jsonl", Target.from_pretrained(str(folder / "target")), rows=12)
-    first = EagleModule(str(folder / "target"), head={"final_norm": True})
+    first = EagleModule(str(folder / "target"), HeadOptions(final_norm=True))
     first.configure_model()
     torch.nn.init.normal_(first.head.fc.weight, std=0.1)
     first.export(folder / "first")
@@ -189,22 +166,23 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fit(toys: Path, loss: Any, loss_args: dict[str, Any] | None = None) -> tuple[EagleModule, list[DraftBatch]]:
     """Trains four steps; returns the module and the batches that its loss saw in training."""
-    module = EagleModule(
-        str(toys / "target"), head={"final_norm": True}, unroll_steps=2, loss=loss, loss_args=loss_args, lr=5e-3,
-        warmup_steps=0,
-    )  # fmt: skip
+    head = {"final_norm": True}
+    chosen = options(head=head, unroll_steps=2, loss=loss, loss_args=loss_args, lr=5e-3, warmup_steps=0)
+    module = EagleModule(str(toys / "target"), **chosen)
     seen: list[DraftBatch] = []
-    inner: Any = module.loss
 
-    def watched(batch: DraftBatch) -> Any:
-        seen.append(batch)
-        return inner(batch)
+    class Watched(Loss):
+        def __init__(self, inner: Loss) -> None:
+            self.parts = [inner]
 
-    watched.reference = reference_of(inner)  # type: ignore[attr-defined]
-    module.loss = watched
+        def __call__(self, batch: DraftBatch) -> Any:
+            seen.append(batch)
+            return self.parts[0](batch)
+
+    module.loss = Watched(module.loss)
     data = AnswersDataModule([str(toys / "answers.jsonl")], batch_tokens=128, validation_fraction=0.0)
-    options = {**TRAINER, "default_root_dir": toys / "runs", "enable_checkpointing": False}
-    trainer = Trainer(max_steps=4, gradient_clip_val=1.0, **options)
+    fixed = {**TRAINER, "default_root_dir": toys / "runs", "enable_checkpointing": False}
+    trainer = Trainer(max_steps=4, gradient_clip_val=1.0, **fixed)
     trainer.fit(module, data)
     return module, seen
 
@@ -214,7 +192,7 @@ def test_training_moves_a_schedule_and_logs_the_parts(toys: Path) -> None:
     assert [(batch.progress, batch.step) for batch in seen] == [(0.0, 0), (0.25, 1), (0.5, 2), (0.75, 3)]
     assert all(batch.reference is None for batch in seen)
     logged = module.trainer.callback_metrics
-    assert float(logged["lk_2/weight"]) == 1.5 and float(logged["reverse_kl/weight"]) == 0.0
+    assert float(logged["lk_2/weight"]) == 1.5 and float(logged["kl_pq/weight"]) == 0.0
     assert {"loss", "lk/loss", "lk_2/loss", "lk/acceptance"} <= set(logged)
 
 
@@ -231,7 +209,7 @@ def test_reference_estimates_are_what_that_head_would_train_on(toys: Path) -> No
     """A module whose own head has the reference's weights estimates the same features."""
     target = str(toys / "target")
     args = {"reference": str(toys / "first")}
-    module = EagleModule(target, head={"final_norm": True}, unroll_steps=3, loss="adaspec", loss_args=args)
+    module = EagleModule(target, HeadOptions(final_norm=True), unroll_steps=3, loss=build_loss("adaspec", args))
     module.configure_model()
     rows = json.loads((toys / "answers.jsonl").read_text().splitlines()[0])
     ids = torch.tensor([rows["prompt_ids"] + rows["response_ids"]])
@@ -256,17 +234,33 @@ def test_a_missing_reference_is_told_and_a_checkpoint_loads_without_it(toys: Pat
     args = {"reference": str(tmp_path / "none")}
     with pytest.raises(CheckpointError, match="config.json"):
         fit(toys, "adaspec", args)
-    module = EagleModule(str(toys / "target"), loss="adaspec", loss_args=args)
+    module = EagleModule(str(toys / "target"), loss=build_loss("adaspec", args))
     module.configure_model()
-    state = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    state = {"state_dict": module.state_dict(), "hyper_parameters": module.settings}
     torch.save(state, tmp_path / "a.ckpt")
-    assert load_module(tmp_path / "a.ckpt").options.loss == "adaspec"
+    assert load_module(tmp_path / "a.ckpt").head.config == module.head.config
 
 
-def test_a_recipe_may_name_one_loss_or_list_several() -> None:
-    parser = ArgumentParser()
-    parser.add_class_arguments(EagleModule, "model")
-    several = parser.parse_object({"model": {"target": "x", "loss": FADING}}).model.loss
-    assert several == FADING and isinstance(build_loss(several), MixLoss)
-    one = parser.parse_args(["--model.target=x", "--model.loss=lk", "--model.loss_args={form: log}"]).model
-    assert (one.loss, dict(one.loss_args)) == ("lk", {"form": "log"})
+PARTS = [
+    {"loss": "kl_pq", "weight": {"start": 1.0, "end": 0.0, "over": 0.5}},
+    {"loss": {"class_path": "LKLoss", "init_args": {"form": "log"}}, "weight": 0.5},
+]
+
+
+def test_a_recipe_may_name_one_loss_or_mix_several() -> None:
+    def loss(text: Any) -> Any:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(EagleModule, "model", instantiate=False)
+        return parser.instantiate_classes(parser.parse_object({"model": {"target": "x", "loss": text}})).model.loss
+
+    mix = loss({"class_path": "MixLoss", "init_args": {"parts": PARTS}})
+    assert mix.weights == [Schedule(1.0, 0.0, 0.5), Schedule(0.5, 0.5)] and mix.labels == ["kl_pq", "lk"]
+    assert as_loss(loss("lk")).form == "adaptive" and mix.parts[1].form == "log"  # type: ignore[attr-defined]
+    wrong: list[dict[str, Any]] = [
+        {"wieght": 1.0}, {"weight": -1.0}, {"weight": {"start": 1.0}}, {"weight": {"start": 1.0, "end": 0, "over": 0}},
+        {"weight": {"start": 1.0, "end": 0.0, "kind": "cubic"}},
+        {"loss": {"class_path": "LKLoss", "init_args": {"w": 1}}},
+    ]  # fmt: skip
+    for change in wrong:
+        with pytest.raises(ArgumentError):
+            loss({"class_path": "MixLoss", "init_args": {"parts": [{**PARTS[0], **change}]}})

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_train.losses import DraftBatch, LMHead, build_loss
-from fsd_train.losses.rows import LIVE, chunked_rows
-from tests.loss_toys import VARIANTS, N, S, distributions, make_batch
+from fsd_train.losses import DraftBatch, LMHead
+from fsd_train.losses.rows import LIVE, RowFunction, blocks, chunked_rows
+from tests.loss_toys import VARIANTS, Grid, build_loss, distributions, grid_loss, make_batch
 
 
 @pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)
@@ -20,7 +20,7 @@ def test_chunk_size_does_not_matter(name: str, args: dict[str, Any]) -> None:
     batch, estimates = make_batch()
     found = []
     for chunk_size in (1, 5 * LIVE, 1000 * LIVE):
-        loss = build_loss(name, {**args, "chunk_size": chunk_size})(batch).loss
+        loss = grid_loss(name, {**args, "chunk_size": chunk_size})(batch).loss
         found.append((loss, torch.autograd.grad(3 * loss, estimates)[0]))
     for loss, grad in found[1:]:
         torch.testing.assert_close(loss, found[0][0], atol=1e-6, rtol=1e-6)
@@ -61,33 +61,43 @@ KEPT = {"chunk_size": 4 * LIVE}
 def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None) -> None:
     """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
     vocab, rows, width = 4096, 3 * LIVE, 4
-    batch = DraftBatch(
+    batch = Grid(
         torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
-        torch.zeros(rows, dtype=torch.long), torch.arange(rows), LMHead(torch.randn(vocab, width), cap=cap),
+        torch.arange(rows), LMHead(torch.randn(vocab, width), cap=cap),
         reference=torch.randn(2, rows, width) if name == "adaspec" else None,
-    )  # fmt: skip
+    ).batch()  # fmt: skip
     loss = build_loss(name, args)
     peak = peak_memory(lambda: loss(batch).loss.backward())
     assert 4 * vocab * 4 < peak < 1.3 * KEPT["chunk_size"] * vocab * 4
 
 
 def test_rows_scale_with_their_coefficients_in_both_passes() -> None:
-    batch, estimates = make_batch()
-    coefficients = torch.rand(2, S, N)
+    grid, estimates = make_batch()
+    batch = grid.batch()
+    coefficients = torch.rand(2, len(batch.weights))
 
     def rows(log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.stack([(log_q.exp() ** 2).sum(-1), (log_p.exp() * log_q).sum(-1)])
 
-    values, _ = chunked_rows(rows, batch, 2 * LIVE, count=2)
-    single = [chunked_rows(lambda p, q, i=i: rows(p, q)[i : i + 1], batch, 2 * LIVE)[0] for i in range(2)]
+    values, _ = chunked_rows(RowFunction(rows, count=2), batch, 2 * LIVE)
+    single = [chunked_rows(RowFunction(lambda p, q, i=i: rows(p, q)[i : i + 1]), batch, 2 * LIVE)[0] for i in range(2)]
     torch.testing.assert_close(values, torch.cat(single))
-    (grad,) = torch.autograd.grad((coefficients * values).sum(), estimates)
+    (grad,) = torch.autograd.grad((coefficients * values).sum(), estimates, retain_graph=True)
     (other,) = torch.autograd.grad((coefficients * torch.cat(single)).sum(), estimates)
     torch.testing.assert_close(grad, other, atol=1e-6, rtol=1e-5)
-    p, q = distributions(batch)
-    plain = torch.stack([(q**2).sum(-1), (p * q.log()).sum(-1)]) * (batch.weights > 0)
-    (wanted,) = torch.autograd.grad((coefficients * plain).sum(), estimates)
+    p, q = distributions(grid)
+    plain = torch.stack([(q**2).sum(-1), (p * q.log()).sum(-1)]) * (grid.weights > 0)
+    (wanted,) = torch.autograd.grad((torch.stack(list(map(grid.dense, coefficients))) * plain).sum(), estimates)
     torch.testing.assert_close(grad, wanted, atol=5e-6, rtol=1e-4)
+
+
+def test_blocks_are_of_whole_positions() -> None:
+    ends = [0, 3, 4, 4, 6, 11]
+    found = [
+        (block.positions.start, block.positions.stop, block.rows.start, block.rows.stop) for block in blocks(ends, 4)
+    ]
+    assert found == [(0, 3, 0, 4), (3, 4, 4, 6), (4, 5, 6, 11)]  # one position at least
+    assert blocks([0], 4) == []
 
 
 def test_no_gradient_asked_and_low_precision() -> None:
@@ -99,25 +109,22 @@ def test_no_gradient_asked_and_low_precision() -> None:
         head=LMHead(batch.head.weight.bfloat16()),
     )
     for name in ("eagle", "js", "lk", "fsd"):
-        exact = build_loss(name)(batch).loss.detach()
+        exact = grid_loss(name)(batch).loss.detach()
         with torch.no_grad():
-            assert not build_loss(name)(batch).loss.requires_grad
+            assert not grid_loss(name)(batch).loss.requires_grad
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = build_loss(name)(low).loss
+            loss = grid_loss(name)(low).loss
         (grad,) = torch.autograd.grad(loss, low.estimates)
         assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
         torch.testing.assert_close(loss.detach(), exact, atol=0.02, rtol=0.05)
 
 
-def plain_rows(
-    rows: Any, batch: DraftBatch, chunk_size: int, count: int = 1, live: int = LIVE
-) -> tuple[Tensor, Tensor]:
+def plain_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
     """What :func:`chunked_rows` computes, by autograd over everything at once."""
-    log_p = batch.head(batch.features).log_softmax(-1)
+    log_p = batch.head(batch.features).log_softmax(-1)[batch.rows.feature]
     log_q = batch.draft_head(batch.estimates).log_softmax(-1)
-    values = torch.stack([rows(log_p, log_q[step]) for step in range(S)], 1)
-    agree = log_q.argmax(-1) == log_p.argmax(-1)
-    return values * (batch.weights > 0), agree & (batch.weights > 0)
+    values = function.values(log_p.exp() if function.of_p else log_p, log_q)
+    return values, log_q.argmax(-1) == log_p.argmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,7 @@ def test_an_lm_head_of_the_drafters_own_is_trained(
     batch = replace(batch, own_head=LMHead(weight, scale=0.9, cap=30.0))
 
     def measure() -> list[Tensor]:
-        out = build_loss(name, {**args, "chunk_size": 3 * LIVE})(batch)
+        out = grid_loss(name, {**args, "chunk_size": 3 * LIVE})(batch)
         assert out.agreement is not None
         return [out.loss.detach(), out.agreement, *torch.autograd.grad(2 * out.loss, [estimates, weight])]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fsd_infer.errors import FsdError
-from fsd_train.backends import Answer
-from fsd_train.plan import answer_line, pick_temperature, plan_jobs
+from fsd_train.data.backends import Answer
+from fsd_train.data.plan import answer_line, pick_temperature, plan_jobs
 from tests.test_regenerate import prompts_file
 from tests.text_toys import CHATML, tiny_tokenizer, write_rows
 

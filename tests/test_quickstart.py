@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from fsd_infer.drafters import loading
-from fsd_train import quickstart, repository
+from fsd_train import repository
 from fsd_train.cli import main
-from fsd_train.fit import with_recipes
+from fsd_train.commands import quickstart
+from fsd_train.commands.fit import with_recipes
 from tests.bench_toys import Toy
 
 
@@ -53,7 +54,7 @@ def test_quickstart_training_overrides_fit_the_recipe(
     assert config["trainer"]["max_time"] == "00:00:01:15"
     assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
     assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
-    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["target"] == quickstart.TARGET
+    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET
 
 
 def test_recipes_are_found_by_name(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,14 @@ from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.checkpoint import read_config
 from fsd_train.cli import main as cli
-from fsd_train.new_recipe import choose, covering_vocabulary, facts_of, memory, own_directory, recipe_for, render
+from fsd_train.commands.new_recipe import own_directory, recipe_for, render
+from fsd_train.commands.sizing import choose, covering_vocabulary, facts_of, memory
 from tests.families import reference, tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 from tests.train_toys import logged
 
-FINETUNING = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-135m-maths.yaml"
-STORIES = FINETUNING.with_name("stories.yaml")
-# of heads; the fine-tuning recipe is trained in test_finetune.py
-RECIPES = sorted(set(FINETUNING.parent.glob("*.yaml")) - {FINETUNING, STORIES})
+STORIES = Path(__file__).resolve().parent.parent / "recipes" / "stories.yaml"
+RECIPES = sorted(set(STORIES.parent.glob("*.yaml")) - {STORIES})  # of heads
 FAMILY = {
     "gemma-2-9b": "gemma2",
     "gemma-3-1b": "gemma3_text",

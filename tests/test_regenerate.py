@@ -19,10 +19,10 @@ from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
-from fsd_train.backends import EndpointBackend, Job
 from fsd_train.cli import main as cli
-from fsd_train.features import FeatureStore, sequence_key
-from fsd_train.regenerate import AnswerFile
+from fsd_train.commands.regenerate import AnswerFile
+from fsd_train.data.backends import EndpointBackend, Job
+from fsd_train.data.features import FeatureStore, sequence_key
 from tests.families import reference
 from tests.openai_server import replying
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
@@ -332,7 +332,7 @@ def test_endpoint_reads_the_targets_end_tokens(tmp_path: Path, kept_in: str) -> 
 def test_endpoint_keeps_answers_that_come_with_a_failure(
     failure: tuple[int, Any], tries: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsd_train.backends.FIRST_COMPLETED", ALL_COMPLETED)  # all land together
+    monkeypatch.setattr("fsd_train.data.backends.FIRST_COMPLETED", ALL_COMPLETED)  # all land together
     first, got = job(0).prompt_ids, []
     with replying(lambda body, n: failure if body["prompt"] == first else completion(body)) as (url, asked):
         with pytest.raises(FsdError, match=problem):
@@ -355,7 +355,7 @@ def test_endpoint_keeps_answers_and_waits_for_none_when_it_is_stopped(monkeypatc
         assert second.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fsd_train.backends.wait", stopped)
+    monkeypatch.setattr("fsd_train.data.backends.wait", stopped)
     with replying(held) as (url, asked):
         before = set(threading.enumerate())
         got: list[str] = []

@@ -69,12 +69,12 @@ def test_forbidden_draft_by_hand() -> None:
 def test_infinite_divergence_passes_an_infinite_threshold_only() -> None:
     round = chain_round(0, mask=True, noise=2.0)
     forbidden = round.scores[:, :-1].gather(2, round.tree.tokens[:, 1:, None]).squeeze(-1) == -INF
-    open_all = FuzzyStrict("kl", INF, gate_on="processed")(round)
+    open_all = FuzzyStrict("kl_qp", INF, gate_on="processed")(round)
     assert open_all.accepted.tolist() == [4] * 8
-    finite = FuzzyStrict("kl", 1e30, gate_on="processed")(round)
+    finite = FuzzyStrict("kl_qp", 1e30, gate_on="processed")(round)
     assert not (finite.spent == INF).any()
     assert forbidden.any()
-    allowed = Fuzzy("kl", INF, gate_on="processed")(round)
+    allowed = Fuzzy("kl_qp", INF, gate_on="processed")(round)
     lead = forbidden.int().argmax(-1).where(forbidden.any(-1), torch.tensor(4))
     assert torch.equal(allowed.accepted, lead)  # up to the first forbidden draft, not further
 

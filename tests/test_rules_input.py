@@ -42,7 +42,7 @@ def fresh_warnings() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_warnings")
-@pytest.mark.parametrize("name", ["reverse_kl", "ag"])
+@pytest.mark.parametrize("name", ["kl_pq", "ag"])
 def test_a_gate_that_the_reduced_vocabulary_keeps_shut_says_so_once(name: str) -> None:
     round = tree_round(0, reduced=True)
     with pytest.warns(UserWarning, match=f"'{name}' is infinite.*never opens"):
@@ -117,7 +117,7 @@ def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> No
         ("fuzzy:js:0.3:budget=2:gate=processed", Fuzzy("js", 0.3, budget=2.0, gate_on="processed")),
         ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)),
         ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
-        ("fuzzy:kl:inf", Fuzzy("kl", INF)),
+        ("fuzzy:kl_qp:inf", Fuzzy("kl_qp", INF)),
         ("random:0.25", RandomGate(0.25)),
         ("draft-only:budget=3", DraftOnly(budget=3.0)),
     ],
@@ -128,8 +128,8 @@ def test_rules_as_text(spec: str, rule: Rule) -> None:
 
 
 def test_records_say_everything() -> None:
-    assert Fuzzy("kl", 0.5, budget=2, gate_on="processed").describe() == {
-        "rule": "fuzzy", "divergence": "kl", "direction": "KL(q||p), draft from target", "formula": "sum q ln(q/p)",
+    assert Fuzzy("kl_qp", 0.5, budget=2, gate_on="processed").describe() == {
+        "rule": "fuzzy", "divergence": "kl_qp", "direction": "KL(q||p), draft from target", "formula": "sum q ln(q/p)",
         "unit": "nats", "threshold": 0.5, "gate_on": "processed", "floor": 0.0, "budget": 2.0, "novel": 0,
         "budget_unit": "nats",
     }  # fmt: skip

@@ -35,13 +35,11 @@ def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
     lengths = kept[steps, starts + steps].cumprod(0).sum(0)
     anchor = ((p * (p.log() - q.log())).sum(-1) * batch.weights).sum() / batch.weights.sum()
     expected = 0.1 * anchor - (lengths / 3).log().mean()
-    check(batch, estimates, ValueLoss(price=0.3)(batch).loss, expected)
+    check(batch, estimates, ValueLoss(price=0.3)(batch.batch()).loss, expected)
 
 
 @pytest.mark.parametrize("chain", [1, 4])
-def test_exact_is_replayed_as_it_decodes(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int
-) -> None:
+def test_exact_is_replayed_as_it_decodes(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int) -> None:
     monkeypatch.setattr(judge_stories, "beginnings", lambda *_, **__: ["the cat sat on", "what is the answer", "it is"])
     judge = Judge(argparse.Namespace(target=str(toy.target), tokens=24, prompts=3, work=tmp_path), torch.float32)
     replayed = judge.replay(str(toy.drafter))

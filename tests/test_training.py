@@ -21,15 +21,20 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
+from fsd_train.commands.export import export_main
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.export import export_main
-from fsd_train.optim import cosine_factor
-from fsd_train.slim import load_slim
-from fsd_train.vocabulary import choose_draft_ids
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.optim import cosine_factor
+from fsd_train.models.slim import load_slim
+from fsd_train.models.vocabulary import choose_draft_ids
 from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
+from tests.train_toys import options as module_options
 
 STEPS = 24
+AVERAGING = {
+    "class_path": "lightning.pytorch.callbacks.EMAWeightAveraging",
+    "init_args": {"decay": 0.9, "use_buffers": False},
+}
 
 
 def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
@@ -51,11 +56,11 @@ def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, 
         batch_tokens=256,
         features=str(toys / "features") if cached else None,
     )
-    return EagleModule(str(toys / "target"), **values), data
+    return EagleModule(str(toys / "target"), **module_options(**values)), data
 
 
 def fit(
-    toys: Path, out: Path, steps: int = STEPS, ckpt: Path | None = None, **options: Any
+    toys: Path, out: Path, steps: int = STEPS, ckpt: Path | None = None, max_time: str | None = None, **options: Any
 ) -> tuple[EagleModule, Trainer]:
     seed_everything(0)
     module, data = make(toys, **options)
@@ -65,9 +70,9 @@ def fit(
         LossCurve(every_n_train_steps=2),
         TokenRate(window=3),
     ]
-    options = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 12}
-    trainer = Trainer(max_steps=steps, callbacks=callbacks, **options)
-    trainer.fit(module, data, ckpt_path=ckpt, weights_only=False)
+    fixed = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 12}
+    trainer = Trainer(max_steps=steps, max_time=max_time, callbacks=callbacks, **fixed)
+    trainer.fit(module, data, ckpt_path=ckpt, weights_only=True)
     return module, trainer
 
 
@@ -173,12 +178,17 @@ def test_a_share_of_the_chains_has_the_weight_of_all(toys: Path) -> None:
     module.eval()
     whole = module.draft(batch, 3)
     assert part is not None and half is not None and whole is not None
-    ran = part.weights > 0
-    assert torch.equal(ran[0], whole.weights[0] > 0)
+    places = [
+        list(zip(each.rows.position[each.rows.feature].tolist(), each.rows.step.tolist())) for each in (part, whole)
+    ]
+    there = {place: row for row, place in enumerate(places[1])}
+    rows = torch.tensor([there[place] for place in places[0]])  # of the whole that the part has
+    torch.testing.assert_close(part.estimates, whole.estimates[rows], atol=1e-5, rtol=1e-4)
+    assert torch.equal(part.rows.position, whole.rows.position)
     for step in (1, 2):
-        assert 0 < int(ran[step].sum()) < 0.8 * int((whole.weights[step] > 0).sum())
-    torch.testing.assert_close(part.weights[1].sum(), whole.weights[1].sum())  # step 2 loses the ends of answers
-    torch.testing.assert_close(part.estimates[ran], whole.estimates[ran], atol=1e-5, rtol=1e-4)
+        assert 0 < int((part.rows.step == step).sum()) < 0.8 * int((whole.rows.step == step).sum())
+    first = [each.weights[each.rows.step == 1].sum() for each in (part, whole)]  # step 2 loses the ends of answers
+    torch.testing.assert_close(*first)
     assert not torch.equal(part.weights, part.weights.bfloat16().float()), "the test needs weights such as 5/3"
     assert half.estimates.dtype == torch.bfloat16 and half.weights.dtype == torch.float32
     assert torch.equal(half.weights, part.weights)
@@ -194,9 +204,9 @@ def test_schedule() -> None:
 def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    monkeypatch.setattr("fsd_train.scheduled_module.time.monotonic", lambda: float(next(clock)))
-    _, trainer = fit(toys, tmp_path, steps=1000, time_limit=1.0)
+    clock = iter(range(10_000))  # every look at the clock takes a second
+    monkeypatch.setattr("lightning.pytorch.callbacks.timer.time.monotonic", lambda: float(next(clock)))
+    _, trainer = fit(toys, tmp_path, steps=1000, max_time="00:00:01:00")
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak
 
@@ -286,7 +296,8 @@ class Kill(Callback):
 def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
     options = [
         "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
-        "--model.chain_share", "0.6", "--model.ema_decay", "0.9",
+        "--model.chain_share", "0.6",
+        "--trainer.callbacks+", json.dumps(AVERAGING),
     ]  # fmt: skip
     argv = command(toys, tmp_path / "killed", *options)
     done = started([*argv, "--trainer.callbacks+", "tests.test_training.Kill"], tmp_path)

@@ -20,22 +20,23 @@ from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
-from fsd_train.distillation_module import DistillationModule
-from fsd_train.eagle_module import EagleModule
-from fsd_train.features import cache_features, sequence_key
-from fsd_train.lm_module import LMModule
-from fsd_train.optim import build_optimizer
+from fsd_train.data.features import cache_features, sequence_key
+from fsd_train.losses import Schedule
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.lm import LMModule
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, save_toy_target
+from tests.train_toys import options as module_options
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}),
-    ("reverse_kl", {}),
+    ("kl_pq", {}),
     ("lk", {}),
     ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
-    ([{"name": "js"}, {"name": "fsd", "weight": {"from": 0.1, "to": 1.0}}], {}),
+    ([{"name": "js"}, {"name": "fsd", "weight": Schedule(0.1, 1.0)}], {}),
 ]
-PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/small_lm.py", "SmallLM.hidden")}
+PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/models/small_lm.py", "SmallLM.hidden")}
 
 
 @pytest.fixture
@@ -47,9 +48,8 @@ def device() -> Iterator[SimulatedDevice]:
 def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, **options: Any) -> EagleModule:
     head = {"final_norm": True, "feature_scale": True, **options.pop("head", {})}
     fixed: dict[str, Any] = {"draft_vocab_size": 40, "context_ids": True, "unroll_steps": 3, "chain_share": 0.6}
-    return EagleModule(
-        str(toys / "target"), head, loss=loss, loss_args=args or None, **{**fixed, "noise": 0.1, **options}
-    )
+    chosen = {"head": head, "loss": loss, "loss_args": args or None, **fixed, "noise": 0.1, **options}
+    return EagleModule(str(toys / "target"), **module_options(**chosen))
 
 
 def step_of(module: DistillationModule, toys: Path, device: torch.device, watch: list[int]) -> Any:
@@ -57,7 +57,7 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     data = AnswersDataModule([str(toys / "answers.jsonl")])
     data.setup()
     assert data.train_set is not None
-    target = module._frozen.target = Target.from_pretrained(module.options.target, dtype=torch.float32)
+    target = module._frozen.target = Target.from_pretrained(module.target_name, dtype=torch.float32)
     target.watch(watch)
     torch.manual_seed(0)
     module.configure_model()
@@ -65,10 +65,10 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     target.model.to(device)
     batch: Any = data.on_before_batch_transfer(collate([data.train_set[i] for i in range(8)]), 0)
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    optimizer = build_optimizer("adamw", list(module.head.parameters()), 1e-3, 0.1, (0.9, 0.95))
+    optimizer = torch.optim.AdamW(module.head.parameters(), lr=1e-3)
 
     def step() -> Tensor:
-        drafts = module.training_drafts(batch, module.options.unroll_steps)
+        drafts = module.training_drafts(batch, module.unroll_steps)
         assert drafts is not None
         loss = module.loss(drafts).loss
         loss.backward()
@@ -126,7 +126,7 @@ class Waits(Callback):
 
 
 def moved(target: Target, device: torch.device) -> None:
-    """fsd_train.slim.move: ``tensor.data = ...`` across devices is what the simulated device cannot take."""
+    """fsd_train.models.slim.move: ``tensor.data = ...`` across devices is what the simulated device cannot take."""
     for module in target.model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or tensor.is_meta or tensor.device == device:
@@ -142,7 +142,7 @@ def moved(target: Target, device: torch.device) -> None:
 def test_a_run_trains_validates_exports_and_decodes(
     toys: Path, tmp_path: Path, cached: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsd_train.distillation_module.move", moved)
+    monkeypatch.setattr("fsd_train.models.distillation.move", moved)
     watch = Waits(device)
     options = {**TRAINER, "default_root_dir": tmp_path, "val_check_interval": 2, "limit_val_batches": 1}
     callbacks = [watch, ExportHead(str(tmp_path / "head")), DecodedTau(prompts=2, max_new_tokens=4)]

@@ -24,7 +24,7 @@ from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
-from fsd_train.export import target_facts
+from fsd_train.commands.export import target_facts
 from tests.head_toys import EAGLE3, WIDTH, make_target, train, write_answers
 from tests.vllm_laws import FUZZY, NEEDS_VLLM, PYTHON, run
 

@@ -15,9 +15,10 @@ from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
-from fsd_train.eagle_module import EagleModule
 from fsd_train.losses import LMHead
+from fsd_train.models.eagle import EagleModule
 from tests.families import reference, tiny_model, tiny_prompts
+from tests.train_toys import options as module_options
 
 OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's
 
@@ -87,7 +88,8 @@ def test_answers_stay_the_targets_and_do_not_depend_on_the_batch(family: str) ->
 def made(toys: Path, **options: Any) -> tuple[EagleModule, dict[str, Any]]:
     """A module with a draft vocabulary of the ids 0 to 9, and a batch."""
     data = AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.2, batch_tokens=256)
-    module = EagleModule(target=str(toys / "target"), draft_vocab_size=10, eval_steps=2, **options)
+    chosen = module_options(draft_vocab_size=10, eval_steps=2, **options)
+    module = EagleModule(str(toys / "target"), **chosen)
     module._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     module.configure_model()
     data.setup()
@@ -104,7 +106,7 @@ def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.Mon
     new = sorted(prompt - set(own))
     assert new and joined[: len(new)] == new, "the prompts' ids come first"
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
-    monkeypatch.setattr("fsd_train.eagle_module._CONTEXT_BLOCK", len(new) + 1)
+    monkeypatch.setattr("fsd_train.models.eagle._CONTEXT_BLOCK", len(new) + 1)
     blocked = made(toys, context_ids=True)[0].draft(batch, 1)
     assert blocked is not None and blocked.head.ids is not None
     assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]

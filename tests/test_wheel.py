@@ -24,7 +24,7 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {"fsd_train/shipped/recipes/template.yaml", "fsd_bench/evidence/page.py", "fsd_infer/cpu/kernels.cpp"}
-    assert {*shipped, "fsd_infer/py.typed"} <= names
+    assert {*shipped, "fsd_infer/py.typed", "fsd_train/py.typed", "fsd_train/commands/recipe.yaml.in"} <= names
     assert not any(name.startswith(("tests", "benchmarks", "scripts")) for name in names)
 
     call([sys.executable, "-m", "venv", "env"], tmp_path)

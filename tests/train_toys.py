@@ -9,16 +9,21 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule
-from fsd_train.features import cache_features
+from fsd_train.data.features import cache_features
+from fsd_train.losses import LOSSES
+from fsd_train.models import HeadOptions, MuonAdamW, WarmupCosine
 from tests.families import reference
+from tests.loss_toys import build_loss
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -104,6 +109,36 @@ def started(argv: list[str], cwd: Path, timeout: float | None = None) -> subproc
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+def options(**given: Any) -> dict[str, Any]:
+    """Options of a module where ``loss`` with ``loss_args``, ``lr``, ``optimizer`` and ``warmup_steps`` are short."""
+    made = dict(given)
+    lr, muon, warmup = made.pop("lr", 1e-3), made.pop("optimizer", "adamw") == "muon", made.pop("warmup_steps", 100)
+    args = made.pop("loss_args", None)
+    if "loss" in made or args:
+        made["loss"] = build_loss(made.get("loss", "eagle"), args)
+    made["optimizer"] = partial(MuonAdamW, lr=lr) if muon else partial(AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0)
+    made["lr_scheduler"] = partial(WarmupCosine, warmup_steps=warmup)
+    if isinstance(made.get("head"), dict):
+        made["head"] = HeadOptions(**made["head"])
+    return made
+
+
+def recipe_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in the section of a recipe."""
+    if "class_path" in given:
+        return {**given, "init_args": recipe_model(given["init_args"])}
+    made = dict(given)
+    if "loss_args" in made:
+        path = f"fsd_train.losses.{LOSSES.get(made.get('loss', 'eagle')).__name__}"
+        made["loss"] = {"class_path": path, "init_args": made.pop("loss_args")}
+    if "lr" in made:
+        made["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": made.pop("lr")}}
+    if "warmup_steps" in made:
+        path = "fsd_train.models.WarmupCosine"
+        made["lr_scheduler"] = {"class_path": path, "init_args": {"warmup_steps": made.pop("warmup_steps")}}
+    return made
+
+
 TRAINER: dict[str, Any] = {
     "accelerator": "cpu", "devices": 1, "max_epochs": -1, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0,
     "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False, "logger": False,
@@ -120,7 +155,11 @@ def in_recipe(class_path: str, **options: Any) -> dict[str, Any]:
 def fit_command(out: Path, trainer: dict[str, Any], model: dict[str, Any], data: dict[str, Any]) -> list[str]:
     """`fsd-train fit` by the recipe out/recipe.json, on one CPU unless ``trainer`` says otherwise."""
     out.mkdir(parents=True, exist_ok=True)
-    sections = {"trainer": {**TRAINER, "default_root_dir": str(out), **trainer}, "model": model, "data": data}
+    sections = {
+        "trainer": {**TRAINER, "default_root_dir": str(out), **trainer},
+        "model": recipe_model(model),
+        "data": data,
+    }
     (out / "recipe.json").write_text(json.dumps(sections, default=str))
     return ["fit", "--config", str(out / "recipe.json")]
 

@@ -625,7 +625,7 @@ Maximum maximum(const float* x, int64_t columns) {
   return found;
 }
 
-enum Kind { KL, REVERSE_KL, JS, AG, TV };  // the plain forms of divergence.py
+enum Kind { KL_QP, KL_PQ, JS, AG, TV };  // the plain forms of divergence.py
 constexpr float ZERO = -1e30f;             // log-probabilities at or below are those of probability 0
 constexpr float LN2 = 0.693147181f;
 
@@ -638,7 +638,7 @@ inline __m512 terms(__m512 a, __m512 b) {
   const __m512 infinite = _mm512_set1_ps(INFINITY);
   if (KIND == TV) return _mm512_mul_ps(_mm512_set1_ps(.5f), _mm512_abs_ps(_mm512_sub_ps(p, q)));
   if (KIND == KL) return _mm512_mask_mov_ps(_mm512_mul_ps(q, gap), no_p & ~no_q, infinite);
-  if (KIND == REVERSE_KL) return _mm512_mask_mov_ps(_mm512_mul_ps(p, _mm512_sub_ps(none, gap)), no_q & ~no_p, infinite);
+  if (KIND == KL_PQ) return _mm512_mask_mov_ps(_mm512_mul_ps(p, _mm512_sub_ps(none, gap)), no_q & ~no_p, infinite);
   // softplus(±gap) = max(±gap, 0) + ln(1 + e^-|gap|)
   const __m512 rest = log_of_1_plus(exponential(_mm512_sub_ps(none, _mm512_abs_ps(gap))));
   const __m512 up = _mm512_add_ps(_mm512_max_ps(gap, none), rest);
@@ -745,8 +745,8 @@ void divergences(Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, float* 
 template <class P, class Q>
 void divergences(int kind, Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, float* out) {
   switch (kind) {
-    case KL: return divergences<KL>(p, q, rows, ids, out);
-    case REVERSE_KL: return divergences<REVERSE_KL>(p, q, rows, ids, out);
+    case KL_QP: return divergences<KL_QP>(p, q, rows, ids, out);
+    case KL_PQ: return divergences<KL_PQ>(p, q, rows, ids, out);
     case JS: return divergences<JS>(p, q, rows, ids, out);
     case AG: return divergences<AG>(p, q, rows, ids, out);
     default: return divergences<TV>(p, q, rows, ids, out);

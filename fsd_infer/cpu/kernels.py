@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsd_infer.device.cpuinfo import cpu_flags
 
-PLAIN_DIVERGENCES = ("kl", "reverse_kl", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
+PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
 _FEW_NUMBERS = 2**18  # are looked through by one thread before a second one is awake
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}

@@ -123,7 +123,7 @@ class _Walk:
             self.opened = self.opened.index_put(where, token)
             chance = self.tree.tokens == evidence.above(self.opened)
         else:
-            r, cost = log_r.softmax(-1), divergence("kl")(at.scores, log_r)
+            r, cost = log_r.softmax(-1), divergence("kl_qp")(at.scores, log_r)
             self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
             self.dense.append(r)
             chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)

@@ -45,6 +45,6 @@ def _warn_never_opens(name: str) -> None:
     """Says once per divergence that the drafter's vocabulary keeps the gate shut."""
     warnings.warn(
         f"divergence {name!r} is infinite wherever the target has mass outside the drafter's reduced vocabulary, so "
-        "this gate never opens. Use js, tv, kl or a top-k form, or a drafter with the full vocabulary.",
+        "this gate never opens. Use js, tv, kl_qp or a top-k form, or a drafter with the full vocabulary.",
         stacklevel=2,
     )

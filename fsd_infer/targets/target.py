@@ -184,9 +184,9 @@ class Target:
         """16 hexadecimal digits that tell this target's weights from another's of the same shape.
 
         They come from the final norm and about a thousand rows each of embeddings and LM head, which a target without
-        its layers (:func:`fsd_train.slim.load_slim`) has too, and from the adapter that was merged into it, if any. Any
-        other fine-tuned copy that left all of these alone has the same digest. Values are rounded to bf16, so dtype,
-        device and packing of the weights do not matter.
+        its layers (:func:`fsd_train.models.slim.load_slim`) has too, and from the adapter that was merged into it, if
+        any. Any other fine-tuned copy that left all of these alone has the same digest. Values are rounded to bf16, so
+        dtype, device and packing of the weights do not matter.
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
         tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()

@@ -1,39 +1,30 @@
 """Losses by name. One file per kind of loss; importing this package registers them all.
 
-A loss is a callable ``loss(batch: DraftBatch) -> LossOutput``; its constructor takes the recipe's ``loss_args``. A list
-in the recipe mixes several: :class:`fsd_train.losses.mix.MixLoss`.
+A loss is a :class:`fsd_train.losses.base.Loss`; a recipe names it (``loss: eagle``) or gives ``class_path`` and
+``init_args``.
 """
 
 from __future__ import annotations
 
 from fsd_train.losses.adaspec import AdaSpecLoss
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, has_feature_term, reference_of
-from fsd_train.losses.divergences import DivergenceLoss, JSLoss, KLLoss, ReverseKLLoss, TVLoss
-from fsd_train.losses.eagle import EagleLoss, soft_cross_entropy
-from fsd_train.losses.fsd import FSDLoss
+from fsd_train.losses.base import (
+    LOSSES,
+    DraftBatch,
+    LMHead,
+    Loss,
+    LossOutput,
+    as_loss,
+    has_feature_term,
+    reference_of,
+)
+from fsd_train.losses.divergences import DivergenceLoss
+from fsd_train.losses.eagle import EagleLoss
+from fsd_train.losses.fsd import FsdLoss
 from fsd_train.losses.lk import LKLoss
-from fsd_train.losses.mix import MixLoss, build_loss
+from fsd_train.losses.mix import MixLoss, Part
 from fsd_train.losses.schedule import Schedule
 
 __all__ = [
-    "LOSSES",
-    "AdaSpecLoss",
-    "DivergenceLoss",
-    "DraftBatch",
-    "EagleLoss",
-    "FSDLoss",
-    "JSLoss",
-    "KLLoss",
-    "LKLoss",
-    "LMHead",
-    "Loss",
-    "LossOutput",
-    "MixLoss",
-    "ReverseKLLoss",
-    "Schedule",
-    "TVLoss",
-    "build_loss",
-    "has_feature_term",
-    "reference_of",
-    "soft_cross_entropy",
-]
+    "LOSSES", "AdaSpecLoss", "DivergenceLoss", "DraftBatch", "EagleLoss", "FsdLoss", "LKLoss", "LMHead", "Loss",
+    "LossOutput", "MixLoss", "Part", "Schedule", "as_loss", "has_feature_term", "reference_of",
+]  # fmt: skip

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, reference_of, weighted_mean
-from fsd_train.losses.mix import build_loss
-from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Rows, as_loss, reference_of, weighted_mean
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.losses.schedule import Schedule
+from fsd_train.types import PositiveInt, Share
 
 
-def largest(values: Tensor, weights: Tensor, keep: float) -> Tensor:
-    """Which supervised rows of each step have the largest values.
+def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
+    """Which rows have the largest values of their step.
 
     Args:
-        values: [S, N].
-        weights: [S, N], 0 where a step is not supervised.
-        keep: share of each step's supervised rows, in (0, 1]; rounded up to whole rows.
+        values: [R].
+        rows: their steps.
+        keep: share of each step's rows, in (0, 1]; rounded up to whole rows.
 
     Returns:
-        [S, N] bool.
+        [R] bool.
     """
-    chosen = torch.zeros_like(weights, dtype=torch.bool)
-    for step, counted in enumerate(weights > 0):
-        rows = counted.nonzero().squeeze(1)
-        count = math.ceil(keep * len(rows) - 1e-9)
-        chosen[step, rows[values[step, rows].topk(count).indices]] = True
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    for step in range(len(rows.chains)):
+        here = (rows.step == step).nonzero().squeeze(1)
+        count = math.ceil(keep * len(here) - 1e-9)
+        chosen[here[values[here].topk(count).indices]] = True
     return chosen
 
 
 @LOSSES.register("adaspec")
-class AdaSpecLoss:
+class AdaSpecLoss(Loss):
     """Another loss on the share k of tokens with the largest gap Δ = D(p, q) − D(p, q_ref).
 
-    q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``reverse_kl``) in the paper.
+    q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``kl_pq``) in the paper.
     A large gap marks a token that a drafter of this kind can fit and this one does not yet; where both fail alike,
     the target is out of reach and the token is left out. The paper's reference is a drafter of the same size, distilled
     beforehand from the same target on all tokens.
@@ -50,11 +48,10 @@ class AdaSpecLoss:
 
     Args:
         reference: directory of an exported head of the same target, or of a small LM where one is trained
-            (:class:`fsd_train.lm_module.LMModule`). A head reads what the trained head reads, and its estimates go
+            (:class:`fsd_train.models.lm.LMModule`). A head reads what the trained head reads, and its estimates go
             through the same rows of the LM head, so its own draft vocabulary does not matter.
         keep: k, a number in (0, 1] or a schedule (see :class:`fsd_train.losses.schedule.Schedule`).
-        loss: name of the loss on the chosen tokens, or a list as for :class:`fsd_train.losses.mix.MixLoss`.
-        loss_args: its arguments.
+        loss: the loss on the chosen tokens.
         divergence: D, a name of :mod:`fsd_infer.divergence`.
         chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -62,35 +59,34 @@ class AdaSpecLoss:
     def __init__(
         self,
         reference: str,
-        keep: float | Mapping[str, Any] = 0.4,
-        loss: str | Sequence[Mapping[str, Any]] = "reverse_kl",
-        loss_args: dict[str, Any] | None = None,
-        divergence: str = "reverse_kl",
-        chunk_size: int | None = None,
+        keep: Share | Schedule = 0.4,
+        loss: Loss | str = "kl_pq",
+        divergence: str = "kl_pq",
+        chunk_size: PositiveInt | None = None,
     ) -> None:
-        if not isinstance(reference, str) or not reference:
+        if not reference:
             raise DataError("adaspec: reference must name the directory of an exported head or small LM.")
-        self.keep = Schedule.read(keep, "adaspec: keep")
+        self.keep = Schedule.of(keep)
         if not all(0 < value <= 1 for value in (self.keep.start, self.keep.end)):
             raise DataError(f"adaspec: keep is a share of the tokens, above 0 and up to 1, got {keep!r}.")
-        check_chunk_size(chunk_size)
         self.reference = reference
-        self.inner = build_loss(loss, loss_args)
+        self.inner = as_loss(loss)
+        self.parts = [self.inner]
         if reference_of(self.inner) is not None:
             raise DataError("adaspec: the loss on the chosen tokens must not choose tokens itself.")
-        if getattr(self.inner, "couples_rows", False):
+        if self.inner.couples_rows:
             raise DataError(
-                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; "
-                "name both in a list of losses instead."
+                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; put both in a mix instead."
             )
         self.chunk_size = chunk_size
-        self._rows = divergence_rows(divergence)
+        rows = divergence_rows(divergence)
+        self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         if batch.reference is None:
             return self.inner(batch)
         gap = self.gap(batch)
-        chosen = largest(gap, batch.weights, self.keep.at(batch.progress, batch.step))
+        chosen = largest(gap, batch.rows, self.keep.at(batch.progress, batch.step))
         kept = batch.with_weights(batch.weights * chosen)
         out = self.inner(kept)
         out.parts["gap"] = weighted_mean(gap, batch.weights)
@@ -99,9 +95,10 @@ class AdaSpecLoss:
 
     @torch.no_grad()
     def gap(self, batch: DraftBatch) -> Tensor:
-        """Δ at every row of every step, [S, N] fp32. Both drafters are compared with p in one pass."""
+        """Δ at every row, [R] fp32."""
         assert batch.reference is not None
-        both = torch.cat([batch.estimates, batch.reference.to(batch.estimates.dtype)])
-        values, _ = chunked_rows(lambda p, q: self._rows(p, q)[None], replace(batch, estimates=both), self.chunk_size)
-        own, reference = values[0].chunk(2)
+        pair = (batch.estimates, batch.reference.to(batch.estimates.dtype))
+        own, reference = (
+            chunked_rows(self._rows, replace(batch, estimates=each), self.chunk_size)[0][0] for each in pair
+        )
         return own - reference

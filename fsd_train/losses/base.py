@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
 from fsd_infer.registry import Registry
 
@@ -81,60 +83,72 @@ class LMHead:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a batch count, in host memory: losses divide their work by it without waiting for the device.
+    """What a batch supervises: R rows, each the draft of one step at one of N positions, sorted by position.
+
+    Row r predicts token i+2 from the estimate of feature i+1, where i is its position (:mod:`fsd_train.models.unroll`
+    has the indexing). Every position has a row of step 0.
 
     Attributes:
-        positions: [N], as in :class:`DraftBatch`.
-        counted: [S, N] bool, whether the weight is above 0.
+        position: [N] flat index b·(M−1) + i, ascending.
+        feature: [R], which of the N positions it stands at, ascending.
+        step: [R], which draft of its chain it is, from 0.
+        weight: [R] fp32.
+        chains: [S, C] rows: column c is a chain whose S steps are all here.
+        ends: N+1 numbers in host memory: the rows of position n are ends[n] … ends[n+1]−1.
     """
 
-    positions: Tensor
-    counted: Tensor
+    position: Tensor
+    feature: Tensor
+    step: Tensor
+    weight: Tensor
+    chains: Tensor
+    ends: Sequence[int]
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device, which is not waited for."""
+        names = ("position", "feature", "step", "weight", "chains")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        return replace(self, **moved)
+
+    def sum_by_step(self, values: Tensor) -> Tensor:
+        """Sums [S] of values [R] over the rows of each step."""
+        return values.new_zeros(len(self.chains)).index_add(0, self.step, values)
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """One batch of predictions, gathered at the N positions where anything is supervised.
-
-    Row n stands for the position i = ``positions[n]`` (see :mod:`fsd_train.unroll` for the indexing): the estimates
-    there are of feature i+1, whose distribution predicts token i+2.
+    """One batch of predictions: an estimate per row, a feature per position.
 
     Attributes:
-        estimates: [S, N, H], the head's output of unrolled step s.
-        features: [N, H], the target's own feature i+1.
-        weights: [S, N] fp32, 0 where step s is not supervised at that row, the step's weight elsewhere.
-        tokens: [N], token i+2 of the sequence.
-        positions: [N], flat index b·M + i; the chain of step s at a row starts s positions earlier.
+        estimates: [R, H], the head's output.
+        features: [N, H], the target's own feature.
+        rows: which step and position each estimate stands for, and its weight.
         head: the target's LM head over the draft vocabulary.
         own_head: the drafter's LM head over the same, where it has one of its own: its weight is trained.
         feature_scale: [H] that the head divides features by, or None.
-        reference: [S, N, H], a frozen reference drafter's estimates on the same inputs, or None.
+        reference: [R, H], a frozen reference drafter's estimates on the same inputs, or None.
         progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
         step: optimiser steps that have passed.
-        host: which rows count, where the host knows it without asking the device.
     """
 
     estimates: Tensor
     features: Tensor
-    weights: Tensor
-    tokens: Tensor
-    positions: Tensor
+    rows: Rows
     head: LMHead
     feature_scale: Tensor | None = None
     own_head: LMHead | None = None
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
-    host: Rows | None = None
 
     @property
-    def rows(self) -> Rows:
-        """Which rows count, on the host. Waits for the device unless ``host`` is given."""
-        return self.host or Rows(self.positions.cpu(), (self.weights > 0).cpu())
+    def weights(self) -> Tensor:
+        """[R], of the rows."""
+        return self.rows.weight
 
     def with_weights(self, weights: Tensor) -> DraftBatch:
-        """The same batch with other weights [S, N]."""
-        return replace(self, weights=weights, host=None)
+        """The same batch with other weights [R]."""
+        return replace(self, rows=replace(self.rows, weight=weights))
 
     @property
     def draft_head(self) -> LMHead:
@@ -149,7 +163,7 @@ class LossOutput:
     Attributes:
         loss: scalar, differentiable.
         parts: detached scalars by name, logged as they are.
-        agreement: [S, N] bool: the drafter's most likely token is the target's (within the draft vocabulary); None
+        agreement: [R] bool: the drafter's most likely token is the target's (within the draft vocabulary); None
             where a loss does not compute it.
     """
 
@@ -158,56 +172,61 @@ class LossOutput:
     agreement: Tensor | None = None
 
 
-class Loss(Protocol):
-    """The interface of a loss.
+class Loss(ABC):
+    """A loss: its constructor takes what a recipe gives as ``init_args``.
 
-    It may have two more attributes: ``reference``, the directory of an exported drafter whose estimates it wants in
-    :attr:`DraftBatch.reference`, and ``couples_rows``, True if rows count only together with others.
+    Attributes:
+        reference: directory of an exported drafter whose estimates it wants in :attr:`DraftBatch.reference`, or None.
+        couples_rows: whether rows count only together with others.
+        w_feature: weight of a term that compares estimates with features.
+        parts: losses that it is made of.
     """
 
+    reference: str | None = None
+    couples_rows: bool = False
+    w_feature: float = 0.0
+    parts: Sequence[Loss] = ()
+
+    @abstractmethod
     def __call__(self, batch: DraftBatch) -> LossOutput: ...
 
 
 LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
 
 
-def make_loss(name: str, args: Mapping[str, Any] | None = None) -> Loss:
-    """The loss registered as ``name``, made with ``args``.
+def as_loss(loss: Loss | str) -> Loss:
+    """A loss itself, or the one registered under a name, with its defaults.
 
     Raises:
         UnknownNameError: no loss has that name.
-        DataError: an argument that the loss does not take, or one that it needs and did not get.
+        DataError: that loss needs arguments.
     """
-    kind = LOSSES.get(name)
-    known = inspect.signature(kind).parameters
-    unknown = sorted(set(args or {}) - set(known))
-    if unknown:
-        raise DataError(f"loss {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(known)}.")
-    needed = [key for key, value in known.items() if value.default is value.empty and key not in (args or {})]
+    if isinstance(loss, Loss):
+        return loss
+    kind = LOSSES.get(loss)
+    needed = [name for name, value in inspect.signature(kind).parameters.items() if value.default is value.empty]
     if needed:
-        raise DataError(f"loss {name!r} needs the argument {', '.join(needed)}: add it to the recipe.")
-    return kind(**(args or {}))
+        raise DataError(f"loss {loss!r} needs {', '.join(needed)}: write it as class_path and init_args.")
+    return kind()
 
 
 def reference_of(loss: Loss) -> str | None:
-    """Directory of the reference drafter that a loss wants, or None."""
-    found = getattr(loss, "reference", None)
-    return found if isinstance(found, str) else None
+    """Directory of the reference drafter that a loss, or a part of it, wants, or None."""
+    return loss.reference or next(filter(None, map(reference_of, loss.parts)), None)
 
 
-def has_feature_term(loss: Any) -> bool:
+def has_feature_term(loss: Loss) -> bool:
     """Does a loss, or a part of it, compare estimates with features?"""
-    parts = [part.loss for part in getattr(loss, "parts", [])] + [getattr(loss, "inner", None)]
-    return bool(getattr(loss, "w_feature", 0.0)) or any(has_feature_term(part) for part in parts if part is not None)
+    return bool(loss.w_feature) or any(map(has_feature_term, loss.parts))
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Σ w·x / Σ w, a scalar; 0 where all weights are 0. values and weights [S, N]."""
+    """Σ w·x / Σ w, a scalar; 0 where all weights are 0. values and weights [R]."""
     return (values * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
 def feature_distance(batch: DraftBatch) -> Tensor:
-    """SmoothL1(estimate, feature) per row, averaged over the H dimensions: [S, N] fp32, differentiable.
+    """SmoothL1(estimate, feature) per row, averaged over the H dimensions: [R] fp32, differentiable.
 
     Taken in the space the head reads: divided by ``feature_scale`` where the head has one, so that outlier dimensions
     do not drown the others.
@@ -216,7 +235,7 @@ def feature_distance(batch: DraftBatch) -> Tensor:
     if batch.feature_scale is not None:
         estimates = estimates / batch.feature_scale.to(estimates.dtype)
         features = features / batch.feature_scale.to(features.dtype)
-    wanted = features.to(estimates.dtype).expand_as(estimates)
+    wanted = features.to(estimates.dtype).index_select(0, batch.rows.feature)
     return torch.nn.functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
 
 

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, Rows, weighted_mean, with_features
-from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows, log_overlap
+from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 _ALMOST_ONE = 1 - 1e-6
 
-_reverse_kl = divergence_rows("reverse_kl")
-
-
-def chain_rows(rows: Rows) -> Tensor:
-    """Which rows make up each chain whose steps are all supervised.
-
-    The chain that begins at flat position i has its step s at the row of position i+s.
-
-    Args:
-        rows: distinct flat positions, and which steps count there.
-
-    Returns:
-        [S, C] row numbers in host memory: column c is a chain, row s its step s.
-    """
-    positions, counted = rows.positions, rows.counted
-    steps, length = counted.shape
-    if not length:
-        return positions.new_zeros(steps, 0)
-    row_at = positions.new_full((int(positions.max()) + steps,), -1)
-    row_at[positions] = torch.arange(length)
-    found = row_at[positions + torch.arange(steps)[:, None]]  # [S, N], -1 where there is none
-    known = found.clamp_min(0)
-    whole = ((found >= 0) & counted.gather(1, known)).all(0)
-    return known[:, whole]
+_kl_pq = divergence_rows("kl_pq")
 
 
 def expected_length(acceptance: Tensor) -> Tensor:
@@ -56,7 +32,7 @@ def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
 
 
 @LOSSES.register("fsd")
-class FSDLoss:
+class FsdLoss(Loss):
     """−ln(L/S) of every chain, L = Σ_k Π_{j≤k} a_j its expected number of accepted drafts, plus an anchor.
 
     a = e + (1−e)·σ((T−D(p, q))/s) is the chance that ``fuzzy`` keeps a draft. All of it lies over the draft vocabulary,
@@ -82,27 +58,17 @@ class FSDLoss:
     def __init__(
         self,
         divergence: str = "js",
-        threshold: float | Sequence[float] = 0.3,
-        softness: float = 0.1,
-        width: int | None = None,
-        temperature: float = 1.0,
-        anchor: float = 0.1,
-        w_feature: float = 0.0,
-        chunk_size: int | None = None,
+        threshold: float | list[float] = 0.3,
+        softness: PositiveFloat = 0.1,
+        width: PositiveInt | None = None,
+        temperature: PositiveFloat = 1.0,
+        anchor: NonNegativeFloat = 0.1,
+        w_feature: NonNegativeFloat = 0.0,
+        chunk_size: PositiveInt | None = None,
     ) -> None:
-        thresholds = list(threshold) if isinstance(threshold, Sequence) else [threshold]
-        if not thresholds or not all(isinstance(value, int | float) and value >= 0 for value in thresholds):
+        self.thresholds = list(threshold) if isinstance(threshold, list) else [threshold]
+        if not self.thresholds or not all(value >= 0 for value in self.thresholds):
             raise DataError(f"fsd: threshold is one or more numbers that are not negative, got {threshold}.")
-        for name, value in {"softness": softness, "temperature": temperature}.items():
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise DataError(f"fsd: {name} is a positive number, got {value}.")
-        for name, value in {"anchor": anchor, "w_feature": w_feature}.items():
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise DataError(f"fsd: {name} is a number that is not negative, got {value}.")
-        if width is not None and width < 1:
-            raise DataError(f"fsd: width must be at least 1, or None for a sampled chain, got {width}.")
-        check_chunk_size(chunk_size)
-        self.thresholds = [float(value) for value in thresholds]
         self.softness, self.width, self.temperature = softness, width, temperature
         self.anchor, self.w_feature, self.chunk_size = anchor, w_feature, chunk_size
         self._distance = divergence_rows(divergence)
@@ -119,23 +85,22 @@ class FSDLoss:
         else:  # children come from the raw q. 1−(1−q)^k without loss where q is tiny; finite where q rounds to 1
             missed = torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
             passed = -torch.linalg.vecdot(log_p.exp(), missed)
-        return torch.stack([distance, passed, _reverse_kl(log_p, log_q)])
+        return torch.stack([distance, passed, _kl_pq(log_p, log_q)])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        steps = batch.estimates.shape[0]
-        values, agree = chunked_rows(self._rows, batch, self.chunk_size, count=3)
-        chains = to_device(chain_rows(batch.rows), batch.weights.device)
-        distance, passed, _ = (rows.gather(1, chains) for rows in values)  # [S, C] each
+        chains = batch.rows.chains
+        values, agree = chunked_rows(RowFunction(self._rows, count=3), batch, self.chunk_size)
+        distance, passed = values[0][chains], values[1][chains]  # [S, C] each
         anchor = weighted_mean(values[2], batch.weights)
         parts = {
             "acceptance": weighted_mean(values[1], batch.weights).detach(),
-            "reverse_kl_loss": anchor.detach(),
+            "kl_pq_loss": anchor.detach(),
         }
         loss = self.anchor * anchor
         for threshold in self.thresholds if chains.numel() else ():
             gate = soft_gate(distance, threshold, self.softness)
             lengths = expected_length(passed + (1 - passed) * gate)
             tiny = torch.finfo(lengths.dtype).tiny
-            loss = loss - (lengths / steps).clamp_min(tiny).log().mean() / len(self.thresholds)
+            loss = loss - (lengths / len(chains)).clamp_min(tiny).log().mean() / len(self.thresholds)
             parts[f"soft_tau_{threshold:g}"] = 1 + lengths.detach().mean()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

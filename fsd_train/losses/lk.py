@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, LossOutput, with_features
-from fsd_train.losses.rows import check_chunk_size, chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows, log_overlap
+from fsd_train.types import NonNegativeFloat, PositiveInt
 
-FORMS = ("adaptive", "log")
-LEVELS = ("step", "row")
-
-_reverse_kl = divergence_rows("reverse_kl")
+_kl_pq = divergence_rows("kl_pq")
 
 
 def _log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -20,15 +19,15 @@ def _log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return torch.stack([_reverse_kl(log_p, log_q), log_overlap(log_p, log_q).exp()])
+    return torch.stack([_kl_pq(log_p, log_q), log_overlap(log_p, log_q).exp()])
 
 
 @LOSSES.register("lk")
-class LKLoss:
+class LKLoss(Loss):
     """With α = Σ min(p, q) = 1 − TV, the chance that a token sampled from q passes the exact test at a row:
 
     - form "adaptive": λ·KL(p||q) + (1−λ)·(1−α), with λ = exp(−eta·α) held constant in the gradient: KL while the
-      drafter is bad, TV once it is good. This KL is ``reverse_kl`` (target from draft).
+      drafter is bad, TV once it is good. This KL is ``kl_pq`` (target from draft).
     - form "log": −ln α, whose gradient is that of TV divided by α. It has no parameter.
 
     p and q are raw distributions over the draft vocabulary, p renormalised within it.
@@ -45,20 +44,12 @@ class LKLoss:
 
     def __init__(
         self,
-        form: str = "adaptive",
-        eta: float = 3.0,
-        level: str = "step",
-        w_feature: float = 0.0,
-        chunk_size: int | None = None,
+        form: Literal["adaptive", "log"] = "adaptive",
+        eta: NonNegativeFloat = 3.0,
+        level: Literal["step", "row"] = "step",
+        w_feature: NonNegativeFloat = 0.0,
+        chunk_size: PositiveInt | None = None,
     ) -> None:
-        if form not in FORMS or level not in LEVELS:
-            raise DataError(
-                f"lk: form is one of {', '.join(FORMS)} and level one of {', '.join(LEVELS)}, "
-                f"got {form!r} and {level!r}."
-            )
-        if eta < 0 or w_feature < 0:
-            raise DataError(f"lk: eta and w_feature must not be negative, got {eta} and {w_feature}.")
-        check_chunk_size(chunk_size)
         self.form = form
         self.eta = eta
         self.level = level
@@ -66,28 +57,28 @@ class LKLoss:
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [S, N], sums to 1
+        share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [R], sums to 1
         if self.form == "log":
-            values, agree = chunked_rows(_log_acceptance, batch, self.chunk_size)
+            values, agree = chunked_rows(RowFunction(_log_acceptance), batch, self.chunk_size)
             log_alpha = values[0]
             alpha = log_alpha.exp()
             if self.level == "step":
-                log_alpha = self._per_step(alpha, batch.weights).log()
+                log_alpha = _per_step(alpha, batch).log()
             loss = -(log_alpha * share).sum()
             parts = {}
         else:
-            values, agree = chunked_rows(_kl_and_acceptance, batch, self.chunk_size, count=2)
+            values, agree = chunked_rows(RowFunction(_kl_and_acceptance, count=2), batch, self.chunk_size)
             kl, alpha = values
             rate = alpha.detach()
-            mix = (-self.eta * (rate if self.level == "row" else self._per_step(rate, batch.weights))).exp()
+            mix = (-self.eta * (rate if self.level == "row" else _per_step(rate, batch))).exp()
             loss = ((mix * kl + (1 - mix) * (1 - alpha)) * share).sum()
-            parts = {"reverse_kl_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
+            parts = {"kl_pq_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
         parts = {"lk_loss": loss.detach(), "acceptance": (alpha * share).sum().detach(), **parts}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
-    @staticmethod
-    def _per_step(alpha: Tensor, weights: Tensor) -> Tensor:
-        """[S, N] -> [S, 1], the weighted mean of each step; 1 for a step without supervised rows, whose log is 0."""
-        total = weights.sum(1, keepdim=True)
-        mean = (alpha * weights).sum(1, keepdim=True) / total.clamp_min(1e-6)
-        return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)
+
+def _per_step(alpha: Tensor, batch: DraftBatch) -> Tensor:
+    """alpha [R] -> [R], the weighted mean of all rows of its step in each one's place."""
+    total = batch.rows.sum_by_step(batch.weights)
+    mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(1e-6)
+    return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)[batch.rows.step]

@@ -1,37 +1,49 @@
-"""Functions of a row's two distributions, evaluated without ever holding [N, Vd].
+"""Functions of a row's two distributions, evaluated without ever holding [R, Vd].
 
-A *row function* maps log p [n, Vd] and log q [n, Vd] (fp32, normalised over the draft vocabulary, p the target's) to R
-values per row, [R, n]. :func:`chunked_rows` evaluates one at all [S, N] rows of a batch, block by block, and knows its
-gradient on the estimates. A loss that couples rows (a product along a chain, a batch mean) is then ordinary autograd
-on the [R, S, N] values.
+A *row function* maps the target's log p and the drafter's log q (both [n, Vd], fp32, normalised over the draft
+vocabulary) to K values per row, [K, n]. :func:`chunked_rows` evaluates one at all R rows of a batch, block by block,
+and knows its gradient on the estimates. A loss that couples rows (a product along a chain, a batch mean) is then
+ordinary autograd on the [K, R] values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsd_infer.device.transfer import to_device
 from fsd_infer.divergence import Divergence, divergence
-from fsd_infer.errors import DataError
 from fsd_train.losses.base import DraftBatch
-
-RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, Vd], log q [n, Vd] -> [R, n]
 
 # A block has 1/LIVE of chunk_size's rows: at the peak 6 to 18 tensors of a block's size are alive (logits, both
 # log-probabilities, what autograd keeps of the row function), so that 1.3 chunk_size bounds them all.
 LIVE = 14
+Distributions = Callable[[Tensor, Tensor], Tensor]
 
 
-def check_chunk_size(chunk_size: int | None) -> None:
-    """Raises DataError if it is not positive."""
-    if chunk_size is not None and chunk_size < 1:
-        raise DataError(f"chunk_size must be at least 1, got {chunk_size}.")
+@dataclass(frozen=True)
+class RowFunction:
+    """A row function.
+
+    Attributes:
+        values: log p [n, Vd], log q [n, Vd] -> [K, n], differentiable in the second.
+        count: K.
+        slope: of a function with K = 1, the gradient [n, Vd] of its values on the logits of q, from the same arguments,
+            which it may overwrite; None for autograd.
+        of_p: its first argument is p instead of log p.
+        live: tensors of a block's size that are alive at the peak.
+    """
+
+    values: Distributions
+    count: int = 1
+    slope: Distributions | None = None
+    of_p: bool = False
+    live: int = LIVE
 
 
 def default_chunk_size(device: str, vocabulary: int) -> int:
@@ -39,30 +51,28 @@ def default_chunk_size(device: str, vocabulary: int) -> int:
     return 1024 if device == "cpu" else max(1024, min(8192, 2**28 // vocabulary))
 
 
-def blocks(rows: int, chunk_size: int, live: int = LIVE) -> list[slice]:
-    """Slices of ``rows`` so short that ``live`` tensors of a block's size hold no more than ``chunk_size`` rows."""
-    size = max(1, chunk_size // live)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+@dataclass(frozen=True)
+class Block:
+    """Positions, and the rows that stand at them."""
+
+    positions: slice
+    rows: slice
 
 
-def supervised_rows(counted: Tensor, pieces: Sequence[slice], device: torch.device) -> list[list[slice | Tensor]]:
-    """Which rows count: [block][step], the block's slice where all of its rows do, else their numbers [n].
+def blocks(ends: Sequence[int], size: int) -> list[Block]:
+    """The rows of whole positions in blocks of at most ``size`` rows (one position at least).
 
     Args:
-        counted: [S, N] bool, in host memory.
-        pieces: of :func:`blocks`.
-        device: of the numbers, which it does not wait for.
+        ends: of :class:`fsd_train.losses.base.Rows`.
+        size: rows.
     """
-    if not pieces:
-        return []
-    sizes = torch.stack([counted[:, piece].sum(1) for piece in pieces], dim=1).tolist()  # [S, blocks]
-    numbers = to_device(counted.nonzero()[:, 1].contiguous(), device)  # step by step, ascending
-    found = iter(numbers.split([size for step in sizes for size in step]))
-    by_step = [
-        [rows if size < piece.stop - piece.start else piece for piece, size, rows in zip(pieces, step, found)]
-        for step in sizes
-    ]
-    return [list(block) for block in zip(*by_step)]
+    pieces, first = [], 0
+    for position in range(1, len(ends)):
+        last = position + 1 == len(ends)
+        if last or ends[position + 1] - ends[first] > size:
+            pieces.append(Block(slice(first, position), slice(ends[first], ends[position])))
+            first = position
+    return pieces
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -71,54 +81,37 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
-def within(piece: slice, rows: slice | Tensor) -> slice | Tensor:
-    """The same rows counted from the block's first."""
-    return slice(None) if isinstance(rows, slice) else rows - piece.start
-
-
-def _slope(values: Tensor, logits: Tensor, coefficient: Tensor) -> Tensor:
-    """The gradient [n, Vd] of Σ coefficient·values, both [R, n], on the logits that they were computed from."""
-    return torch.autograd.grad(values, logits, coefficient)[0]
-
-
-class _ChunkedRows(torch.autograd.Function):
+class _RowValues(torch.autograd.Function):
     """See :func:`chunked_rows`.
 
-    With one value per row (R = 1) and a frozen LM head the gradient is taken in forward, while the block's logits are
-    at hand, and only scaled in backward. Else backward, which knows the weights that the R values go into the loss
+    With one value per row (K = 1) and a frozen LM head the gradient is taken in forward, while the block's logits are
+    at hand, and only scaled in backward. Else backward, which knows the weights that the K values go into the loss
     with, makes a second pass over the blocks, which turns their weighted sum into one gradient: one product with the LM
-    head and one [S, N, H] instead of R of each, and the LM head's own gradient [Vd, H] without ever holding logits of
-    more than a block.
+    head and one [R, H] instead of K of each, and the LM head's own gradient [Vd, H] without ever holding logits of more
+    than a block.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, weight: Tensor | None, batch: DraftBatch, rows: RowFunction, count: int,
-        pieces: Sequence[slice], counted: list[list[slice | Tensor]],
+        ctx: Any, estimates: Tensor, weight: Tensor | None, batch: DraftBatch, function: RowFunction,
+        pieces: Sequence[Block],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        steps, length, _ = estimates.shape
-        values = torch.zeros(count, steps, length, dtype=torch.float32, device=estimates.device)
-        agree = torch.zeros(steps, length, dtype=torch.bool, device=estimates.device)
+        count, rows = function.count, len(estimates)
+        values = torch.zeros(count, rows, dtype=torch.float32, device=estimates.device)
+        agree = torch.zeros(rows, dtype=torch.bool, device=estimates.device)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad = torch.zeros_like(estimates) if wanted and count == 1 and weight is None else None
         head = batch.draft_head
-        for piece, numbers in zip(pieces, counted, strict=True):
-            log_p = batch.head(batch.features[piece]).log_softmax(-1)
-            best = log_p.argmax(-1)
-            for step, block in enumerate(numbers):
-                inside = within(piece, block)
-                logits = head(estimates[step, block]).detach().requires_grad_(grad is not None)
-                agree[step, block] = logits.detach().argmax(-1) == best[inside]
-                with torch.set_grad_enabled(grad is not None):
-                    found = rows(log_p[inside], logits.log_softmax(-1))
-                values[:, step, block] = found.detach()
-                if grad is not None:
-                    slope = _slope(found, logits, torch.ones_like(found))
-                    grad[step, block] = head.grad_hidden(logits.detach(), slope).to(grad.dtype)
-                    del slope
-                del found, logits  # or they live on beside the next step's
+        for block in pieces:
+            p, best = _target(batch, function, block)
+            logits = head(estimates[block.rows]).detach()
+            agree[block.rows] = logits.argmax(-1) == best
+            values[:, block.rows], slope = _values(function, p, logits, grad is not None)
+            if grad is not None and slope is not None:
+                grad[block.rows] = head.grad_hidden(logits, slope).to(grad.dtype)
+            del p, logits, slope  # or they live on beside the next block's
         ctx.unit = grad is not None
-        ctx.settings = None if ctx.unit else (batch, rows, pieces, counted)
+        ctx.settings = None if ctx.unit else (batch, function, pieces)
         ctx.save_for_backward(*([grad] if grad is not None else [estimates] if wanted else []))
         ctx.mark_non_differentiable(agree)
         return values, agree
@@ -126,67 +119,89 @@ class _ChunkedRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        coefficients, nothing = grads[0], (None,) * 5
+        coefficients, nothing = grads[0], (None,) * 3
         if ctx.unit:
             (unit,) = ctx.saved_tensors
-            return (coefficients[0, ..., None] * unit).to(unit.dtype), None, *nothing
+            return (coefficients[0, :, None] * unit).to(unit.dtype), None, *nothing
         (estimates,) = ctx.saved_tensors
-        batch, rows, pieces, counted = ctx.settings
+        batch, function, pieces = ctx.settings
         head = batch.draft_head
         grad = torch.zeros_like(estimates)
         trained = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
         with full_precision(estimates.device):
-            for piece, numbers in zip(pieces, counted, strict=True):
-                log_p = batch.head(batch.features[piece]).log_softmax(-1)
-                for step, block in enumerate(numbers):
-                    hidden = estimates[step, block]
-                    logits = head(hidden).detach().requires_grad_()
-                    with torch.enable_grad():
-                        found = rows(log_p[within(piece, block)], logits.log_softmax(-1))
-                    slope = _slope(found, logits, coefficients[:, step, block])
-                    grad[step, block] = head.grad_hidden(logits.detach(), slope).to(grad.dtype)
-                    if grad_weight is not None:
-                        grad_weight += head.grad_weight(logits.detach(), slope, hidden)
-                    del found, logits, slope
+            for block in pieces:
+                p, _ = _target(batch, function, block)
+                hidden = estimates[block.rows]
+                logits = head(hidden).detach()
+                _, slope = _autograd_slope(function, p, logits, coefficients[:, block.rows])
+                grad[block.rows] = head.grad_hidden(logits, slope).to(grad.dtype)
+                if grad_weight is not None:
+                    grad_weight += head.grad_weight(logits, slope, hidden)
+                del p, logits, slope
         return grad, None if grad_weight is None else grad_weight.to(head.weight.dtype), *nothing
 
 
-def chunked_rows(rows: RowFunction, batch: DraftBatch, chunk_size: int | None, count: int = 1) -> tuple[Tensor, Tensor]:
-    """A row function at every row and step of a batch whose weight is not 0.
+def _target(batch: DraftBatch, function: RowFunction, block: Block) -> tuple[Tensor, Tensor]:
+    """log p (or p) [n, Vd] of a block's rows, and their most likely entries [n]."""
+    logits = batch.head(batch.features[block.positions])
+    at = batch.rows.feature[block.rows] - block.positions.start
+    p = logits.softmax(-1) if function.of_p else logits.log_softmax(-1)
+    return p.index_select(0, at), logits.argmax(-1).index_select(0, at)
+
+
+def _values(function: RowFunction, p: Tensor, logits: Tensor, sloping: bool) -> tuple[Tensor, Tensor | None]:
+    """Values [K, n] of a block and, if asked for, their gradient [n, Vd] on the logits (K = 1)."""
+    if sloping and function.slope is None:
+        return _autograd_slope(function, p, logits, None)
+    log_q = logits.log_softmax(-1)
+    values = function.values(p, log_q)
+    return values, function.slope(p, log_q) if sloping and function.slope is not None else None
+
+
+def _autograd_slope(
+    function: RowFunction, p: Tensor, logits: Tensor, coefficients: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Values [K, n], and the gradient [n, Vd] on the logits of their sum weighted by coefficients [K, n] (or 1)."""
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        values = function.values(p, leaf.log_softmax(-1))
+    weights = torch.ones_like(values) if coefficients is None else coefficients
+    return values.detach(), torch.autograd.grad(values, leaf, weights)[0]
+
+
+def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
+    """A row function at every row of a batch.
 
     Args:
-        rows: log p [n, Vd], log q [n, Vd] -> [R, n], differentiable in the second.
+        function: K values a row.
         batch: its estimates, and the weight of its ``own_head`` if it has one, are what is differentiated.
         chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
-            peak stays below 1.3·4·chunk_size·Vd bytes (chunk_size ≥ 14). None: :func:`default_chunk_size`.
-        count: R.
+            peak stays below 1.3·4·chunk_size·Vd bytes where a position's rows are fewer than a block's. None:
+            :func:`default_chunk_size`.
 
     Returns:
-        (values [R, S, N] fp32, agreement [S, N] bool: both distributions have the same most likely token); 0 and
-        False where the weight is 0
+        (values [K, R] fp32, agreement [R] bool: both distributions have the same most likely token)
     """
     if chunk_size is None:
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
-    pieces = blocks(batch.weights.shape[1], chunk_size)
-    counted = batch.rows.counted.repeat(len(batch.estimates) // len(batch.weights), 1)  # of two drafters
-    numbers = supervised_rows(counted, pieces, batch.estimates.device)
+    pieces = blocks(batch.rows.ends, max(1, chunk_size // function.live))
     with full_precision(batch.estimates.device):
         own = None if batch.own_head is None else batch.own_head.weight
-        values, agree = _ChunkedRows.apply(batch.estimates, own, batch, rows, count, pieces, numbers)
+        values, agree = _RowValues.apply(batch.estimates, own, batch, function, pieces)
     return values, agree
 
 
-def divergence_rows(name: str | Divergence) -> RowFunction:
+def divergence_rows(name: str | Divergence) -> Distributions:
     """D(p, q) as [n] by the shared library's formula. Raises UnknownNameError for an unknown name.
 
     The plain forms are called directly, since the block is a chunk already and its log-probabilities are finite; the
     top-k forms through the object, which lumps.
     """
-    found = divergence(name)
-    if found.k is None:
-        return found.rows
-    return lambda log_p, log_q: found(log_p, log_q, log_probs=True)
+    measure = divergence(name)
+    if measure.k is None:
+        return measure.rows
+    return lambda log_p, log_q: measure(log_p, log_q, log_probs=True)
 
 
 def log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:

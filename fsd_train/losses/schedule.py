@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from fsd_infer.errors import DataError
-from fsd_infer.registry import Registry
-
-# A shape maps how much of the change has passed, 0 to 1, to how much of it is done, 0 to 1.
-SHAPES: Registry[Callable[[float], float]] = Registry("schedule kind")
-
-
-@SHAPES.register("linear")
-def _linear(share: float) -> float:
-    return share
-
-
-@SHAPES.register("cosine")
-def _cosine(share: float) -> float:
-    return 0.5 * (1 - math.cos(math.pi * share))
-
-
-@SHAPES.register("constant")
-def _constant(share: float) -> float:
-    return float(share >= 1)
+from fsd_train.types import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True)
@@ -39,38 +19,15 @@ class Schedule:
         kind: "linear", "cosine" (half a period), or "constant" (``start`` until the part is over, then ``end``).
     """
 
-    start: float
-    end: float
-    over: float = 1.0
-    kind: str = "linear"
+    start: NonNegativeFloat
+    end: NonNegativeFloat
+    over: PositiveFloat = 1.0
+    kind: Literal["linear", "cosine", "constant"] = "linear"
 
     @classmethod
-    def read(cls, value: Any, name: str) -> Schedule:
-        """A number, or a mapping with ``from``, ``to`` and optionally ``over`` and ``kind``, as a recipe writes it.
-
-        Args:
-            value: what the recipe says.
-            name: how errors call it.
-
-        Raises:
-            DataError: neither of the two, an unknown key, a value that is no finite number, or ``over`` not positive.
-            UnknownNameError: an unknown kind.
-        """
-        if not isinstance(value, Mapping):
-            number = _number(value, name)
-            return cls(number, number)
-        known = {"from", "to", "over", "kind"}
-        if not {"from", "to"} <= set(value) <= known:
-            raise DataError(
-                f"{name}: a schedule has the keys from and to, and optionally over and kind; "
-                f"found {', '.join(map(str, value)) or 'none'}."
-            )
-        over = _number(value.get("over", 1.0), f"{name}: over")
-        if over <= 0:
-            raise DataError(f"{name}: over must be positive (a share of the run up to 1, or steps), got {over:g}.")
-        kind = str(value.get("kind", "linear"))
-        SHAPES.get(kind)
-        return cls(_number(value["from"], f"{name}: from"), _number(value["to"], f"{name}: to"), over, kind)
+    def of(cls, value: float | Schedule) -> Schedule:
+        """A number as a schedule that stays."""
+        return value if isinstance(value, Schedule) else cls(value, value)
 
     @property
     def moves(self) -> bool:
@@ -80,11 +37,7 @@ class Schedule:
     def at(self, progress: float, step: float) -> float:
         """The value when the share ``progress`` (0 to 1) of the run and ``step`` optimiser steps have passed."""
         passed = progress / self.over if self.over <= 1 else step / self.over
-        done = SHAPES.get(self.kind)(min(max(passed, 0.0), 1.0))
+        passed = min(max(passed, 0.0), 1.0)
+        shapes = {"linear": passed, "cosine": 0.5 * (1 - math.cos(math.pi * passed)), "constant": float(passed >= 1)}
+        done = shapes[self.kind]
         return self.end if done == 1 else self.start + (self.end - self.start) * done
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{name} must be a finite number, got {value!r}.")
-    return float(value)

@@ -1,0 +1,71 @@
+"""What a run is about to do, in a few lines before its first step, and what will come of settings that do not fit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+MOST_PASSES = 20  # over the data, beyond which a run is asked about
+
+
+class Announce(Callback):
+    """Logs what is trained on what, and warns of a schedule that does not fit the run."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        for line in (_model(trainer, pl_module), _data(trainer)):
+            log.info("%s", line)
+        for warning in advice(trainer, pl_module):
+            log.warning("warning: %s", warning)
+
+
+def _model(trainer: Trainer, module: Any) -> str:
+    weights = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
+    cached = getattr(trainer.datamodule, "features", None)  # type: ignore[attr-defined]
+    seen = "its features are cached" if cached else "it runs in every step"
+    devices = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
+    what = f"{type(module).__name__}: {sum(weights):,} weights to train"
+    return f"{what} towards {module.target_name} ({seen}), {trainer.precision} on {devices}"
+
+
+def _data(trainer: Trainer) -> str:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    rows, held = getattr(data, "train_set", None), getattr(data, "validation_set", None)
+    steps, passes = trainer.estimated_stepping_batches, _passes(trainer)
+    counted = "" if rows is None else f"{len(rows)} answers, {rows.answer_tokens} tokens of theirs; "
+    held_out = f"{len(held)} held out; " if held is not None else ""
+    many = "until stopped" if steps == math.inf else f"{steps:.0f} steps, {passes:.2g} passes"
+    begun = f", {trainer.global_step} of them done" if trainer.global_step else ""
+    return f"{counted}{held_out}{trainer.num_training_batches} batches a pass; {many}{begun}"
+
+
+def _passes(trainer: Trainer) -> float:
+    batches = float(trainer.num_training_batches)
+    steps = float(trainer.estimated_stepping_batches)
+    return steps * trainer.accumulate_grad_batches / batches if 0 < batches < math.inf else 0.0
+
+
+def advice(trainer: Trainer, module: Any) -> list[str]:
+    """What of a run's settings does not fit together."""
+    warnings = []
+    steps = float(trainer.estimated_stepping_batches)
+    warmup = max((getattr(each.scheduler, "warmup_steps", 0) for each in trainer.lr_scheduler_configs), default=0)
+    if warmup >= steps:
+        warnings.append(
+            f"the warm-up has {warmup} steps and the run has {steps:.0f} steps: the learning rate never reaches "
+            f"its peak. Lower model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
+        )
+    passes = _passes(trainer)
+    if MOST_PASSES < passes < math.inf:
+        enough = max(1, round(steps * MOST_PASSES / passes))
+        warnings.append(
+            f"the run passes {passes:.0f} times over its data: lower trainer.max_steps to about {enough} for "
+            f"{MOST_PASSES} passes, or add answers."
+        )
+    return warnings

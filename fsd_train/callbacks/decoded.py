@@ -1,0 +1,199 @@
+"""Accepted length in real decoding, in the course of a run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fsd_infer.cpu.ops import speed_up
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
+from fsd_infer.errors import DataError
+from fsd_infer.rules import parse_rule
+from fsd_infer.targets.target import Target
+from fsd_train.callbacks.export import ExportHead, averaged, callbacks_of
+from fsd_train.callbacks.safety import check_finite
+from fsd_train.callbacks.throughput import TokenRate
+from fsd_train.losses.metrics import DEFAULT_RULES
+from fsd_train.strategies import is_sharded, whole_head
+from fsd_train.types import Length, NonNegativeFloat, PositiveInt
+
+
+class DecodedTau(Callback):
+    """Decodes validation prompts with the head or drafter as it is, through fsd_infer's engine, and logs per rule
+
+    - ``decoded_tau/RULE``: accepted length, the target's own token counted;
+    - ``decoded_gate_open/RULE``: share of tokens emitted where a gate was open;
+    - ``decoded_spent/RULE``: divergence spent per token, in nats;
+    - ``decoded_length/RULE``: mean answer length in tokens.
+
+    They can be monitored by ModelCheckpoint (``monitor: decoded_tau/exact``) and are drawn by :class:`LossCurve`. With
+    ``ema_decay`` it is the averaged weights that decode. Draws are the same each time and leave training's alone.
+
+    Memory: a copy of the head or drafter in the target's dtype while decoding; and, where features are cached and the
+    target was therefore loaded without its layers, the whole target (2 bytes per parameter in bf16) from the first
+    time on. Rank 0 decodes and the others wait; where fsdp shards the target all ranks decode the same, since each of
+    its layers is gathered from all.
+
+    Args:
+        rules: as for `fsd-infer`: "exact", "fuzzy:js:0.3" ...
+        every_n_train_steps: also during training; at the end in any case.
+        prompts: how many validation prompts, taken at equal distances.
+        max_new_tokens: of each answer.
+        temperature: of the decoding; 0 is greedy.
+        tree: depth, width and nodes of the draft tree; default as in decoding on this device.
+        seed: of the draws.
+        best: directory for the head of the step with the highest accepted length under the first rule, as
+            :class:`ExportHead` writes it; its training checkpoint lies beside it as ``<best>.ckpt``.
+    """
+
+    def __init__(
+        self,
+        rules: list[str] | None = None,
+        every_n_train_steps: PositiveInt | None = None,
+        prompts: PositiveInt = 16,
+        max_new_tokens: Length = 128,
+        temperature: NonNegativeFloat = 0.0,
+        tree: TreeShape | None = None,
+        seed: int = 0,
+        best: str | None = None,
+    ) -> None:
+        self.rules = list(rules or DEFAULT_RULES)
+        for rule in self.rules:
+            parse_rule(rule)
+        self.every_n_train_steps = every_n_train_steps
+        self.prompts, self.max_new_tokens, self.temperature, self.seed = prompts, max_new_tokens, temperature, seed
+        self.tree = tree
+        self.best = best
+        self.points: dict[str, list[tuple[int, float]]] = {}
+        self._full: Target | None = None
+        self._last = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = points_of(state_dict["points"])
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not getattr(getattr(trainer, "datamodule", None), "validation_set", None):
+            share = getattr(getattr(trainer, "datamodule", None), "validation_fraction", 0)
+            raise DataError(
+                f"DecodedTau decodes validation prompts, and there are none (validation_fraction {share} of one prompt "
+                "holds out none): add rows, set data.validation_files, or leave the callback out."
+                if share
+                else "DecodedTau needs validation rows: set data.validation_fraction or data.validation_files."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._prompts(trainer, pl_module.target)  # type: ignore[arg-type]  # none fits: better said now than in hours
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = trainer.global_step  # which the first of accumulated batches still ends with
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
+            for name, value in self.run(trainer, pl_module).items():
+                pl_module.log(name, value, logger=False)  # for monitors; loggers have it from run()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step != self._last:
+            self.run(trainer, pl_module)
+
+    def run(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Decode now, log, and return what was logged."""
+        check_finite(trainer)
+        self._last = trainer.global_step
+        values: dict[str, float] = {}
+        together = is_sharded(pl_module.target.model)  # type: ignore[union-attr,arg-type]
+        with whole_head(pl_module):
+            if together or trainer.is_global_zero:
+                with averaged(trainer, pl_module):
+                    values = self.measure(trainer, pl_module)
+        values = trainer.strategy.broadcast(values)  # the others wait here
+        for name, value in values.items():
+            self.points.setdefault(name, []).append((self._last, value))
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=self._last)
+        if self.best is not None:
+            self._keep_best(trainer, pl_module)
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, TokenRate):
+                callback.pause()
+        return values
+
+    def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export and save the weights if no earlier ones decoded as well."""
+        taus = [value for _, value in self.points[f"decoded_tau/{self.rules[0]}"]]
+        if taus[-1] <= max(taus[:-1], default=0.0):
+            return
+        with averaged(trainer, pl_module):
+            ExportHead(self.best).write(trainer, pl_module)
+        trainer.save_checkpoint(f"{self.best}.ckpt")
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """The values by name, for the weights as they are."""
+        target = self._target(pl_module)
+        decoder = FuzzyDecoder(target, drafter_of(pl_module, target, self.tree))
+        prompts = self._prompts(trainer, target)
+        sampled = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        options: dict[str, Any] = sampled if self.temperature > 0 else {"do_sample": False}
+        values = {}
+        for rule in self.rules:
+            with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                answers = decoder.generate(
+                    prompts, rule, max_new_tokens=self.max_new_tokens, seed=self.seed, chat=False, **options
+                )
+            stats = answers.stats
+            values[f"decoded_tau/{rule}"] = stats.tau
+            values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction
+            values[f"decoded_spent/{rule}"] = stats.divergence_spent / max(stats.new_tokens, 1)
+            values[f"decoded_length/{rule}"] = stats.new_tokens / len(prompts)
+        return values
+
+    def _target(self, pl_module: Any) -> Target:
+        """The module's own target where it can run, else the whole one, loaded once."""
+        own: Target = pl_module.target
+        if not any(parameter.is_meta for parameter in own.model.parameters()):
+            return own
+        if self._full is None:
+            name = pl_module.target_name
+            self._full = Target.from_pretrained(name, dtype=own.dtype, device=pl_module.device)
+            speed_up(self._full.model)
+        return self._full
+
+    def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:
+        rows = trainer.datamodule.validation_set
+        room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
+        prompts = []
+        for number in range(len(rows)):
+            item = rows[number]
+            first = int(item["loss_mask"].argmax())
+            if 0 < first <= room:
+                prompts.append(item["input_ids"][:first].tolist())
+        if not prompts:
+            raise DataError(f"no validation prompt leaves room for {self.max_new_tokens} tokens in {target.name}.")
+        count = min(self.prompts, len(prompts))
+        return [prompts[number * len(prompts) // count] for number in range(count)]
+
+
+def points_of(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Points of curves as they were before they went through a checkpoint."""
+    return {name: [(int(x), float(y)) for x, y in points] for name, points in saved.items()}
+
+
+def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:
+    """A drafter made of a copy of what is being trained."""
+    if hasattr(pl_module, "make_drafter"):
+        drafter: Drafter = pl_module.make_drafter(target, tree)
+        return drafter
+    head = copy.deepcopy(pl_module.head).requires_grad_(False)
+    return EagleDrafter(head, target, tree)

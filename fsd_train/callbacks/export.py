@@ -1,0 +1,82 @@
+"""The head in training as `fsd-infer` reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+
+from fsd_train.callbacks.safety import check_finite
+from fsd_train.strategies import whole_head
+
+
+class ExportHead(Callback):
+    """Writes the head in the form `fsd-infer` reads, at the end of training and, if asked, every n steps.
+
+    With ``ema_decay`` it is the averaged weights that are written, each time.
+
+    Args:
+        directory: where to; default ``head`` in the trainer's log directory.
+        every_n_train_steps: also during training. The directory is replaced as a whole, so it always holds a usable
+            head.
+    """
+
+    def __init__(self, directory: str | None = None, every_n_train_steps: int | None = None) -> None:
+        self.directory = directory
+        self.every_n_train_steps = every_n_train_steps
+        self._last = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
+            self._last = step
+            with averaged(trainer, pl_module):
+                self.write(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.write(trainer, pl_module)
+
+    def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_finite(trainer)
+        with whole_head(pl_module):  # every rank takes part where the head is sharded
+            if trainer.is_global_zero:
+                self._write(trainer, pl_module)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        directory = Path(self.directory or Path(log_dir(trainer)) / "head")
+        draft, old = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
+        shutil.rmtree(draft, ignore_errors=True)
+        metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
+        pl_module.export(draft, {"metrics": metrics})  # type: ignore[operator]
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.exists():
+            os.replace(directory, old)
+        os.replace(draft, directory)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def callbacks_of(trainer: Any) -> list[Callback]:
+    return list(trainer.callbacks)  # set by a connector, so that type checkers do not see it
+
+
+def log_dir(trainer: Trainer) -> str:
+    return trainer.log_dir or trainer.default_root_dir
+
+
+@contextmanager
+def averaged(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Inside, the module has the weights that would be validated: the averaged ones, where a callback averages."""
+    averaging = [callback for callback in callbacks_of(trainer) if isinstance(callback, WeightAveraging)]
+    for callback in averaging:
+        callback.on_validation_epoch_start(trainer, pl_module)
+    try:
+        yield
+    finally:
+        for callback in averaging:
+            callback.on_validation_epoch_end(trainer, pl_module)

@@ -1,0 +1,134 @@
+"""Directories of runs: none is overwritten unasked, and an interrupted one is continued from its newest checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fsd_infer.errors import CheckpointError, DataError
+from fsd_train.callbacks.decoded import DecodedTau
+from fsd_train.callbacks.export import ExportHead
+from fsd_train.checkpoints import check_checkpoint, read_checkpoint
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+class RunDirectory(Callback):
+    """What a run writes to, kept apart from what another run wrote there.
+
+    Args:
+        trainer: whose callbacks say where checkpoints and heads go.
+        overwrite: once training begins, remove the checkpoints there that are newer than the one it begins with.
+    """
+
+    def __init__(self, trainer: Trainer, overwrite: bool = False) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        checkpoints = [callback.dirpath for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        heads = [callback.directory for callback in callbacks if isinstance(callback, ExportHead)]
+        best = [callback.best for callback in callbacks if isinstance(callback, DecodedTau) and callback.best]
+        self.directories = [Path(path) for path in dict.fromkeys(checkpoints) if path is not None]
+        self.heads = [Path(path) for path in dict.fromkeys([*heads, *best]) if path is not None]
+        self.best = [Path(f"{path}.ckpt") for path in best]
+        self.overwrite = overwrite
+        self._stale: list[Path] = []
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Those that lie there, the newest first."""
+        paths = [path for directory in self.directories for path in directory.glob("*.ckpt")]
+        paths += [path for path in self.best if path.exists()]
+        return sorted(paths, key=lambda path: (_step(path), path.stat().st_mtime), reverse=True)
+
+    def resolve(self, ckpt_path: str | None) -> str | None:
+        """The checkpoint to begin with, None for a fresh start. "auto" is the newest that is whole, if there is one.
+
+        Raises:
+            DataError: a run is there already (a head at least), and this one neither continues it nor may overwrite it.
+            CheckpointError: none of its checkpoints is whole.
+        """
+        checkpoints = self.checkpoints
+        auto = ckpt_path == AUTO
+        if auto:
+            ckpt_path = _newest_whole(checkpoints)
+            if ckpt_path is not None:
+                log.info("continuing %s", ckpt_path)
+                return ckpt_path
+            log.info("no checkpoint in %s: training starts from the beginning", _names(self.directories))
+        begin = None if ckpt_path is None else Path(ckpt_path)
+        step = -1 if begin is None or not begin.exists() else _step(begin)
+        stale = [path for path in checkpoints if (begin is None or not _same(path, begin)) and _step(path) > step]
+        heads = [path for path in self.heads if begin is None and path.exists()]
+        if self.overwrite:
+            self._stale = [*stale, *heads]
+        elif begin is None and (checkpoints or heads):
+            there = (
+                f"{checkpoints[0].parent} (newest checkpoint: {checkpoints[0].name})" if checkpoints else str(heads[0])
+            )
+            first = "Continue it with --ckpt_path auto" if checkpoints else "It has no checkpoint to continue"
+            raise DataError(
+                f"a run is in {there} already. {first}, replace it with --overwrite true, or give this one directories "
+                "of its own."
+            )
+        elif stale and begin is not None:
+            raise DataError(
+                f"{stale[0]} is newer than {begin}, or another run's: continue the newest with --ckpt_path auto, or go "
+                f"on from {begin.name} and remove what is newer with --overwrite true."
+            )
+        return ckpt_path
+
+    def check_writable(self, trainer: Trainer) -> None:
+        """Raise DataError unless all that the run writes can be written."""
+        loggers = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
+        for path in [*self.directories, *self.heads, Path(trainer.default_root_dir), *map(Path, loggers)]:
+            there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise DataError(f"{path} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            for path in self._stale:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self._stale = []
+
+
+def _step(path: Path) -> int:
+    """Optimiser steps of a checkpoint: as it says, or as the name of a sharded or damaged one does; -1 if unknown."""
+    if path.is_file():
+        try:
+            return int(read_checkpoint(path)["global_step"])
+        except (CheckpointError, KeyError):
+            pass
+    named = re.search(r"step[-=_](\d+)", path.name)
+    return int(named[1]) if named else -1
+
+
+def _newest_whole(checkpoints: Iterable[Path]) -> str | None:
+    """The first that training can go on from. Raises CheckpointError, the newest one's, if there is none."""
+    problems: list[CheckpointError] = []
+    for path in checkpoints:
+        try:
+            check_checkpoint(path)
+            return str(path)
+        except CheckpointError as error:
+            problems.append(error)
+            log.warning("%s", error)
+    if problems:
+        raise problems[0]
+    return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths)) or "the run's directories"

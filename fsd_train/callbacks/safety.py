@@ -1,0 +1,169 @@
+"""A NaN stops a run before it spreads, and a damaged checkpoint before anything of it is restored."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsd_infer.errors import NonFiniteLossError
+from fsd_train.checkpoints import check_checkpoint
+
+
+class StopOnNonFinite(Callback):
+    """Stops training at a NaN or infinite loss or gradient.
+
+    The rows of the batch (of all accumulated batches, if only the gradient shows it) are written to
+    ``non-finite-step-N-rank-R.json``, and nothing is saved any more, so the last checkpoint is a good one. EagleModule
+    and LMModule bring this callback with them.
+
+    The verdict is computed on the device and read when the next batch begins, or before anything is saved, exported,
+    validated or decoded, so that the device is not waited for in the middle of a step.
+
+    Args:
+        directory: of that file; default the trainer's log directory.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory
+        self._batch: Any = None
+        self._seen: list[tuple[Tensor, list[Any]]] = []  # loss and rows of the batches since the last step
+        self._unread: _Verdict | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.check_finite(trainer)
+        self._batch = batch
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._seen.append((loss.detach(), _row_ids(self._batch)))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.check_finite(trainer)
+        seen, self._seen = self._seen, []
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        values = torch.stack([loss.float() for loss, _ in seen] + [torch.zeros((), device=pl_module.device)])
+        # with a gradient scaler (fp16) infinite gradients are its business: it leaves such steps out
+        if gradients and getattr(trainer.precision_plugin, "scaler", None) is None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            values[-1] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # all ranks stop together, or the others would wait for this one
+        finite = trainer.strategy.reduce(values.isfinite().all().float(), reduce_op="mean")
+        # elsewhere nothing says when such a copy is done
+        host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=values.is_cuda)
+        event = torch.cuda.Event() if values.is_cuda else None
+        if event is not None:
+            event.record()
+        self._unread = _Verdict(trainer.global_step, host, [rows for _, rows in seen], event)
+        if event is None:
+            self.check_finite(trainer)
+
+    def check_finite(self, trainer: Trainer) -> None:
+        """Reads the last verdict. Raises NonFiniteLossError if it is bad."""
+        verdict, self._unread = self._unread, None
+        if verdict is None:
+            return
+        if verdict.event is not None:
+            verdict.event.synchronize()
+        *losses, norm, finite = verdict.values.tolist()
+        if finite == 1.0:
+            return
+        seen = [{"loss": str(loss), "ids": ids} for loss, ids in zip(losses, verdict.rows)]  # NaN is no JSON
+        bad = [entry for loss, entry in zip(losses, seen) if not math.isfinite(loss)]
+        what = f"loss is {bad[0]['loss']}" if bad else "loss or the gradient is not finite on another rank"
+        if not bad and not math.isfinite(norm):
+            what, bad = "gradient is not finite", seen
+        path = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
+        path = path / f"non-finite-step-{verdict.step}-rank-{trainer.global_rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"step": verdict.step, "what": what, "batches": bad}, indent=1) + "\n")
+        raise NonFiniteLossError(
+            f"the {what} at step {verdict.step}: training stopped there. The rows of the batch are named in {path}. "
+            f"{_last_checkpoint(trainer)} Look at these rows, or resume with a lower learning rate or "
+            "trainer.gradient_clip_val."
+        )
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.check_finite(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.check_finite(trainer)
+
+    on_train_end = on_validation_start
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """A step's losses, gradient norm and whether all is finite on all ranks, on the way to the host."""
+
+    step: int
+    values: Tensor
+    rows: list[list[Any]]
+    event: Any
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Raise NonFiniteLossError now if the last step was bad, before its weights are used for anything."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, StopOnNonFinite):
+            callback.check_finite(trainer)
+
+
+def _row_ids(batch: Any) -> list[Any]:
+    """The ids of a batch's rows, or their numbers, or nothing."""
+    if not isinstance(batch, dict):
+        return []
+    ids: Any = batch.get("ids", batch.get("index", []))
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+
+
+def _last_checkpoint(trainer: Trainer) -> str:
+    for callback in trainer.checkpoint_callbacks:
+        path = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        if path:
+            return f"The last checkpoint is {path}."
+    return "There is no checkpoint yet." if not trainer.ckpt_path else f"The last checkpoint is {trainer.ckpt_path}."
+
+
+class CheckResume(Callback):
+    """Refuses a truncated or foreign checkpoint by name before anything of it is restored.
+
+    EagleModule and LMModule bring this callback with them. Sharding strategies read their checkpoints themselves.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # the path is not known to callbacks yet, but every file goes through the strategy's reader
+        if stage == "fit" and not isinstance(trainer.strategy.checkpoint_io, _Checked):
+            trainer.strategy.checkpoint_io = _Checked(trainer.strategy.checkpoint_io)
+
+
+class _Checked(CheckpointIO):
+    """Another reader and writer of checkpoints, wrapped in :func:`check_checkpoint`."""
+
+    def __init__(self, inner: CheckpointIO) -> None:
+        self.inner = inner
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        check_checkpoint(path)
+        options = {} if map_location is None else {"map_location": map_location}
+        return self.inner.load_checkpoint(path, weights_only=weights_only, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()

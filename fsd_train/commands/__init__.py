@@ -1,0 +1,1 @@
+"""The commands of `fsd-train`, a module each."""

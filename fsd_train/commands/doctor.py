@@ -1,0 +1,379 @@
+"""`fsd-train doctor`: why a head accepts less than it should, in one table.
+
+Nearly every complaint of this kind ("fine in training, accepted length 1 in the engine") is a difference between what
+the head was trained with and what it is fed with. So each possible difference is tried: if the head agrees with the
+target clearly better with, say, the layers below those that its config names, that is the fault, and the table says so.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_bench.openai_client import Server
+from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.chat.rows import read_rows
+from fsd_infer.cli.report import table
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.engine.drafts import drafts_text
+from fsd_infer.errors import DataError
+from fsd_infer.files import writable, write_json
+from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.rules.verification import Source
+from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.targets.target import Target
+from fsd_train.commands import command_lines
+from fsd_train.commands.engine_check import check_engine
+from fsd_train.commands.feeding import Feeding, Row, at_step
+from fsd_train.data.answers import check_id, encode_row
+from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.plan import template_options
+from fsd_train.models.unroll import supervised
+
+STEPS = 4  # of chains
+_CLEAR = 0.05  # a difference of agreement below this is none
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the table.
+
+    Attributes:
+        check: what was looked at.
+        ok: whether it is as it should be; None: a remark.
+        says: what was found.
+        fix: what to do about it, where it is not.
+    """
+
+    check: str
+    ok: bool | None
+    says: str
+    fix: str = ""
+
+
+class Doctor:
+    """Looks at a head, its target and rows of answers.
+
+    Args:
+        target: the target.
+        head: the head.
+        rows: values of rows of answers, in the form that training takes.
+    """
+
+    def __init__(self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]]) -> None:
+        self.target, self.head = target, head.to(target.device)
+        count = int(target.config.num_hidden_layers)
+        near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
+        target.watch([number for number in sorted(near) if 0 <= number < count])
+        self.rows: list[Row] = []
+        self.feeding = Feeding(target, self.head, self.rows)
+        for place, values in enumerate(rows, start=1):
+            for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
+                wanted = torch.tensor([mask])
+                if bool(supervised(wanted, 1).any()):
+                    check_id(max(ids), f"row {place}", target.vocab_size)
+                    given = torch.tensor([ids], device=target.device)
+                    self.rows.append(Row(values, given, wanted.to(target.device), target.features(given)))
+        if not self.rows:
+            raise DataError("no row has an answer of two tokens or more: give rows of answers, as training takes them.")
+
+    # checks ------------------------------------------------------------------------------------------------------
+
+    def check_rows(self) -> list[Finding]:
+        """Do the rows' prompts stand in the template that decoding uses, and does the mask cover the answers?"""
+        other, seen, masked, ended = 0, 0, 0, 0
+        first: tuple[str, str] | None = None
+        eos = set(self.target.eos_token_ids)
+        for row in self.rows:
+            answer = row.ids[0][row.mask[0].bool()]
+            masked += int(row.mask.sum())
+            ended += int(answer[-1]) in eos
+            given, messages = row.values.get("prompt_ids"), row.values.get("messages")
+            if given is None or not messages or getattr(self.target.tokenizer, "chat_template", None) is None:
+                continue
+            ours = encode_chat(self.target.tokenizer, messages, options=template_options(row.values))
+            seen += 1
+            if ours != given:
+                other += 1
+                first = first or (self._text(given), self._text(ours))
+        findings = []
+        if not seen:
+            findings.append(Finding("template", None, "the rows hold no prompts as messages and ids to compare"))
+        elif other and first is not None:
+            findings.append(
+                Finding(
+                    "template", False,
+                    f"{other} of {seen} prompts have other ids than in decoding: {first[0]!r}, here {first[1]!r}",
+                    "make the answers again with this target's tokenizer and template (fsd-train regenerate)",
+                )
+            )  # fmt: skip
+        else:
+            findings.append(Finding("template", True, f"{seen} prompts have the ids that decoding gives them"))
+        share = masked / sum(row.ids.shape[1] for row in self.rows)
+        says = f"{masked} tokens, {share:.0%} of all; {ended} of {len(self.rows)} answers end with an end token"
+        findings.append(Finding("loss mask", True if ended else None, says))
+        return findings
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text = str(self.target.tokenizer.decode(list(ids)))
+        return text if len(text) <= 40 else f"{text[:40]}…"
+
+    def check_feeding(self) -> list[Finding]:
+        """Is there a way to feed or read the head that suits it clearly better?"""
+        own = {step: self.feeding.agreement(at_step(step)) for step in (0, 1)}
+        worst: dict[str, tuple[float, Finding]] = {}
+        for variant in self.feeding.variants():
+            other = self.feeding.agreement(variant)
+            mine = own[variant.step]
+            error = math.sqrt(2 * max(other * (1 - other), 1e-4) / self.feeding.positions())
+            if other - mine > max(_CLEAR, 3 * error) and mine < variant.below * other:
+                says = f"agrees with the target in {mine:.0%} of the drafts, with {variant.what} in {other:.0%}"
+                found = Finding(variant.check, False, says, variant.fix)
+                if variant.check not in worst or other > worst[variant.check][0]:
+                    worst[variant.check] = other, found
+        remap = self._remapped()
+        if remap is not None:
+            worst["vocabulary map"] = remap
+        best = max(worst.values(), key=lambda pair: pair[0], default=None)  # one fault explains the others
+        findings = []
+        for check in ("positions", "feature layers", "norms", "vocabulary map"):
+            if best is not None and best[1].check == check:
+                findings.append(best[1])
+            else:
+                findings.append(Finding(check, True, "no other way suits the head better"))
+        says = f"{own[0]:.1%} of first drafts are the target's most likely token, {own[1]:.1%} of second ones"
+        findings.append(Finding("agreement", own[0] > 0.1 or None, f"{says} ({self.feeding.positions()} positions)"))
+        return [*findings, self._coverage()]
+
+    def _remapped(self) -> tuple[float, Finding] | None:
+        """Does the head say the right things under wrong ids? A map learnt on half the data is tried on the other."""
+        found, wanted = self.feeding.drafted()
+        half = len(found) // 2
+        votes: dict[int, dict[int, int]] = {}
+        for entry, token in zip(found[:half].tolist(), wanted[:half].tolist(), strict=True):
+            counts = votes.setdefault(entry, {})
+            counts[token] = counts.get(token, 0) + 1
+        learnt = self.feeding.ids(torch.arange(int(found.max()) + 1, device=found.device)).clone()
+        for entry, counts in votes.items():
+            token, count = max(counts.items(), key=lambda pair: pair[1])
+            if count >= 3 and count > 0.5 * sum(counts.values()):
+                learnt[entry] = token
+        rest = slice(half, None)
+        mine = float((self.feeding.ids(found[rest]) == wanted[rest]).float().mean())
+        other = float((learnt[found[rest]] == wanted[rest]).float().mean())
+        if other - mine <= _CLEAR or mine >= 0.7 * other:
+            return None
+        says = f"agrees with the target in {mine:.0%} of the drafts, under other ids in {other:.0%}"
+        return other, Finding(
+            "vocabulary map",
+            False,
+            says,
+            "d2t or draft_ids are in another order than the LM head's rows: write the map that training used",
+        )
+
+    def _coverage(self) -> Finding:
+        if self.head.draft_ids is None:
+            return Finding("coverage", True, "drafts over the whole vocabulary")
+        drafted = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=self.target.device)
+        drafted[self.head.draft_ids] = True
+        answers = torch.cat([row.ids[0][row.mask[0].bool()] for row in self.rows])
+        share = float(drafted[answers].float().mean())
+        says = f"the draft vocabulary holds {share:.1%} of the answers' tokens"
+        if share >= 0.9:
+            return Finding("coverage", True, says)
+        return Finding("coverage", False, says, "choose it from answers of this kind (draft_vocab_size, --data)")
+
+    def check_dtype(self, dtype: torch.dtype) -> Finding:
+        """Does the head stay finite, and its drafts the same, in the type that it is to run in?"""
+        name = str(dtype).removeprefix("torch.")
+        exact = self.feeding.drafted()[0]
+        parameters = {key: value.detach().clone() for key, value in self.head.named_parameters()}
+        row = self.rows[0]
+        try:
+            self.head.cast(dtype)
+            inputs = self.feeding.inputs(row.features, None)[:, :-1].to(dtype)
+            embeds = self.head.embed(row.ids[:, 1:], self.target).to(dtype)
+            with torch.no_grad():
+                outputs = self.head(embeds, inputs, torch.arange(embeds.shape[1], device=embeds.device)[None])
+                finite = bool(inputs.isfinite().all()) and bool(self.head.readout(outputs).isfinite().all())
+                finite &= bool(outputs.isfinite().all())
+            rounded = self.feeding.drafted(dtype=dtype)[0] if finite else exact
+        finally:
+            for key, value in parameters.items():
+                self.head.get_parameter(key).data = value
+        if not finite:
+            return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
+        same = float((exact == rounded).float().mean())
+        says = f"in {name} {same:.1%} of the first drafts are those of float32"
+        return Finding("dtype", same > 0.9, says, "" if same > 0.9 else "run it in float32")
+
+    def check_positions(self) -> Finding:
+        """Rotary base and longest context, beside the target's."""
+        layer, config = self.head.config.layer, self.target.config
+        ours = (layer.get("rope_parameters") or {}).get("rope_theta")
+        theirs = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+        longest, room = layer.get("max_position_embeddings"), self.target.max_positions
+        says = f"base {ours} (target {theirs}), up to {longest} tokens (target {room})"
+        return Finding("rope", True if ours == theirs else None, says)
+
+    def check_cache(self, directory: str | Path) -> Finding:
+        """Are cached features those that the target gives now?"""
+        store = FeatureStore(directory)
+        rows = [row for row in self.rows if sequence_key(row.ids[0].cpu()) in store]
+        if not rows:
+            return Finding("cached features", None, f"{directory} holds none of these rows")
+        size = self.target.hidden_size
+        held = torch.cat([store.get(sequence_key(row.ids[0].cpu())).float() for row in rows])
+
+        def fresh(shift: int = 0, move: int = 0) -> Tensor:
+            layers = [min(max(number + move, 0), self.feeding.layers - 1) for number in store.layers]
+            self.target.watch(layers)
+            parts = [self.target.features_of(self.target.features(row.ids), layers)[0].roll(shift, 0) for row in rows]
+            return torch.cat(parts).float().cpu()
+
+        def gap(values: Tensor) -> float:
+            return float((values - held).norm() / held.norm())
+
+        own = gap(fresh())
+        if own < 0.05:
+            return Finding("cached features", True, f"differ by {own:.1%} from what the target gives now")
+        found = {
+            "shifted by one position": min(gap(fresh(shift=shift)) for shift in (-1, 1)),
+            "of layers numbered off by one": min(gap(fresh(move=move)) for move in (-1, 1))
+            if store.layers
+            else math.inf,
+        }
+        cause = min(found, key=found.__getitem__)
+        why = f", and are {cause}" if found[cause] < 0.5 * own else f" ({size} wide, other weights or another dtype?)"
+        return Finding("cached features", False, f"differ by {own:.0%} from the target's{why}", "cache them again")
+
+    def check_decoding(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
+        """Do drafts do as well in decoding as in training's chains? Findings, acceptance by depth, and the answers."""
+        asked = [row.prompt() for row in self.rows[:prompts]]
+        drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
+        made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
+        reached = depth_shares([run for record in made.records for run in runs_of(record.sources)])
+        mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))
+        seen, runs = [], []
+        for prompt, answer, record in zip(asked, made.sequences, made.records, strict=True):
+            ids = torch.tensor([[*prompt, *answer]], device=self.target.device)
+            runs += self._expected_runs(ids, len(prompt))
+            seen += whole_rounds(runs_of(record.sources), len(answer))
+        expected = depth_shares(runs)
+        pairs = [(a, b) for a, b in zip(depth_shares(seen), expected, strict=True) if not math.isnan(a + b)]
+        if not pairs:
+            short = Finding("decoding", None, "the answers are too short to compare")
+            return [short, mistakes], reached, made.sequences
+        says = "accepted " + " ".join(f"{a:.0%}" for a, _ in pairs)
+        says += " by depth; expected " + " ".join(f"{b:.0%}" for _, b in pairs)
+        fine = abs(pairs[0][0] - pairs[0][1]) < _CLEAR
+        fix = "" if fine else "the engine feeds the head otherwise than training does: please report it"
+        return [Finding("decoding", fine, says, fix), mistakes], reached, made.sequences
+
+    def _expected_runs(self, ids: Tensor, last: int) -> list[int]:
+        """Drafts accepted in each round, as it follows from the head's chains over the finished text.
+
+        Args:
+            ids: [1, M] prompt and answer.
+            last: place of the answer's first token, which the prefill gives.
+        """
+        length = ids.shape[1]
+        feeding = Feeding(self.target, self.head, [Row({}, ids, torch.ones_like(ids), self.target.features(ids))])
+        hits = torch.zeros(STEPS, length, dtype=torch.bool)  # by step and the place of the token that is drafted
+        for step in range(min(STEPS, length - 2)):
+            found = feeding.ids(feeding.drafted(at_step(step))[0])
+            first = length - len(found)
+            hits[step, first:] = (found == ids[0, first:]).cpu()
+        runs = []
+        while last + STEPS + 1 < length:
+            run = 0
+            while run < STEPS and hits[run, last + 1 + run]:
+                run += 1
+            runs.append(run)
+            last += run + 1
+        return runs
+
+
+def runs_of(sources: Sequence[int]) -> list[int]:
+    """Drafts accepted in each round of one answer, from where its tokens come.
+
+    The first token is the prefill's. A round that the end cut off is left out.
+    """
+    runs, run = [], 0
+    for source in sources[1:]:
+        run += 1
+        if source == Source.TARGET:
+            runs.append(run - 1)
+            run = 0
+    return runs
+
+
+def whole_rounds(runs: Sequence[int], length: int) -> list[int]:
+    """Those of an answer's rounds that had room for all drafts before the end of its ``length`` tokens."""
+    kept, last = [], 0
+    for run in runs:
+        if last + STEPS + 1 >= length:
+            break
+        kept.append(run)
+        last += run + 1
+    return kept
+
+
+def depth_shares(runs: Sequence[int]) -> list[float]:
+    """Share of the drafts at depth 1 to ``STEPS`` that were accepted where the one before was; nan where none was."""
+    reached = [sum(run >= depth for run in runs) for depth in range(STEPS + 1)]
+    return [reached[d + 1] / reached[d] if reached[d] else math.nan for d in range(STEPS)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train doctor`. The exit status is 1 if anything is wrong."""
+    args = command_lines.doctor().parse_args(argv)
+    dtype = parse_dtype(args.dtype)
+    server = Server(args.url) if args.url else None
+    record = None if args.json is None else writable(args.json, "the findings' file")
+    target = Target.from_pretrained(args.target, dtype=torch.float32)
+    head = load_head(args.head, target)
+    rows = []
+    for row in read_rows(args.data):
+        ids = [row.values.get(name) for name in ("prompt_ids", "response_ids")]
+        if sum(len(one) for one in ids if isinstance(one, list)) <= args.max_length:
+            rows.append(row.values)
+        if len(rows) == args.rows:
+            break
+    doctor = Doctor(target, head, rows)
+    findings = [*doctor.check_rows()]
+    if args.features:
+        findings.append(doctor.check_cache(args.features))
+    findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
+    decoding, reached, answers = doctor.check_decoding(args.rows, args.max_new_tokens)
+    findings += decoding
+    if server is not None:
+        prompts = [row.prompt() for row in doctor.rows[: args.rows]]
+        findings += [Finding(*found) for found in check_engine(server, prompts, answers, reached)]
+    print(show(findings))
+    if record is not None:
+        write_json(record, [asdict(finding) for finding in findings], indent=2)
+    return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+def show(findings: Sequence[Finding]) -> str:
+    """The table."""
+    words = {True: "ok", False: "WRONG", None: "-"}
+    lines = [table(["check", "", "found"], [[f.check, words[f.ok], ""] for f in findings])]
+    rows = lines[0].splitlines()
+    texts = ["found", "", *(f.says + (f". Fix: {f.fix}" if f.fix else "") for f in findings)]
+    width = max(map(len, rows))
+    return "\n".join(f"{row.removesuffix('found').ljust(width)}  {text}".rstrip() for row, text in zip(rows, texts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""`fsd-train estimate`: what a recipe needs, before anything long starts.
+
+Memory and disk follow from the target's config and the rows. Time is measured: the target answers a prompt, runs
+through a few rows, and a few steps are trained; what a token takes is multiplied by the tokens to come. On paper
+(:func:`on_paper`) nothing is measured: time is the least that GPUs' data sheets allow.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
+
+from fsd_bench.estimate import Planned, planned_head, seconds
+from fsd_bench.planned import planned_target
+from fsd_bench.roofline import HARDWARE, Work, devices_for, size
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.cli.report import table
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import NoDrafter
+from fsd_infer.errors import DataError
+from fsd_infer.heads.config import usual_layers
+from fsd_infer.targets.target import Target
+from fsd_train.commands import command_lines
+from fsd_train.commands.fit import head_module, quiet, read_head_recipe, run_errors
+from fsd_train.commands.sizing import TargetFacts, facts_of, step_memory
+from fsd_train.data.features import check_disk, is_layers
+from fsd_train.data.module import AnswersDataModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.repository import recipe_errors
+
+_TIMED = 16  # tokens of the answer that is timed
+_STEPS = 3  # batches that are timed, after one that is not
+Line = tuple[str, str, str]  # what, how much, how it was found
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The sections of a head's recipe."""
+
+    path: str
+    trainer: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+    @property
+    def cache(self) -> Path | None:
+        """Where features are still to be cached; None if the recipe names no cache, or it is there."""
+        given = self.data.get("features")
+        return Path(given) if given and not (Path(given) / "index.json").is_file() else None
+
+    def feature_bytes(self, facts: TargetFacts) -> int:
+        """Of a token's cached features: the final ones and those of the inner layers that the head reads."""
+        head = self.model.get("head") or {}
+        inner = head.get("fused_layers") or (usual_layers(facts.layers) if head.get("layout") == "eagle3" else [])
+        return 2 * facts.hidden_size * (1 + len(set(inner)))
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """Raises DataError if the file is missing or is not the recipe of a head, or as `fit` does for its mistakes."""
+    with recipe_errors(f"{path} is not a head's recipe with trainer, model and data"):
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        _, model, data = (values[name].get("init_args", values[name]) for name in ("trainer", "model", "data"))
+        if "drafter" in model or not (model["target"] and data["train_files"]):
+            raise ValueError("no head's target and train_files")
+        if not is_layers((model.get("head") or {}).get("fused_layers") or []):
+            raise TypeError("fused_layers must be a list of whole numbers")
+    return Recipe(str(path), **read_head_recipe(path))
+
+
+class _Clock(Callback):
+    """Seconds of each batch, the wait for it included."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any, **options: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Of a batch, without the first, which warms up."""
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+
+def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 256) -> list[Line]:
+    """What a recipe needs.
+
+    Args:
+        recipe: the recipe; its answers are there.
+        prompts: file of further prompts that are to be answered.
+        max_new_tokens: of each answer.
+
+    Raises:
+        DataError: the answers are missing, or the disk has no room for the features. The latter is found before any
+            weights are read.
+    """
+    facts = facts_of(recipe.model["target"])
+    data = AnswersDataModule(**{**recipe.data, "features": None if recipe.cache else recipe.data.get("features")})
+    data.setup()
+    assert data.train_set is not None
+    tokens = sum(data.train_set.lengths)
+    lines = [("rows", f"{len(data.train_set)}, {tokens} tokens", "of the recipe's files")]
+    if recipe.cache is not None:
+        needed = tokens * recipe.feature_bytes(facts)
+        parent = next(parent for parent in recipe.cache.absolute().parents if parent.is_dir())
+        check_disk(parent, needed)
+        lines.append(("disk for features", size(needed), f"{recipe.feature_bytes(facts)} B a token"))
+    module, step = _train(recipe, data)
+    cached = data.features is not None or recipe.cache is not None
+    parts = step_memory(
+        facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
+        sum(parameter.numel() for parameter in module.head.parameters()),
+        module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.unroll_steps,
+        module.device.type,
+    )  # fmt: skip
+    lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
+    lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
+    target: Target = module.target
+    if any(parameter.is_meta for parameter in target.model.parameters()):
+        target = Target.from_pretrained(recipe.model["target"])
+    rate = _forward_seconds(target, data) if recipe.cache is not None else 0.0
+    if recipe.cache is not None:
+        lines.append(("time to cache features", _time(rate * tokens), f"{1 / rate:.0f} tokens/s"))
+        step = max(step - rate * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
+    if prompts is not None:
+        rows = list(read_prompts(prompts))
+        if not rows:
+            raise DataError(f"{prompts}: no prompts. Give a file with at least one row.")
+        ids = encode_chat(target.tokenizer, rows[0].messages)
+        start = time.perf_counter()
+        FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
+            [ids], max_new_tokens=_TIMED, do_sample=False, chat=False
+        )
+        each = (time.perf_counter() - start) / _TIMED
+        how = f"{len(rows)} answers of at most {max_new_tokens} tokens, one at a time at {1 / each:.0f} tokens/s"
+        lines.insert(1, ("time for answers", f"at most {_time(each * max_new_tokens * len(rows))}", how))
+    accumulated = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    steps = int(recipe.trainer.get("max_steps") or 0)
+    epochs = steps * accumulated * data.batch_tokens / max(tokens, 1)
+    limit = Timer(recipe.trainer.get("max_time")).time_remaining()
+    total = min(steps * accumulated * step, float("inf") if limit is None else limit)
+    how = f"{steps} steps of {accumulated * step:.1f} s, about {epochs:.1f} epochs, on this machine's one device"
+    return [*lines, ("time to train", _time(total), how)]
+
+
+def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
+    """A few batches: the module, and seconds of a batch."""
+    module = head_module(recipe.path)
+    clock = _Clock()
+    kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
+    with tempfile.TemporaryDirectory() as scratch, quiet(), run_errors():
+        Trainer(
+            **kept, devices=1, max_steps=1 + _STEPS, limit_val_batches=0, logger=False, callbacks=[clock],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False, default_root_dir=scratch,
+        ).fit(module, data)  # fmt: skip
+    if len(clock.ends) < 2:
+        raise DataError("the recipe's rows make fewer than two batches: there is nothing to measure.")
+    return module, clock.seconds()
+
+
+def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
+    """Of the target's forward, per token."""
+    rows = data.train_set
+    assert rows is not None
+    longest = max(range(len(rows)), key=rows.lengths.__getitem__)
+    ids = rows[longest]["input_ids"]
+    ids = ids[None].to(target.device)
+    target.features(ids)
+    start = time.perf_counter()
+    target.features(ids)
+    return (time.perf_counter() - start) / ids.shape[1]
+
+
+def on_paper(recipe: Recipe, name: str | None = None) -> str:
+    """What a recipe needs by its target's config alone: no weights and no answers are read.
+
+    The target runs over a batch (2 operations per weight and token, of its LM head those of the draft vocabulary). The
+    head runs forwards and backwards once per unrolled step (6 per weight and token). The optimiser reads and writes
+    fp32 weights, gradients and moments once a step (28 B per weight).
+
+    Args:
+        recipe: the recipe.
+        name: another name for its target, e.g. a shape of ``planned_target``.
+
+    Raises:
+        ModelLoadError: the target's config cannot be found or used.
+        CheckpointError: an option of the head.
+    """
+    name = name or recipe.model["target"]
+    target, facts = planned_target(name), facts_of(name)
+    given, vocabulary = recipe.model.get("head") or {}, recipe.model.get("draft_vocab_size")
+    options = {name: value for name, value in given.items() if value is not None}
+    planned = Planned(target, planned_head(target, draft_vocab_size=vocabulary, **options))
+    weights = sum(parameter.numel() for parameter in planned.head.parameters())
+    tokens, steps = int(recipe.data["batch_tokens"]), int(recipe.model["unroll_steps"])
+    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    total = int(recipe.trainer.get("max_steps") or 0)
+    cached = recipe.data.get("features") is not None
+    loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
+    parts = step_memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
+    # the target's own LM head is not run, but for the draft vocabulary's rows
+    read = planned.read_weights - (facts.vocab_size - planned.drafted) * facts.hidden_size
+    run = weights + planned.head_rows
+    work = [
+        Work("head", 6.0 * run, 6.0 * run * tokens, f"6 x {run:,} x {tokens}", batches * steps, shared=True),
+        Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
+    ]
+    if not cached:
+        work.insert(
+            0, Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
+        )
+    lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
+    for each in work:
+        amount = each.times * each.operations
+        lines.append((f"step: {each.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(each.bytes),
+                      f"{each.times} x {each.how}"))  # fmt: skip
+    rows = []
+    for hardware in HARDWARE:
+        count = devices_for(parts, hardware)
+        if count is None:
+            rows.append([hardware.name, "over 8", "-", "-"])
+        else:
+            each_step = seconds(work, hardware, count)
+            rows.append([hardware.name, str(count), f"{each_step:.2f}", _time(total * each_step)])
+    columns = ["device", "count", "seconds a step, at least", f"{total} steps, at least"]
+    return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), table(columns, rows)])
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train estimate`."""
+    args = command_lines.estimate().parse_args(argv)
+    recipe = read_recipe(args.config)
+    if args.on_paper or args.target:
+        print(on_paper(recipe, args.target))
+        return 0
+    lines = estimate(recipe, args.prompts, args.max_new_tokens)
+    print(table(["what", "needs", "found by"], [list(line) for line in lines]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

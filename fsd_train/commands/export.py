@@ -1,0 +1,115 @@
+"""From a training checkpoint or a head to what ``fsd_infer`` and other engines load: `fsd-train export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.errors import DataError
+from fsd_infer.heads.checkpoint import is_head, load_head, read_config, save_head
+from fsd_infer.heads.export import TargetFacts, export_head
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.loading import load_config, resolve_target
+from fsd_infer.targets.target import Target
+from fsd_train.checkpoints import read_checkpoint
+from fsd_train.commands import command_lines
+from fsd_train.data.answers import read_answers
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.head_options import HeadOptions
+from fsd_train.models.lm import LMModule
+from fsd_train.models.slim import load_slim
+from fsd_train.models.vocabulary import choose_draft_ids
+
+
+def load_module(checkpoint: str | Path) -> DistillationModule:
+    """The module of a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
+    state = read_checkpoint(checkpoint)
+    options = state["hyper_parameters"]
+    if "drafter" in options:
+        module: DistillationModule = LMModule(options["target"], options["drafter"], options.get("lora"))
+    else:
+        head = HeadOptions(**options.get("head", {}))
+        module = EagleModule(options["target"], head, draft_vocab_size=options.get("draft_vocab_size"))
+    module.configure_model()
+    module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
+    return module
+
+
+def target_facts(name: str) -> TargetFacts:
+    """What other programs' formats want to know of a target; its weights are read when they are asked for."""
+    directory = resolve_target(name)
+    config = load_config(name)
+    text = config.get_text_config(decoder=True)
+    architectures = list(getattr(config, "architectures", None) or [])
+    return TargetFacts(str(directory), architectures, int(text.num_hidden_layers), partial(_lm_head_rows, name))
+
+
+def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
+    target = load_slim(name, torch.bfloat16) or Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu")
+    return target.lm_head_rows(ids)[0]
+
+
+def export_main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train export`."""
+    parser = command_lines.export()
+    args = parser.parse_args(argv)
+    if (args.draft_vocab_size is None) != (args.data is None):
+        parser.error("--draft-vocab-size and --data go together")
+    if Path(args.source).is_dir():
+        if not is_head(args.source):
+            raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
+        if Path(args.output).resolve() == Path(args.source).resolve():
+            raise DataError(f"{args.output} is what is exported: give another directory, so that it is kept.")
+        return _export_head(args)
+    module = load_module(args.source)
+    if args.data:
+        if not isinstance(module, EagleModule):
+            raise DataError("a small LM drafts over its whole vocabulary: leave --draft-vocab-size out.")
+        _choose_ids(module.head, module.target, args, module.always_drafted())
+    if args.to is None:
+        print(module.export(args.output, {"checkpoint": Path(args.source).name}), file=sys.stderr)
+        return 0
+    if not isinstance(module, EagleModule):
+        raise DataError("a small LM is exported in Hugging Face's format, which every engine reads: leave --to out.")
+    return _export_to(module.head, args.target or module.target_name, args)
+
+
+def _export_head(args: argparse.Namespace) -> int:
+    config = read_config(Path(args.source))
+    found = config.get("training")  # free-form, so it may hold anything
+    record: dict[str, Any] = found if isinstance(found, dict) else {}
+    options = record.get("hyperparameters")
+    trained_for = options.get("target") if isinstance(options, dict) else None
+    name = args.target or trained_for or config.get("target_model")
+    if not isinstance(name, str):
+        raise DataError(f"{args.source} does not name its target: give --target.")
+    if args.data is None and args.to is not None:
+        return _export_to(load_head(args.source), name, args)
+    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu")
+    head = load_head(args.source, target)
+    if args.data:
+        _choose_ids(head, target, args, target.eos_token_ids)
+    if args.to is not None:
+        return _export_to(head, name, args)
+    print(save_head(args.output, head, target.fingerprint(), extra=record), file=sys.stderr)
+    return 0
+
+
+def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
+    for remark in export_head(head, args.output, args.to, target_facts(name)):
+        print(f"{args.to}: {remark}", file=sys.stderr)
+    print(args.output, file=sys.stderr)
+    return 0
+
+
+def _choose_ids(head: EagleHead, target: Target, args: argparse.Namespace, always: list[int]) -> None:
+    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size)
+    head.set_draft_ids(choose_draft_ids(answers.answer_counts(target.vocab_size), args.draft_vocab_size, always))

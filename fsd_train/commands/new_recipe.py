@@ -1,0 +1,151 @@
+"""`fsd-train new-recipe`: a commented recipe from a target's config."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from fsd_infer.errors import DataError
+from fsd_infer.files import write_text
+from fsd_infer.targets.loading import EAGER_FAMILIES
+from fsd_train.commands import command_lines
+from fsd_train.commands.sizing import (
+    SMALL,
+    Choices,
+    TargetFacts,
+    choose,
+    count_text,
+    facts_of,
+    fit_to_data,
+    hardware,
+    memory,
+    size_text,
+)
+from fsd_train.repository import SHIPPED
+
+TEMPLATE = Path(__file__).with_name("recipe.yaml.in")
+
+
+def slug(name: str) -> str:
+    """The last part of a target's name, fit for a file name."""
+    return re.sub(r"[^a-z0-9.]+", "-", Path(name).name.lower()).strip("-.") or "target"
+
+
+def _yaml(*names: str) -> str:
+    """Names as items of a YAML list on one line, quoted where they have to be."""
+    return yaml.safe_dump(list(names), default_flow_style=True, allow_unicode=True, width=math.inf).strip()[1:-1]
+
+
+def own_directory(name: str) -> str:
+    """Where a run for a target writes, unless a shipped recipe's run writes there: then a directory beside it."""
+    run = f"runs/{slug(name)}"
+    files = [path for root in (SHIPPED.parent.parent, SHIPPED) for path in root.glob("recipes/*.yaml")]
+    line = re.compile(rf"^ +default_root_dir: {re.escape(run)}$", re.M)
+    taken = any(line.search(path.read_text(encoding="utf-8")) for path in files)
+    return f"{run}-new" if taken else run
+
+
+def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
+    """The lines of the head's options, and those that follow the loss."""
+    if facts.layout == "eagle3":
+        head = (
+            "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
+        )
+        loss = "      w_feature: 0.0          # it estimates no features\n      w_ce: 1.0\n"
+    else:
+        scaled = str(facts.scaled_norm).lower()
+        head = f"    final_norm: {scaled}\n    feature_scale: {scaled}\n"
+        if facts.family in EAGER_FAMILIES:
+            why = "the family's own layer needs eager attention, which keeps every score"
+            head = f"    layer: llama            # {why}\n{head}"
+        elif facts.experts:
+            head = f"    layer: llama            # a dense layer: a draft head is meant to be small\n{head}"
+        loss = "      w_feature: 0.3\n      w_ce: 1.0\n  noise: 0.1\n"
+    return head, loss
+
+
+def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
+    """The recipe as YAML, of a run that writes to the directory ``run`` (by default named after the target)."""
+    run = run or f"runs/{slug(facts.name)}"
+    answers = list(files) or [f"{run}/answers.jsonl"]
+    parts = memory(facts, choices)
+    total = sum(part.bytes for part in parts)
+    table = [f"#   {part.name:<14}{part.how:<80}= {size_text(part.bytes):>8}" for part in parts]
+    table.append(f"#   {'together':<94}= {size_text(total):>8}")
+    small = facts.hidden_size <= SMALL
+    make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"
+    head, loss = _head_and_loss(facts)
+    vocabulary = "null" if choices.draft_vocab_size is None else str(choices.draft_vocab_size)
+    if choices.coverage is not None:
+        why = f"holds {choices.coverage:.1%} of the tokens of the answers"
+    elif choices.draft_vocab_size is None:
+        why = f"all {facts.vocab_size} ids"
+    else:
+        why = f"of {facts.vocab_size}; EAGLE-3 and SpecForge use 32000"
+    every = 200 if small else 500
+    tokenizer = f"  tokenizer: {_yaml(facts.name)}   # encodes rows of text\n" if choices.tokenizer else ""
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        name=facts.name,
+        family=facts.family,
+        weights=count_text(facts.parameters),
+        hidden=facts.hidden_size,
+        make_answers=make_answers,
+        run=run,
+        hardware=hardware(facts, choices),
+        table=chr(10).join(table),
+        feature_bytes=facts.feature_bytes,
+        feature_size=size_text(1e6 * facts.feature_bytes),
+        max_steps=choices.max_steps,
+        accumulate=choices.accumulate,
+        val_every=every * choices.accumulate,
+        every=every,
+        decode_every=500 if small else 2000,
+        target=_yaml(facts.name),
+        head=head,
+        vocabulary=vocabulary,
+        why=why,
+        unroll_steps=choices.unroll_steps,
+        loss=loss,
+        lr=f"{choices.lr:.1e}",
+        warmup=100 if small else 500,
+        eval_steps=max(5, choices.unroll_steps),
+        answers=_yaml(*answers),
+        tokenizer=tokenizer,
+        max_length=choices.max_length,
+        batch_tokens=choices.batch_tokens,
+    )
+
+
+def recipe_for(name: str, files: Sequence[str] = ()) -> str:
+    """A recipe for a target, and, given answers, for these. Raises as :func:`facts_of` and :func:`fit_to_data`."""
+    facts = facts_of(name)
+    choices = choose(facts)
+    return render(facts, fit_to_data(facts, choices, files) if files else choices, files, run=own_directory(name))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train new-recipe`."""
+    args = command_lines.new_recipe().parse_args(argv)
+    if args.output and Path(args.output).exists():
+        raise DataError(f"{args.output} exists already: give another name, or remove it.")
+    text = recipe_for(args.target, args.data)
+    path = args.output or "RECIPE"
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(path), text.replace("--config RECIPE", f"--config {path}"))
+    config = yaml.safe_load(text)
+    regenerate = [] if args.data else [f"fsd-train regenerate --config {path} --prompts PROMPTS.jsonl"]
+    lines = [
+        f"{'wrote ' + path if args.output else 'the recipe'}: a head for {args.target}, "
+        f"{config['trainer']['max_steps']} steps, everything goes to {config['trainer']['default_root_dir']}. Next:",
+        *(f"  {line}" for line in [*regenerate, f"fsd-train fit --config {path}"]),
+    ]
+    print("\n".join(lines), file=sys.stderr)
+    return 0

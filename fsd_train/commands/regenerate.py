@@ -1,0 +1,293 @@
+"""`fsd-train regenerate`: the target's own answers to prompts, the text a drafter is trained on.
+
+The output is JSONL, one answer per line, written in whole lines that are on disk before the next batch begins. A killed
+run is continued by the same command: a torn last line is cut off and rows already there are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+from tqdm import tqdm
+from transformers import AutoTokenizer, GenerationConfig
+
+from fsd_infer.chat.encoding import read_jsonl
+from fsd_infer.chat.rows import rows_digest
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_infer.files import disk_errors, read_json, write_json
+from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
+from fsd_train import LONGEST
+from fsd_train.commands import command_lines
+from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
+from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
+from fsd_train.repository import find, recipe_errors
+
+
+class AnswerFile:
+    """A JSONL file of answers that only ever holds whole lines, with its settings beside it in ``<name>.meta.json``.
+
+    Args:
+        path: the .jsonl file, or a directory that will hold answers.jsonl.
+        settings: what the answers depend on; a file begun with other settings is refused.
+
+    Raises:
+        FsdError: the settings differ.
+        DataError: a line of the file is malformed.
+    """
+
+    def __init__(self, path: str | Path, settings: dict[str, Any]) -> None:
+        path = Path(path)
+        self.path = path if path.suffix == ".jsonl" else path / "answers.jsonl"
+        self.meta_path = self.path.with_suffix(".meta.json")
+        self.settings = settings
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[set[str], IO[bytes]]]:
+        """Yields the ids that are answered already and the file to append to. One process at a time may hold it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(self.path), open(self.path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise FsdError(
+                    f"{self.path}: another run is writing it. Wait for it or choose another --output."
+                ) from error
+            self._check_settings()
+            self._cut_torn_line()
+            yield self._done(), file
+
+    def append(self, file: IO[bytes], lines: Sequence[bytes]) -> None:
+        """Writes whole lines, each of JSON with an ``id``, and returns when they are on disk."""
+        file.write(b"".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+    def answers(self) -> dict[str, tuple[str, str]]:
+        """Response and finish_reason by id."""
+        return {row["id"]: (row["response"], row["finish_reason"]) for _, row in read_jsonl(self.path)}
+
+    def _check_settings(self) -> None:
+        if not self.meta_path.exists():
+            if self.path.stat().st_size:
+                raise FsdError(f"{self.path} has rows but no {self.meta_path.name}. Choose another --output.")
+            write_json(self.meta_path, self.settings, indent=1)
+            return
+        found = read_json(self.meta_path, "Choose another --output.")
+        if not isinstance(found, dict):
+            raise FsdError(f"{self.meta_path} holds no settings of a run. Choose another --output.")
+        wanted = json.loads(json.dumps(self.settings))  # as JSON holds it: tuples are lists there
+        differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        if differing:
+            what = ", ".join(f"{key} was {found.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
+            raise FsdError(f"{self.path} was begun with other settings: {what}. Give those, or another --output.")
+
+    def _cut_torn_line(self) -> None:
+        with open(self.path, "r+b") as file:
+            end = keep = file.seek(0, os.SEEK_END)
+            while keep:  # back to the last line end
+                step = min(keep, 65536)
+                file.seek(keep - step)
+                found = file.read(step).rfind(b"\n")
+                if found >= 0:
+                    keep += found + 1 - step
+                    break
+                keep -= step
+            if keep != end:
+                file.truncate(keep)
+
+    def _done(self) -> set[str]:
+        done: set[str] = set()
+        for line, row in read_jsonl(self.path):
+            if not isinstance(row.get("id"), str):
+                raise DataError(f"{self.path}:{line}: no `id`; this is not a file of answers. Choose another --output.")
+            done.add(row["id"])
+        return done
+
+
+def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool = True) -> Counter[str]:
+    """Answers what of ``plan`` is not yet in ``output``.
+
+    Returns:
+        Counts: answered (by this run), kept (from earlier ones), tokens, stop, length.
+    """
+    counts: Counter[str] = Counter()
+    with output.open() as (done, file):
+        counts["kept"] = len(done & plan.ids)
+        with tqdm(
+            total=len(plan.ids), initial=counts["kept"], unit="answer", disable=not progress, smoothing=0.05
+        ) as bar:
+            for group in backend.answer(plan.batches, done):
+                fresh = [answer for answer in group if answer.job.id not in done]
+                output.append(file, [answer_line(answer) for answer in fresh])
+                done.update(answer.job.id for answer in fresh)
+                for answer in fresh:
+                    counts["answered"] += 1
+                    counts["tokens"] += len(answer.response_ids)
+                    counts[answer.finish_reason] += 1
+                bar.update(len(fresh))
+                bar.set_postfix(tokens=counts["tokens"])
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Raises FsdError for bad input."""
+    counts = run(command_lines.regenerate().parse_args(argv))
+    print(
+        f"{counts['answered']} answered ({counts['tokens']} tokens; {counts['stop']} ended by themselves, "
+        f"{counts['length']} cut at the limit), {counts['kept']} kept from earlier runs, "
+        f"{counts['too_long']} of {counts['read']} prompts left out as too long"
+        + (f", {counts['later']} later turns left out" if counts["later"] else "")
+    )
+    return 0
+
+
+def run(args: argparse.Namespace) -> Counter[str]:
+    """`main` with parsed arguments. Raises FsdError on bad input."""
+    resolve(args)
+    if args.endpoint and args.features:
+        raise DataError("--features needs the target here: with --endpoint run `fsd-train cache-features` afterwards.")
+    backend = _endpoint(args) if args.endpoint else _local(args)
+    plan = plan_jobs(
+        args.prompts,
+        backend.tokenizer,
+        temperatures=args.temperature,
+        max_prompt_tokens=args.max_prompt_tokens,
+        limit=args.limit,
+        seed=args.seed,
+        batch_size=args.batch_size,
+        template=args.chat_template_args,
+        raw=args.raw,
+    )
+    _say_what_is_left_out(plan, args)
+    window = _window(args.target)
+    longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)
+    if window is not None and longest + args.max_new_tokens > window:
+        raise ContextLengthError(
+            f"a prompt of {longest} tokens and {args.max_new_tokens} new ones exceed the target's context of "
+            f"{window}. Lower --max-prompt-tokens or --max-new-tokens."
+        )
+    if window is not None:  # earlier answers make later turns' prompts longer
+        plan = replace(plan, max_prompt_tokens=min(plan.max_prompt_tokens, window - args.max_new_tokens))
+    output = AnswerFile(args.output, _settings(args))
+    counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
+    while plan.batches:
+        counts.update(regenerate(plan, backend, output, progress=not args.quiet))
+        plan = next_turns(plan, output.answers(), backend.tokenizer)
+        counts["later"] += plan.too_long + plan.cut
+    return counts
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Fill in what is left open: from the recipe, else so that prompt and answer share LONGEST tokens or the context.
+
+    Raises:
+        DataError: neither the command line nor a recipe names the target or the output.
+    """
+    recipe: dict[str, Any] = {}
+    if args.config is not None:
+        with recipe_errors(f"{args.config}: no recipe"):
+            recipe = yaml.safe_load(find(args.config).read_text(encoding="utf-8"))
+            model, data = dict(recipe.get("model") or {}), dict(recipe.get("data") or {})
+            named = model.get("init_args", model).get("target")
+            if not isinstance(named, str | None):
+                raise TypeError(f"model.target is {named!r}")
+            args.target = args.target or named
+        files = data.get("train_files") or []
+        answers = [
+            str(path) for path in (files if isinstance(files, list) else [files]) if f"{path}".endswith(".jsonl")
+        ]
+        args.output = args.output or (answers[0] if answers else None)
+        args.max_length = args.max_length or data.get("max_length")
+        if args.max_length is not None and (type(args.max_length) is not int or args.max_length < 2):
+            raise DataError(f"{args.config}: data.max_length must be a whole number from 2, got {args.max_length!r}.")
+    for name in ("target", "output"):
+        if not getattr(args, name):
+            raise DataError(f"no {name}: give --{name}, or a recipe that names it as --config.")
+    length = args.max_length or min(_window(args.target) or LONGEST, LONGEST)
+    args.max_new_tokens = args.max_new_tokens or max(1, length // 2)
+    args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
+
+
+def _say_what_is_left_out(plan: Plan, args: argparse.Namespace) -> None:
+    if not plan.too_long:
+        return
+    print(
+        f"{'warning: ' if 2 * plan.too_long > plan.read else ''}{plan.too_long} of {plan.read} prompts are longer than "
+        f"{args.max_prompt_tokens} tokens and are left out (--max-prompt-tokens)",
+        file=sys.stderr,
+    )
+
+
+def _local(args: argparse.Namespace) -> LocalBackend:
+    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device)
+    return LocalBackend(decoder, args.max_new_tokens, args.seed, args.features)
+
+
+def _endpoint(args: argparse.Namespace) -> EndpointBackend:
+    """Of the target itself only the tokenizer and the generation config are needed: its directory may hold no more."""
+    directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise FsdError(f"target {args.target!r}: no tokenizer found ({error}).") from error
+    return EndpointBackend(
+        args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
+        args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,
+        args.batch_size,
+    )  # fmt: skip
+
+
+def _window(target: str) -> int | None:
+    """Longest context by the target's config; None where it says nothing, or is not here."""
+    try:
+        config = load_config(target)
+    except FsdError:
+        return None
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _generation_config(directory: str | Path) -> GenerationConfig | None:
+    """The target's, read as transformers does; None where there is a tokenizer alone."""
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:  # the model has no such file: what is said of generation is in its config
+        pass
+    try:
+        return GenerationConfig.from_model_config(load_config(directory))
+    except FsdError:
+        return None
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the answers depend on. Where they are made is not part of it, but batches and drafts shape local ones."""
+    names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "seed"]
+    names.append("chat_template_args")
+    settings = {name: getattr(args, name) for name in names}
+    if args.raw:
+        settings["raw"] = True
+    settings["backend"] = "endpoint" if args.endpoint else "local"
+    if args.endpoint:
+        settings["endpoint_model"] = args.endpoint_model
+    else:
+        settings.update(batch_size=args.batch_size, dtype=args.dtype, rule=RULE, drafter=args.drafter)
+    digests: dict[str, list[str]] = {}
+    for path in args.prompts:
+        digests.setdefault(Path(path).name, []).append(rows_digest(path))
+    settings["prompts"] = {name: found[0] if len(found) == 1 else found for name, found in digests.items()}
+    return settings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

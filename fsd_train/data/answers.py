@@ -1,0 +1,211 @@
+"""Answers to train on: rows of data files as token ids with a mask on what the target said."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fsd_infer.chat.conversations import row_conversation, row_questions
+from fsd_infer.chat.encoding import encode_conversation, row_id
+from fsd_infer.chat.rows import read_rows
+from fsd_infer.errors import DataError
+from fsd_train import MAX_LENGTH
+from fsd_train.data.sampler import stable_seed
+from fsd_train.repository import find
+
+log = logging.getLogger(__name__)
+
+
+class Item(TypedDict):
+    """One sequence: ``input_ids`` and ``loss_mask`` [M]; ``index``: place in the dataset; ``id``: its row's."""
+
+    index: int
+    id: str
+    input_ids: Tensor
+    loss_mask: Tensor
+
+
+class AnswersDataset(Dataset[Item]):
+    """Sequences in memory, in the order of their files; the index of one never changes while the files do not.
+
+    Args:
+        rows: (id of the row, ids, loss mask) per sequence.
+        highest: the highest token id in the files, and the row ("file:line") it was found in.
+    """
+
+    def __init__(self, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]], highest: tuple[int, str]) -> None:
+        self.highest = highest
+        self.row_ids = [name for name, _, _ in rows]
+        self.lengths = [len(ids) for _, ids, _ in rows]
+        self._ids = [torch.tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
+        self._masks = [torch.tensor(mask, dtype=torch.bool) for _, _, mask in rows]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def __getitem__(self, index: int) -> Item:
+        return {
+            "index": index,
+            "id": self.row_ids[index],
+            "input_ids": self._ids[index].long(),
+            "loss_mask": self._masks[index].long(),
+        }
+
+    def subset(self, indices: Sequence[int]) -> AnswersDataset:
+        """The rows with these indices, in this order, as a dataset of its own."""
+        chosen = AnswersDataset([], self.highest)
+        chosen.row_ids = [self.row_ids[i] for i in indices]
+        chosen.lengths = [self.lengths[i] for i in indices]
+        chosen._ids = [self._ids[i] for i in indices]
+        chosen._masks = [self._masks[i] for i in indices]
+        return chosen
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError, which names a row, if the files hold ids that a target of this vocabulary lacks."""
+        check_id(*self.highest, vocab_size)
+
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """[V] how often each id occurs under the loss mask. Raises as :meth:`check_ids`."""
+        self.check_ids(vocab_size)
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for ids, mask in zip(self._ids, self._masks, strict=True):
+            counts += torch.bincount(ids[mask], minlength=vocab_size)
+        return counts
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that identify the rows' ids and masks, in their order."""
+        digest = hashlib.sha256()
+        for ids, mask in zip(self._ids, self._masks, strict=True):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(ids.numpy().astype("<i4", copy=False).tobytes())
+            digest.update(mask.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens under the loss mask."""
+        return sum(int(mask.sum()) for mask in self._masks)
+
+
+def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> list[tuple[list[int], list[int]]]:
+    """Token ids and loss mask of one row of answers: one sequence, or several as `encode_conversation` has it.
+
+    Rows with ``prompt_ids`` and ``response_ids`` are taken as they are: these are the target's own tokens. Others are
+    conversations (see :func:`.row_conversation`) and encoded with the chat template, as decoding
+    does; every assistant turn is an answer.
+
+    Args:
+        row: the row.
+        tokenizer: needed for rows without ids only; may be None otherwise.
+        where: how errors name the row, "file:line".
+
+    Raises:
+        DataError: the row has neither form, its ids are no token ids, or the template does not allow it.
+    """
+    if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
+        prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
+        return [(prompt + response, [0] * len(prompt) + [1] * len(response))]
+    if tokenizer is None:
+        raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer was given to encode the text.")
+    try:
+        complete = row.get("finish_reason") in (None, "stop")
+        return encode_conversation(tokenizer, row_conversation(row, where), complete)
+    except DataError as error:
+        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+
+
+def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
+    ids = row.get(field)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise DataError(f"{where}: `{field}` must be a list of token ids (whole numbers from 0), and not empty.")
+    return ids
+
+
+def check_id(token: int, where: str, vocab_size: int) -> None:
+    """Raise DataError if a token id, that of the row ``where``, is none of a vocabulary's."""
+    if token >= vocab_size:
+        raise DataError(
+            f"{where}: token id {token} is outside the target's vocabulary of {vocab_size}. "
+            "Regenerate the answers with this target."
+        )
+
+
+def _point(prompt: Any) -> float:
+    """A prompt's place in [0, 1), by its hash: those below the fraction are held out, equal ones together."""
+    return stable_seed("validation", prompt) / 2**31
+
+
+def read_answers(
+    paths: Sequence[str | Path],
+    tokenizer: Any = None,
+    *,
+    max_length: int = MAX_LENGTH,
+    validation_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> tuple[AnswersDataset, AnswersDataset]:
+    """Reads files of answers.
+
+    Args:
+        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows`; what ships is found from anywhere, see
+            :func:`fsd_train.repository.find`.
+        tokenizer: for rows without ids.
+        max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
+        validation_fraction: share of the prompts that goes to the second dataset, one at least unless it is 0; all
+            sequences of a row together.
+        vocab_size: the target's; ids beyond it are an error. Without it see :meth:`AnswersDataset.check_ids`.
+
+    Returns:
+        (training, validation)
+
+    Raises:
+        DataError: a malformed row, with file and line or row number, or no row at all.
+    """
+    placed: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with its prompt's place between 0 and 1
+    read = left_out = 0
+    highest = (-1, "")
+    for path in paths:
+        for row in read_rows(find(path)):
+            sequences = encode_row(row.values, tokenizer, row.where)
+            highest = max(highest, (max(max(ids) for ids, _ in sequences), row.where))
+            if vocab_size is not None:
+                check_id(*highest, vocab_size)
+            kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
+            read += 1
+            if not kept:
+                left_out += 1
+                continue
+            # what was asked, without the answers: by text where there is one, since ids depend on the target
+            asked = row_questions(row.values, row.where)
+            ids, mask = kept[0]
+            first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
+            # all turns of a conversation stand on one side, in one row or in several
+            key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
+            name = row.values.get("id")
+            if not isinstance(name, str):
+                name = row_id(row.file.name, row.number, asked)
+            point = _point(key)
+            placed += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
+    named = ", ".join(map(str, paths))
+    if not placed:
+        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}).")
+    if left_out:
+        what = "%s: %d of %d rows have no answer in their first %d tokens and are left out: see data.max_length"
+        log.warning(what, named, left_out, read, max_length)
+    points = {point for point, _ in placed}
+    border = validation_fraction
+    if border and len(points) > 1:
+        border = max(border, math.nextafter(min(points), 1.0))  # one at least is held out
+    parts = [[row for point, row in placed if (point < border) is held] for held in (False, True)]
+    if not parts[0]:
+        raise DataError(f"{named}: all {len(placed)} rows were held out; lower validation_fraction, or give more rows.")
+    return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)

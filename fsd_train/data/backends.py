@@ -1,0 +1,305 @@
+"""What answers prompts for training: the target run here by our engine, or a server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
+from fsd_infer.chat.encoding import Message, end_of_turn, need_tokenizer
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.engine import Request, decode
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import parse_rule
+from fsd_infer.targets.token_ids import eos_ids
+from fsd_train.data.features import FeatureRecorder
+from fsd_train.data.sampler import stable_seed
+
+RULE = "exact"  # of answers made here: the target's own law, whatever drafts
+_ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an answer: vLLM's, SGLang's
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt to answer.
+
+    Attributes:
+        id: of its answer; with ``/N`` at the end for turn N of a conversation, from the second on.
+        messages: the conversation so far.
+        prompt_ids: of `fsd_infer.chat.encoding.encode_chat`.
+        temperature, top_k, top_p: sampling; temperature 0 is greedy, top_k 0 and top_p 1 are off.
+        source: where it comes from, for statistics.
+        fields: of the prompt's row, kept in the answer's.
+        template: arguments of the chat template.
+        given: the answer that the row itself holds, if any.
+        rest: the exchanges that follow: (what is asked, the row's own answer).
+        turn: from 1.
+    """
+
+    id: str
+    messages: list[Message]
+    prompt_ids: list[int]
+    temperature: float
+    source: str
+    top_k: int = 0
+    top_p: float = 1.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    given: Sequence[Message] = ()
+    rest: tuple[tuple[list[Message], list[Message]], ...] = ()
+    turn: int = 1
+
+    @property
+    def sampling(self) -> tuple[float, int, float]:
+        return self.temperature, self.top_k, self.top_p
+
+    @property
+    def first_id(self) -> str:
+        return self.id if self.turn == 1 else self.id.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said: ``response_ids`` with the end token if it was produced, ``finish_reason`` stop or length.
+
+    ``ids_from`` is "target" where the ids are those the target emitted, "text" where they were made from its text.
+    """
+
+    job: Job
+    response: str
+    response_ids: list[int]
+    finish_reason: str
+    ids_from: str = "target"
+
+
+class Backend(Protocol):
+    """Answers batches of jobs, yielding groups of answers to be written together; ids in ``done`` are not needed."""
+
+    def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]: ...
+
+
+class LocalBackend:
+    """Batches through this package's engine: the frozen target with a drafter, under the rule `exact`.
+
+    A batch is always generated whole, also when a resumed run lacks only some of its rows, and by a drafter that knows
+    of no other, so that rounding, trees and the random draws are those of an uninterrupted run.
+
+    Args:
+        decoder: the target, with its tokenizer, and the drafter.
+        max_new_tokens: limit per answer.
+        seed: with the batch's ids, the seed of its random draws.
+        features: directory of a feature cache that gets the answers' features as they are made; None: none are kept.
+
+    Raises:
+        FsdError: the target has no tokenizer, or the cache is another target's.
+    """
+
+    def __init__(
+        self, decoder: FuzzyDecoder, max_new_tokens: int, seed: int, features: str | Path | None = None
+    ) -> None:
+        self.recorder = None if features is None else FeatureRecorder(decoder.target, features)
+        self.decoder, self.tokenizer = decoder, need_tokenizer(decoder.tokenizer, decoder.target.name)
+        self.rule = parse_rule(RULE)
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.eos_ids = frozenset(end_ids(self.tokenizer, decoder.target.model.generation_config))
+
+    def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
+        for batch in batches:
+            if any(job.id not in done for job in batch):
+                yield self._batch(batch)
+
+    def _batch(self, batch: Sequence[Job]) -> list[Answer]:
+        target, drafter = self.decoder.target, self.decoder.drafter
+        drafter.forget()
+        temperature, top_k, top_p = batch[0].sampling
+        seed = stable_seed(self.seed, *(job.id for job in batch))
+        # Not by `generate`, which takes what a request leaves open from the model's generation config: nothing but what
+        # the job says shapes the distribution.
+        warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature > 0 else []
+        if temperature > 0 and top_k:
+            warpers.append(TopKLogitsWarper(top_k))
+        if temperature > 0 and top_p < 1:
+            warpers.append(TopPLogitsWarper(top_p))
+        request = Request(
+            prompts=[job.prompt_ids for job in batch],
+            max_new_tokens=self.max_new_tokens,
+            greedy=temperature == 0,
+            processors=LogitsProcessorList(warpers) if warpers else None,
+            eos_token_ids=self.eos_ids,
+            generator=torch.Generator(target.device).manual_seed(seed),
+        )
+        answers = decode(target, drafter, self.rule, request)
+        if self.recorder is not None:
+            self.recorder.save([[*job.prompt_ids, *ids] for job, ids in zip(batch, answers.sequences, strict=True)])
+        return [
+            Answer(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
+            for job, ids, row in zip(batch, answers.sequences, answers.stats.rows)
+        ]
+
+
+class EndpointBackend:
+    """OpenAI-compatible /v1/completions servers, asked with prompts as token ids.
+
+    Args:
+        urls: the servers' addresses, with or without /v1; each request goes to the least busy.
+        model: the name under which it serves the target.
+        tokenizer: the target's, for the end token and for servers that return text only.
+        generation_config: the target's, for the tokens that end an answer beside the tokenizer's eos and the end of
+            turn of its chat template; None: these two alone.
+        max_new_tokens: limit per answer.
+        seed: with the row's id, the seed of each request; None sends none (some servers cannot seed requests).
+        concurrency: requests in flight at once.
+        group: answers handed out together at most.
+        api_key, attempts, timeout, pause: see :class:`fsd_bench.openai_client.Server`.
+
+    Raises:
+        FsdError: no address, or one that is none.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        model: str,
+        tokenizer: Any,
+        generation_config: GenerationConfig | None,
+        max_new_tokens: int,
+        seed: int | None,
+        concurrency: int = 64,
+        group: int = 32,
+        api_key: str | None = None,
+        attempts: int = 6,
+        timeout: float = 600.0,
+        pause: float = 1.0,
+    ) -> None:
+        self.servers = [
+            Server(url, api_key=api_key, timeout=timeout, attempts=attempts, pause=pause, connections=concurrency)
+            for url in ([urls] if isinstance(urls, str) else urls)
+        ]
+        if not self.servers:
+            raise FsdError("no endpoint. Give an address such as http://127.0.0.1:8000/v1.")
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.concurrency, self.group = concurrency, group
+        self.end_of_turn = end_of_turn(tokenizer)
+        self.eos_ids = end_ids(tokenizer, generation_config)
+        self._in_flight = [0] * len(self.servers)
+        self._lock = threading.Lock()
+
+    def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
+        """Groups of answers, each in the order asked.
+
+        What has come when a request fails for good, or at Ctrl-C, is handed out before the error goes on. Requests in
+        flight are left to themselves then: neither the caller nor the interpreter's end waits for them.
+        """
+        jobs = iter([job for batch in batches for job in batch if job.id not in done])
+        queue: SimpleQueue[tuple[Future[Answer], Job] | None] = SimpleQueue()
+        asked: list[Future[Answer]] = []  # in their order, until they are handed out
+        try:
+            for _ in range(self.concurrency):
+                # a ThreadPoolExecutor's threads are no daemons: the interpreter would join them at its end
+                threading.Thread(target=self._work, args=(queue,), daemon=True).start()
+            while True:
+                landed = [future for future in asked if future.done()]
+                answers = [future.result() for future in landed]  # raises if a request failed for good
+                for job in islice(jobs, 2 * self.concurrency - (len(asked) - len(landed))):
+                    asked.append(Future())
+                    queue.put((asked[-1], job))
+                if len(answers) >= self.group or len(landed) == len(asked):
+                    if answers:
+                        yield answers
+                    asked = [future for future in asked if future not in landed]
+                if not asked:
+                    break
+                wait([future for future in asked if future not in landed], return_when=FIRST_COMPLETED)
+        except (Exception, KeyboardInterrupt):
+            answers = [future.result() for future in asked if future.done() and not future.exception()]
+            if answers:
+                yield answers
+            raise
+        finally:
+            for future in asked:
+                future.cancel()
+            for _ in range(self.concurrency):
+                queue.put(None)
+
+    def _work(self, queue: SimpleQueue[tuple[Future[Answer], Job] | None]) -> None:
+        """Answers jobs one after the other until None comes."""
+        for future, job in iter(queue.get, None):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._dispatch(job))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def _dispatch(self, job: Job) -> Answer:
+        with self._lock:
+            which = self._in_flight.index(min(self._in_flight))
+            self._in_flight[which] += 1
+        try:
+            return self.ask(job, self.servers[which])
+        finally:
+            with self._lock:
+                self._in_flight[which] -= 1
+
+    def ask(self, job: Job, server: Server) -> Answer:
+        """Answers one job by one server. Raises FsdError if the server refuses it or stays unreachable."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": job.prompt_ids,
+            "max_tokens": self.max_new_tokens,
+            "temperature": job.temperature,
+            **UNSHAPED,
+            "top_p": job.top_p,
+        }
+        extensions = {**EXTENSIONS, "top_k": job.top_k} if job.top_k else EXTENSIONS
+        if job.temperature > 0 and self.seed is not None:
+            body["seed"] = stable_seed(self.seed, job.id)
+        try:
+            reply = server.complete(body, extensions)
+        except ServerError as error:
+            if not error.may_pass:
+                raise
+            raise ServerError(
+                f"{error} Finished rows are kept: when the server is back, run the same command again.", error.status
+            ) from error
+        try:
+            choice = reply["choices"][0]
+            text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
+        except (KeyError, IndexError, TypeError) as error:
+            raise FsdError(f"server {server.url}: the reply is not a completion: {str(reply)[:200]}") from error
+        seen = choice.get("prompt_token_ids")
+        if seen is not None and seen != job.prompt_ids:
+            raise FsdError(f"server {server.url} changed the prompt's token ids; is {self.model!r} the target?")
+        ids_from = "target"
+        if ids is None:
+            ids, ids_from = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "text"
+        if reason == "stop":
+            ids = self._ended(ids, choice)
+        return Answer(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
+
+    def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
+        """An answer's ids with the token that ended it, which some servers keep to themselves."""
+        end = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), self.end_of_turn)
+        return ids if end is None or (ids and ids[-1] in {end, self.end_of_turn, *self.eos_ids}) else [*ids, end]
+
+
+def end_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> set[int]:
+    """The tokens that end an answer: the tokenizer's eos and all that the target's generation config names."""
+    own = tokenizer.eos_token_id
+    return eos_ids(generation_config) | (set() if own is None else {own})

@@ -1,0 +1,379 @@
+"""Cached target features: computed once, read by every epoch.
+
+A cache is a directory:
+
+    index.json               format, target (fingerprint and digest of its weights), layers whose outputs follow
+                             the final features
+    shard-00000.safetensors  features [tokens, F] bf16, the sequences one after the other
+    shard-00000.json         keys and offsets of the sequences, checksum of the file above
+
+A sequence's key is a digest of its token ids, so a cache serves any file that holds the same sequences. A shard is
+complete once its .json is there (written last, by renaming), so an interrupted run goes on with the shard it was at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from fsd_infer.errors import DataError
+from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
+from fsd_infer.targets.prefixes import Prefix
+from fsd_infer.targets.target import Target
+
+FORMAT = "fsd-features"
+VERSION = 1
+_WEIGHTS = "weights_sha256"  # in the header's target
+_AGAIN = "Delete it and its .json, and run `fsd-train cache-features` again."
+_DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
+_Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
+
+
+def sequence_key(ids: Sequence[int] | Tensor) -> str:
+    """16 hexadecimal digits that identify a sequence of token ids."""
+    values = torch.as_tensor(ids, dtype=torch.int32).contiguous().numpy().astype("<i4", copy=False)
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+
+
+class FeatureStore:
+    """Read access to a cache.
+
+    Args:
+        directory: the cache.
+
+    Raises:
+        DataError: no cache, another format, or a missing or truncated shard.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.header = _read_header(self.directory)
+        self.layers: list[int] = self.header.get("layers", [])
+        self._shards: list[Path] = []
+        self._checksums: list[str | None] = []  # None once a shard was found to match: data workers inherit that
+        self._where: dict[str, tuple[int, int, int]] = {}
+        self._open: dict[int, Any] = {}
+        self._pid = os.getpid()
+        for record in _records(self.directory):
+            path = self.directory / record["file"]
+            if not path.is_file() or path.stat().st_size != record["bytes"]:
+                raise DataError(f"{path} is missing or truncated. {_AGAIN}")
+            offsets = record["offsets"]
+            for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
+                self._where[key] = (len(self._shards), start, stop)
+            self._shards.append(path)
+            self._checksums.append(record["sha256"])
+
+    def check_target(self, target: Target) -> None:
+        """Raise DataError if the features are another target's, or one's of the same shape with other weights."""
+        held = self.header["target"]
+        for key, ours in _facts(target).items():
+            theirs = held.get(key)
+            if ours is not None and theirs is not None and ours != theirs:
+                raise DataError(
+                    f"the features in {self.directory} are another target's ({key}: {theirs!r}, {target.name} has "
+                    f"{ours!r}). Cache this target's in another directory, or delete this one."
+                )
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._where)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._where
+
+    @property
+    def tokens(self) -> int:
+        return sum(stop - start for _, start, stop in self._where.values())
+
+    def get(self, key: str) -> Tensor:
+        """Features [M, F] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged.
+
+        Of each shard that means its checksum: it is compared once, when a process first reads from it.
+        """
+        if key not in self._where:
+            raise DataError(f"{self.directory} lacks the features of sequence {key}: run `fsd-train cache-features`.")
+        shard, start, stop = self._where[key]
+        if self._pid != os.getpid():  # a data worker must not share its parent's file handles
+            self._open, self._pid = {}, os.getpid()
+        if shard not in self._open:
+            self._verify(shard)
+            with open_safetensors(self._shards[shard], _AGAIN, DataError) as file:
+                self._open[shard] = file.get_slice("features")
+        return self._open[shard][start:stop]
+
+    def _verify(self, shard: int) -> None:
+        """Raise DataError unless a shard matches its checksum, the first time that this process opens it."""
+        path, expected = self._shards[shard], self._checksums[shard]
+        if expected is not None and sha256_of(path) != expected:
+            raise DataError(f"{path} does not match its checksum. {_AGAIN}")
+        self._checksums[shard] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+
+class WithFeatures(Dataset[dict[str, Any]]):
+    """A dataset whose items also carry ``features`` [M, F] from a cache.
+
+    Args:
+        dataset: items are dicts with ``input_ids``.
+        store: the cache.
+    """
+
+    def __init__(self, dataset: Any, store: FeatureStore) -> None:
+        self.dataset = dataset
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = dict(self.dataset[index])
+        item["features"] = self.store.get(sequence_key(item["input_ids"]))
+        return item
+
+
+def cache_features(
+    target: Target,
+    sequences: Sequence[Sequence[int] | Tensor],
+    directory: str | Path,
+    *,
+    shard_tokens: int = 65536,
+    batch_tokens: int = 2048,
+    max_tokens: int | None = None,
+    progress: bool = True,
+) -> FeatureStore:
+    """Compute and store the features of sequences that the cache does not hold yet.
+
+    Args:
+        target: whose features, those of watched layers included; bf16 is what is stored, whatever its dtype.
+        sequences: token ids.
+        directory: of the cache, made if missing.
+        shard_tokens: tokens per shard, the unit of work that an interruption can lose.
+        batch_tokens: padded tokens per forward; sequences of similar length go together.
+        max_tokens: stop adding sequences once the cache holds this many tokens.
+        progress: show a progress bar.
+
+    Raises:
+        DataError: the cache is another target's or has other layers, or the disk has no room for it.
+    """
+    directory = Path(directory)
+    held = _opened(directory, target)
+    todo: dict[str, Sequence[int] | Tensor] = {}
+    total = held.tokens
+    for ids in sequences:
+        key = sequence_key(ids)
+        if key in held or key in todo or not len(ids):
+            continue
+        if max_tokens is not None and total + len(ids) > max_tokens:
+            break
+        todo[key] = ids
+        total += len(ids)
+    wanted = total - held.tokens
+    check_disk(directory, wanted * token_bytes(target))
+    number = _next_number(directory)
+    bar = tqdm(
+        total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
+    )
+    with bar:
+        for shard in _shards(todo, shard_tokens):
+            _write_shard(target, shard, directory, number, batch_tokens, bar)
+            number += 1
+    return FeatureStore(directory)
+
+
+def _opened(directory: Path, target: Target) -> FeatureStore:
+    """The cache there, begun if there is none. Raises DataError if it is another target's or has other layers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    header = directory / "index.json"
+    if not header.exists():
+        write_json(
+            header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.watched)}
+        )
+    held = FeatureStore(directory)
+    held.check_target(target)
+    _check_layers(held, target.watched)
+    return held
+
+
+def _next_number(directory: Path) -> int:
+    """Of the next shard. Not their count: a damaged shard that was deleted leaves a hole."""
+    return 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
+
+
+class FeatureRecorder:
+    """Stores the features of texts as the target writes them: no second pass over its own answers.
+
+    It stands in for a prefix cache (:mod:`fsd_infer.targets.prefixes`) that finds nothing and is handed every text
+    that ended. A text's last token was never read, and no loss looks at its features: they repeat those before it.
+
+    Args:
+        target: whose ``prefixes`` it becomes.
+        directory: of the cache, see :func:`cache_features`, which adds what a killed run could not store.
+
+    Raises:
+        DataError: the cache is another target's or has other layers.
+    """
+
+    def __init__(self, target: Target, directory: str | Path) -> None:
+        self.target, self.directory = target, Path(directory)
+        self._held = _opened(self.directory, target)
+        self._read: list[Prefix] = []
+        target.prefixes = self  # type: ignore[assignment]
+
+    def find(self, prompt: Sequence[int], watched: tuple[int, ...]) -> None:
+        return None
+
+    def store(self, text: Prefix) -> None:
+        self._read.append(replace(text, states={}))
+
+    def save(self, texts: Sequence[Sequence[int]]) -> None:
+        """Write one shard with the whole texts that begin with what was stored since the last call."""
+        found = {tuple(text.tokens.tolist()): text.features for text in self._read}
+        self._read = []
+        rows: dict[str, Tensor] = {}
+        for ids in texts:
+            features = found.get(tuple(ids[:-1]), found.get(tuple(ids)))
+            if features is not None and sequence_key(ids) not in self._held:
+                last = features[-1:].expand(len(ids) - len(features), -1)
+                rows[sequence_key(ids)] = torch.cat([features, last]).to(torch.bfloat16).cpu()
+        if not rows:
+            return
+        check_disk(self.directory, sum(row.nbytes for row in rows.values()))
+        lengths = torch.tensor([len(row) for row in rows.values()])
+        offsets = [0, *lengths.cumsum(0).tolist()]
+        _save_shard(self.directory, _next_number(self.directory), list(rows), offsets, torch.cat(list(rows.values())))
+
+
+def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int, batch_tokens: int, bar: Any) -> None:
+    lengths = torch.tensor([len(ids) for _, ids in rows])
+    offsets = [0, *lengths.cumsum(0).tolist()]
+    features = torch.empty(offsets[-1], target.hidden_size * (1 + len(target.watched)), dtype=torch.bfloat16)
+    for batch in length_batches(lengths.tolist(), batch_tokens):
+        longest = max(int(lengths[row]) for row in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for line, row in enumerate(batch):
+            ids[line, : lengths[row]] = torch.as_tensor(rows[row][1])
+        # padding stands on the right, where causal attention never looks: no mask is needed
+        with torch.inference_mode():
+            out = target.features(ids.to(target.device)).to(torch.bfloat16).cpu()
+        for line, row in enumerate(batch):
+            features[offsets[row] : offsets[row + 1]] = out[line, : lengths[row]]
+        bar.update(int(lengths[batch].sum()))
+    _save_shard(directory, number, [key for key, _ in rows], offsets, features)
+
+
+def _save_shard(directory: Path, number: int, keys: list[str], offsets: list[int], features: Tensor) -> None:
+    path = directory / f"shard-{number:05d}.safetensors"
+    with replacing(path) as draft:
+        save_file({"features": features}, draft)
+        record = {
+            "file": path.name,
+            "bytes": draft.stat().st_size,
+            "sha256": sha256_of(draft),
+            "offsets": offsets,
+            "keys": keys,
+        }
+    write_json(path.with_suffix(".json"), record)
+
+
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Groups row numbers by length so that rows × longest ≤ ``batch_tokens`` (one row at least), longest first."""
+    batches: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if not batches or (len(batches[-1]) + 1) * longest > batch_tokens:
+            batches.append([])
+            longest = lengths[row]
+        batches[-1].append(row)
+    return batches
+
+
+def _shards(todo: Mapping[str, Sequence[int] | Tensor], shard_tokens: int) -> Iterator[list[_Row]]:
+    shard: list[_Row] = []
+    size = 0
+    for key, ids in todo.items():
+        if shard and size + len(ids) > shard_tokens:
+            yield shard
+            shard, size = [], 0
+        shard.append((key, ids))
+        size += len(ids)
+    if shard:
+        yield shard
+
+
+def _record_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("shard-*.json"))
+
+
+def _records(directory: Path) -> Iterator[dict[str, Any]]:
+    for path in _record_files(directory):
+        record = read_json(path, "Delete it and cache again.")
+        if not _is_record(record):
+            raise DataError(f"{path}: not the record of a shard. Delete it and cache again.")
+        yield record
+
+
+def _is_record(record: Any) -> bool:
+    kinds = {"file": str, "bytes": int, "sha256": str, "offsets": list, "keys": list}
+    if not isinstance(record, dict) or not all(isinstance(record.get(key), kind) for key, kind in kinds.items()):
+        return False
+    offsets, keys = record["offsets"], record["keys"]
+    whole = all(isinstance(key, str) for key in keys) and all(type(offset) is int for offset in offsets)
+    return whole and len(offsets) == len(keys) + 1 and offsets == sorted(offsets) and offsets[0] == 0
+
+
+def _read_header(directory: Path) -> dict[str, Any]:
+    path = directory / "index.json"
+    if not path.is_file():
+        raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
+    header = read_json(path, "Delete the cache, make it again.")
+    known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
+    facts = header.get("target") if known else None
+    if not isinstance(facts, dict) or _WEIGHTS not in facts or not is_layers(header.get("layers", [])):
+        raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
+    return dict(header)
+
+
+def is_layers(value: Any) -> bool:
+    """Is it a list of whole numbers?"""
+    return isinstance(value, list) and all(type(layer) is int for layer in value)
+
+
+def _facts(target: Target) -> dict[str, Any]:
+    """What the header records of a target."""
+    return {**target.fingerprint(), _WEIGHTS: target.weights_digest()}
+
+
+def _check_layers(store: FeatureStore, layers: Sequence[int]) -> None:
+    if store.layers != list(layers):
+        raise DataError(
+            f"the cache {store.directory} holds inner layers {store.layers}, not {list(layers)}. Give another "
+            "--output, or the same --layers."
+        )
+
+
+def token_bytes(target: Target) -> int:
+    return 2 * target.hidden_size * (1 + len(target.watched))
+
+
+def check_disk(directory: Path, needed: int) -> None:
+    """Raise DataError if the disk of a directory cannot hold so many bytes of features."""
+    free = shutil.disk_usage(directory).free
+    if needed and needed + _DISK_RESERVE > free:
+        raise DataError(
+            f"{directory}: the features need {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free. "
+            "Give another --output, lower --max-tokens or --max-length, or train with online features (no cache)."
+        )

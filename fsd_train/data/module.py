@@ -1,0 +1,181 @@
+"""Batches of answers for Trainer, in an order that checkpoints hold."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fsd_infer.errors import DataError
+from fsd_train import MAX_LENGTH
+from fsd_train.checkpoints import check_order
+from fsd_train.data.answers import AnswersDataset, Item, read_answers
+from fsd_train.data.batches import collate, keep_on_host
+from fsd_train.data.features import FeatureStore, WithFeatures, sequence_key
+from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler, ValidationLoader
+from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
+
+log = logging.getLogger(__name__)
+
+
+class AnswersDataModule(LightningDataModule):
+    """Batches of answers for training and validation.
+
+    The sampler shares batches out among replicas itself; set ``use_distributed_sampler: false`` on Trainer, which
+    cannot know how to split a batch sampler of this kind (`fsd-train` does so). The place within an epoch is stored in
+    checkpoints and resumed from, with the same rows, ``batch_tokens``, ``seed`` and number of replicas only.
+
+    Args:
+        train_files: files that `fsd-train regenerate` wrote, or conversations as JSON lines, Parquet or directories of
+            the `datasets` library: see docs/training-data.md.
+        validation_files: rows to validate on; without them a share of the training prompts is held out.
+        validation_fraction: that share, chosen by the hash of the prompt.
+        max_length: tokens per sequence at most; longer ones are cut.
+        batch_tokens: padded tokens per training batch.
+        validation_batch_tokens: the same for validation; as ``batch_tokens`` by default.
+        tokenizer: built-in name, directory or hub id; needed only for rows without token ids.
+        vocab_size: the target's, to stop reading at the first row that it does not fit. Without it training and
+            validation compare the rows with their target once all are read.
+        features: directory that `fsd-train cache-features` wrote; rows it does not hold are left out. Without it the
+            target runs in every step.
+        num_workers: processes that collate; None for some on a CUDA device and none on a CPU.
+        pin_memory: copies to the device do not wait; None for where there is a CUDA device.
+        seed: of the order of batches.
+
+    Attributes:
+        feature_store: the cached features, after ``setup``; None where features are computed during training.
+    """
+
+    def __init__(
+        self,
+        train_files: list[str],
+        validation_files: list[str] | None = None,
+        validation_fraction: HeldOut = 0.02,
+        max_length: Length = MAX_LENGTH,
+        batch_tokens: PositiveInt = 4096,
+        validation_batch_tokens: PositiveInt | None = None,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        features: str | None = None,
+        num_workers: NonNegativeInt | None = None,
+        pin_memory: bool | None = None,
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__()
+        self.train_files, self.validation_files = list(train_files), list(validation_files or [])
+        self.validation_fraction, self.max_length = validation_fraction, max_length
+        self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
+        self.tokenizer_name, self.vocab_size = tokenizer, vocab_size
+        self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
+        self.features = features
+        self.feature_store: FeatureStore | None = None
+        self.train_set: AnswersDataset | None = None
+        self.validation_set: AnswersDataset | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the files, once. Raises DataError on a malformed row."""
+        if self.train_set is not None:
+            return
+        tokenizer = self._tokenizer()
+        options: dict[str, Any] = {"max_length": self.max_length, "vocab_size": self.vocab_size}
+        fraction = 0.0 if self.validation_files else self.validation_fraction
+        self.train_set, held = read_answers(self.train_files, tokenizer, validation_fraction=fraction, **options)
+        if self.validation_files:
+            held, _ = read_answers(self.validation_files, tokenizer, **options)
+        self.validation_set = held
+        if self.features is not None:
+            self.feature_store = FeatureStore(self.features)
+            self.train_set = self._cached(self.train_set, self.feature_store)
+            self.validation_set = self._cached(held, self.feature_store) if len(held) else held
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of training batches follows from. Checkpoints hold it."""
+        assert self.train_set is not None, "setup() has not run"
+        replicas = 1 if self.trainer is None else self.trainer.world_size
+        order = {"batch_tokens": int(self.batch_tokens), "seed": int(self.seed), "replicas": replicas}
+        return {"rows": self.train_set.digest, **order}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise CheckpointError if training would go on in another order than the checkpoint's."""
+        if self.trainer is not None and self.trainer.training:
+            check_order(self.trainer, self.state_dict(), state_dict)
+
+    def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
+        """The rows whose features are in the cache. Raises DataError if there are none."""
+        keep = [i for i in range(len(rows)) if sequence_key(rows[i]["input_ids"]) in store]
+        if not keep:
+            raise DataError(
+                f"{self.features} holds the features of none of the {len(rows)} rows: run `fsd-train cache-features` "
+                f"on these files with --max-length {self.max_length}."
+            )
+        if len(keep) < len(rows):
+            log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
+        return rows.subset(keep)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError, which names file and row, if rows hold ids that a target of this vocabulary lacks."""
+        for rows in (self.train_set, self.validation_set):
+            assert rows is not None, "setup() has not run"
+            rows.check_ids(vocab_size)
+
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it).
+
+        Raises DataError as :meth:`check_ids`.
+        """
+        assert self.train_set is not None, "setup() has not run"
+        return self.train_set.answer_counts(vocab_size)
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer_name is None:
+            return None
+        from fsd_infer.targets.loading import load_tokenizer
+
+        return load_tokenizer(self.tokenizer_name)
+
+    def train_dataloader(self) -> DataLoader[Item]:
+        """Batches of the training rows, in another order each epoch."""
+        assert self.train_set is not None, "setup() has not run"
+        sampler = self._make_sampler(self.train_set, self.batch_tokens, shuffle=True)
+        return ResumableLoader(self._with_features(self.train_set), sampler, **self._loader_options())
+
+    def val_dataloader(self) -> DataLoader[Item] | list[Any]:
+        """Batches of the held-out rows, always in the same order; an empty list if there are none.
+
+        So that all replicas have the same number, some may get an earlier one again, but without its loss mask.
+        """
+        if not self.validation_set:
+            return []
+        sampler = self._make_sampler(self.validation_set, self.validation_batch_tokens, shuffle=False)
+        return ValidationLoader(self._with_features(self.validation_set), sampler, **self._loader_options())
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return keep_on_host(batch)
+
+    def _make_sampler(self, dataset: AnswersDataset, tokens: int, shuffle: bool) -> TokenBudgetSampler:
+        trainer = self.trainer
+        rank, replicas = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        return TokenBudgetSampler(dataset.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
+
+    def _with_features(self, rows: AnswersDataset) -> Dataset[Any]:
+        return rows if self.feature_store is None else WithFeatures(rows, self.feature_store)
+
+    def _loader_options(self) -> dict[str, Any]:
+        trainer = self.trainer
+        on_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
+        workers = self.num_workers
+        if workers is None:
+            workers = 0
+            if trainer is not None and on_cuda:
+                cores = max(1, (os.cpu_count() or 1) // max(1, trainer.num_devices))
+                workers = min(cores, 2 if self.feature_store is None else 8)  # features are read from files
+        return {
+            "collate_fn": collate,
+            "num_workers": workers,
+            "pin_memory": on_cuda if self.pin_memory is None else self.pin_memory,
+            "persistent_workers": workers > 0,
+        }

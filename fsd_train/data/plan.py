@@ -1,0 +1,255 @@
+"""Which prompts `fsd-train regenerate` answers, with what sampling, in which batches, and which turns follow."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.chat.conversations import PROMPT_FIELDS, row_exchanges
+from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, read_prompts
+from fsd_infer.errors import DataError
+from fsd_train.data.backends import Answer, Job, stable_seed
+
+WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample
+# of a prompt's row, what its answers' rows have of their own
+_OWN = {*PROMPT_FIELDS, "id", "prompt_ids", "response_ids", "finish_reason", "source", "ids_from"}
+_SAMPLING = ("temperature", "top_k", "top_p")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be answered.
+
+    Attributes:
+        batches: in their final order.
+        read: prompts, or conversations with another turn.
+        too_long: of them, those left out because the prompt is too long.
+        cut: of them, those left out because the answer before was cut at the limit.
+        max_prompt_tokens, batch_size: for the turns that follow.
+        template: arguments of the chat template.
+    """
+
+    batches: list[list[Job]]
+    read: int
+    too_long: int
+    cut: int
+    max_prompt_tokens: int
+    batch_size: int
+    template: Mapping[str, Any]
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [job for batch in self.batches for job in batch]
+
+    @property
+    def ids(self) -> set[str]:
+        return {job.id for job in self.jobs}
+
+
+def plan_jobs(
+    paths: Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    temperatures: Sequence[tuple[float, float]] = ((0.0, 1.0),),
+    max_prompt_tokens: int = 1024,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int = 32,
+    template: Mapping[str, Any] | None = None,
+    raw: bool = False,
+) -> Plan:
+    """Reads prompts and settles which are answered, with what sampling and in which batches: the first turns.
+
+    Everything here depends on the arguments alone, never on what is already answered, so that a resumed run meets the
+    very batches it left. Rows are taken in an order shuffled by ``seed``: a prefix of the output is a fair sample.
+
+    Args:
+        paths: prompt files. A row may have ``temperature``, ``top_k`` and ``top_p`` of its own, ``tools`` for the chat
+            template, and further arguments of it in ``chat_template_kwargs``.
+        tokenizer: the target's.
+        temperatures: (temperature, weight) pairs; each row without its own gets one by the hash of its content.
+        max_prompt_tokens: longer prompts (template included) are left out and counted.
+        limit: how many rows to answer.
+        template: arguments of the chat template for all rows, such as ``enable_thinking``.
+        raw: each row is one text that the target continues, without the chat template.
+
+    Raises:
+        DataError: a malformed row, with file and line.
+    """
+    chosen: list[tuple[str, Job]] = []  # with the hash that a row is known by
+    known: set[str] = set()
+    names: set[str] = set()
+    read = too_long = 0
+    for path in paths:
+        for row in sorted(read_prompts(path), key=lambda row: _shuffle_key(seed, row.id)):
+            read += 1
+            try:
+                job = _first(row, tokenizer, temperatures, template or {}, raw)
+            except DataError as error:
+                raise DataError(f"{path}:{row.line}: {error}") from error
+            if len(job.prompt_ids) > max_prompt_tokens:
+                too_long += 1
+            elif row.id not in known:  # the same file given twice
+                known.add(row.id)
+                # files often count their rows from 0, each of them; and what looks like a later turn's id is not free
+                if job.id in names or re.search(r"/\d+$", job.id):
+                    job = replace(job, id=f"{job.id}-{row.id[:8]}")
+                names.add(job.id)
+                chosen.append((row.id, job))
+    chosen.sort(key=lambda pair: _shuffle_key(seed, pair[0]))
+    jobs = [job for _, job in chosen[:limit]]
+    return Plan(_batches(jobs, batch_size), read, too_long, 0, max_prompt_tokens, batch_size, template or {})
+
+
+def next_turns(plan: Plan, answers: Mapping[str, tuple[str, str]], tokenizer: Any) -> Plan:
+    """The turns that follow those of ``plan``, with the target's own answers before them.
+
+    An answer that the row itself holds stays where a tool's result follows it, since that is the result of this very
+    call. A conversation ends where an answer was cut at the limit.
+
+    Args:
+        plan: whose jobs are answered.
+        answers: by the id of the job, response and finish_reason.
+        tokenizer: the target's.
+    """
+    following = [job for job in plan.jobs if job.rest]
+    jobs: list[Job] = []
+    too_long = cut = 0
+    for job in following:
+        response, reason = answers[job.id]
+        (asked, given), *rest = job.rest
+        if asked[0]["role"] == "tool" and job.given:
+            said = job.given
+        elif reason == "stop":
+            said = [{"role": "assistant", "content": response}]
+        else:
+            cut += 1
+            continue
+        messages = [*job.messages, *said, *asked]
+        prompt_ids = encode_chat(tokenizer, messages, options=job.template)
+        if len(prompt_ids) > plan.max_prompt_tokens:
+            too_long += 1
+            continue
+        jobs.append(
+            replace(
+                job, id=f"{job.first_id}/{job.turn + 1}", messages=messages, prompt_ids=prompt_ids, given=given,
+                rest=tuple(rest), turn=job.turn + 1,
+            )
+        )  # fmt: skip
+    batches = _batches(jobs, plan.batch_size)
+    return replace(plan, batches=batches, read=len(following), too_long=too_long, cut=cut)
+
+
+def _first(
+    row: PromptRow,
+    tokenizer: Any,
+    temperatures: Sequence[tuple[float, float]],
+    template: Mapping[str, Any],
+    raw: bool = False,
+) -> Job:
+    (asked, given), *rest = row_exchanges(row.row)
+    options = {**template, **template_options(row.row)}
+    if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
+        raise DataError("a conversation or template options, which --raw leaves no place for: give one text per row.")
+    own = row.row.get("id")
+    sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
+    return Job(
+        id=str(own) if isinstance(own, (str, int)) and str(own) else row.id,
+        messages=asked,
+        prompt_ids=encode_text(tokenizer, asked[0]["content"])
+        if raw
+        else encode_chat(tokenizer, asked, options=options),
+        temperature=sampling.get("temperature", pick_temperature(row.id, temperatures)),
+        source=row.source,
+        top_k=int(sampling.get("top_k", 0)),
+        top_p=sampling.get("top_p", 1.0),
+        fields={name: value for name, value in row.row.items() if name not in {*_OWN, *_SAMPLING}},
+        template=options,
+        given=given,
+        rest=tuple(rest),
+    )
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's own arguments of the chat template. Raises DataError for those of another type."""
+    options: dict[str, Any] = _object(row, "chat_template_kwargs", dict)
+    tools = _object(row, "tools", list)
+    return {**options, "tools": tools} if tools else options
+
+
+def _object(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A field's list or object, written as such or as JSON text; an empty one where there is none."""
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"`{name}` is text and no JSON ({error}).") from error
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise DataError(f"`{name}` must be {'a list' if kind is list else 'an object'}, found {type(value).__name__}.")
+    return value
+
+
+def _sampling(row: Mapping[str, Any], name: str) -> float:
+    value = row[name]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    fits, range_ = {
+        "temperature": (number and value >= 0, "a number, 0 or more"),
+        "top_k": (number and value >= 0 and value == int(value), "a whole number, 0 for none"),
+        "top_p": (number and 0 < value <= 1, "a number above 0 and at most 1"),
+    }[name]
+    if not fits:
+        raise DataError(f"`{name}` must be {range_}, got {value!r}.")
+    return float(value)
+
+
+def _shuffle_key(seed: int, row_id: str) -> tuple[int, str]:
+    return stable_seed(seed, "order", row_id), row_id
+
+
+def pick_temperature(row_id: str, temperatures: Sequence[tuple[float, float]]) -> float:
+    """One of the (temperature, weight) pairs' temperatures, drawn by the hash of the row's id."""
+    point = stable_seed("temperature", row_id) / 2**31 * sum(weight for _, weight in temperatures)
+    for temperature, weight in temperatures:
+        point -= weight
+        if point < 0:
+            return temperature
+    return temperatures[-1][0]
+
+
+def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Jobs of one sampling and like length together."""
+    batches = []
+    for start in range(0, len(jobs), WINDOW * size):
+        window = jobs[start : start + WINDOW * size]
+        for sampling in sorted({job.sampling for job in window}):
+            same = sorted((job for job in window if job.sampling == sampling), key=lambda job: len(job.prompt_ids))
+            batches += [same[i : i + size] for i in range(0, len(same), size)]
+    return batches
+
+
+def answer_line(answer: Answer) -> bytes:
+    """One answer as a line of JSON, newline included: the prompt row's own fields, and ours."""
+    job = answer.job
+    row = {
+        **job.fields,
+        "id": job.id,
+        "messages": job.messages,
+        "response": answer.response,
+        "prompt_ids": job.prompt_ids,
+        "response_ids": answer.response_ids,
+        "finish_reason": answer.finish_reason,
+        "temperature": job.temperature,
+        **({"top_k": job.top_k} if job.top_k else {}),
+        **({"top_p": job.top_p} if job.top_p < 1 else {}),
+        "source": job.source,
+        "ids_from": answer.ids_from,
+    }
+    return (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")

@@ -1,0 +1,199 @@
+"""Metrics of a draft head, teacher-forced: they need no decoding and run on validation batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from fsd_infer.divergence import divergence, reduced
+from fsd_infer.errors import DataError
+from fsd_infer.rules import Exact, Fuzzy, parse_rule
+from fsd_train.losses.base import DraftBatch, LMHead, Rows
+from fsd_train.losses.fsd import expected_length
+from fsd_train.losses.rows import blocks
+
+DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The drafter beside the target at every row, [R] each.
+
+    Attributes:
+        agree: bool, the drafter's most likely token is the target's most likely one in its whole vocabulary.
+        overlap: Σ_v min(p, q), the chance that a token drawn from q passes the exact test.
+        distances: D(p, q) by the divergence's name, in nats (tv: dimensionless).
+    """
+
+    agree: Tensor
+    overlap: Tensor
+    distances: dict[str, Tensor]
+
+
+@torch.no_grad()
+def compare(
+    batch: DraftBatch,
+    full_head: LMHead,
+    draft_ids: Tensor | None,
+    divergences: Sequence[str] = (),
+    chunk_size: int | None = None,
+) -> Comparison:
+    """Drafter and target over the target's whole vocabulary, where q is 0 outside the draft vocabulary.
+
+    These are the raw distributions that a rule's gate sees in decoding, not p renormalised within the draft vocabulary
+    as losses see it.
+
+    Args:
+        batch: estimates [R, H] and features [N, H].
+        full_head: the target's whole LM head.
+        draft_ids: [Vd] target id of each draft vocabulary entry; None if the draft vocabulary is the target's.
+        divergences: names of :mod:`fsd_infer.divergence`.
+        chunk_size: rows whose [V] logits are alive at a time; None for 128 on a CPU, elsewhere a quarter of a GiB.
+    """
+    rows, device = len(batch.estimates), batch.features.device
+    if chunk_size is None:
+        chunk_size = 128 if device.type == "cpu" else max(128, 2**26 // len(full_head.weight))
+    agree = torch.empty(rows, dtype=torch.bool, device=device)
+    overlap = torch.empty(rows, device=device)
+    measures = [divergence(name) for name in divergences]
+    distances = {name: torch.empty(rows, device=device) for name in divergences}
+    for block in blocks(batch.rows.ends, chunk_size):
+        at, here = batch.rows.feature[block.rows] - block.positions.start, block.rows
+        p = full_head(batch.features[block.positions])
+        best = p.argmax(-1)[at]
+        log_p = p.log_softmax(-1)
+        inside, lumped = log_p, log_p
+        if draft_ids is not None:
+            inside = log_p[:, draft_ids]
+            lumped, _ = reduced(p, inside, draft_ids)  # one bin for all tokens that the drafter lacks
+        q = batch.draft_head(batch.estimates[here])
+        drafted = q.argmax(-1)
+        agree[here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
+        log_q = q.log_softmax(-1)
+        overlap[here] = torch.minimum(inside[at], log_q).exp().sum(-1)
+        if draft_ids is not None:
+            log_q = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
+        for measure, values in zip(measures, distances.values(), strict=True):
+            if measure.lumpable:
+                values[here] = measure(lumped[at], log_q, log_probs=True)
+            else:
+                values[here] = measure.with_reduced_drafter(p[at], q, draft_ids)
+    return Comparison(agree, overlap, distances)
+
+
+class StepMean(Metric):
+    """Mean of a quantity over the supervised rows of each unrolled step."""
+
+    total: Tensor
+    rows: Tensor
+
+    def __init__(self, steps: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("rows", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, step: Tensor) -> None:
+        """values [R], bool for a share; step [R] of each."""
+        values = values.double()
+        self.total.index_add_(0, step, values)
+        self.rows.index_add_(0, step, torch.ones_like(values))
+
+    def compute(self) -> Tensor:
+        """[S], of one step a scalar (torchmetrics has it so); NaN for a step that was never supervised."""
+        return self.total / self.rows
+
+    def by_step(self) -> list[Tensor]:
+        """What :meth:`compute` gives as S scalars."""
+        return list(self.compute().reshape(-1))
+
+
+class ExpectedTau(Metric):
+    """Expected accepted length 1 + Σ_{k=1…S} Π_{s<k} a_s of a chain, teacher-forced.
+
+    a_s is the chance that the draft of step s survives: what a rule accepts of a draft sampled from q, or 1 where a
+    greedy draft agrees with the target and 0 where it does not. The leading 1 is the target's own token. Averaged over
+    the roots whose S steps are all supervised.
+    """
+
+    total: Tensor
+    roots: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("roots", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, acceptance: Tensor, chains: Tensor) -> None:
+        """acceptance [R] in [0, 1] or bool, chains [S, C] of rows."""
+        lengths = 1 + expected_length(acceptance.double()[chains])
+        self.total += lengths.sum()
+        self.roots += len(lengths)
+
+    def compute(self) -> Tensor:
+        """Scalar, NaN if no chain was long enough."""
+        return self.total / self.roots
+
+
+class RuleMetrics(nn.Module):
+    """What acceptance rules would make of the drafter, teacher-forced at temperature 1, by name:
+
+    - ``divergence_js_0``: mean D(p, q) at depth 0, 1, …, for each divergence that a rule names;
+    - ``gate_open_0/fuzzy:js:0.3``: share of contexts with D ≤ T;
+    - ``expected_tau/fuzzy:js:0.3``: see :class:`ExpectedTau`, with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q).
+
+    Args:
+        rules: "exact" and "fuzzy:DIVERGENCE:T".
+        steps: depths looked at.
+
+    Raises:
+        UnknownNameError, FsdError: a rule that does not exist or is malformed.
+        DataError: a rule other than these two, or a gate on processed distributions.
+    """
+
+    def __init__(self, rules: Sequence[str], steps: int) -> None:
+        super().__init__()
+        self.rules: list[tuple[str, str | None, float]] = []
+        for text in rules:
+            rule = parse_rule(text)
+            if isinstance(rule, Exact):
+                self.rules.append((text, None, 0.0))
+            elif isinstance(rule, Fuzzy) and rule.gate_on == "raw":
+                self.rules.append((text, divergence(rule.divergence).name, rule.threshold))
+            else:
+                raise DataError(f"eval_rules: {text!r} is neither exact nor fuzzy on raw distributions.")
+        self.divergences = sorted({name for _, name, _ in self.rules if name is not None})
+        self.distance = [StepMean(steps) for _ in self.divergences]
+        self.gate = [StepMean(steps) for _ in self.rules]
+        self.tau = [ExpectedTau() for _ in self.rules]
+        self.metrics = nn.ModuleList([*self.distance, *self.gate, *self.tau])  # so that they move with the module
+
+    def update(self, seen: Comparison, rows: Rows) -> None:
+        """Add a batch: what :func:`compare` saw of its rows."""
+        for name, metric in zip(self.divergences, self.distance, strict=True):
+            metric.update(seen.distances[name], rows.step)
+        for (_, gated, threshold), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
+            acceptance = seen.overlap
+            if gated is not None:
+                is_open = ((seen.distances[gated] <= threshold) & (threshold > 0)).to(acceptance.dtype)
+                gate.update(is_open, rows.step)
+                acceptance = acceptance + (1 - acceptance) * is_open
+            tau.update(acceptance, rows.chains)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Scalars by name, and a clean slate for the next epoch."""
+        values: dict[str, Tensor] = {}
+        for name, metric in zip(self.divergences, self.distance, strict=True):
+            values.update({f"divergence_{name}_{step}": value for step, value in enumerate(metric.by_step())})
+            metric.reset()
+        for (text, gated, _), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
+            if gated is not None:
+                values.update({f"gate_open_{step}/{text}": value for step, value in enumerate(gate.by_step())})
+            values[f"expected_tau/{text}"] = tau.compute()
+            gate.reset()
+            tau.reset()
+        return {name: value.float() for name, value in values.items()}

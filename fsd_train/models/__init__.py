@@ -1,0 +1,11 @@
+"""What is trained: heads and small LMs, as LightningModules, and what recipes name beside torch's optimisers."""
+
+from __future__ import annotations
+
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.head_options import HeadOptions
+from fsd_train.models.lm import LMModule
+from fsd_train.models.optim import MuonAdamW, WarmupCosine
+
+__all__ = ["DistillationModule", "EagleModule", "HeadOptions", "LMModule", "MuonAdamW", "WarmupCosine"]

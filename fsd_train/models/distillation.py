@@ -1,0 +1,268 @@
+"""What trains any drafter towards a frozen target: schedule, steps, metrics, checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from fsd_infer.errors import DataError
+from fsd_infer.targets.target import Target
+from fsd_train.checkpoints import check_state, check_target, target_record
+from fsd_train.data.features import FeatureStore
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
+from fsd_train.losses.base import Rows
+from fsd_train.losses.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
+from fsd_train.models.optim import WarmupCosine
+from fsd_train.models.run import RunModule
+from fsd_train.models.slim import load_slim, move
+from fsd_train.models.unroll import Plan
+from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
+
+
+class _Frozen:
+    """Holds the target outside the module tree: never in a state_dict, an optimiser, or a deep copy (EMA makes one)."""
+
+    def __init__(self) -> None:
+        self.target: Target | None = None
+        self.draft_head: LMHead | None = None
+        self.full_head: LMHead | None = None
+        self.reference: Any = None  # a drafter of the kind in training, see DraftBatch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
+        return self
+
+
+class DistillationModule(RunModule, ABC):
+    """Trains ``head``, whatever drafts, on a frozen target's features.
+
+    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
+    they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
+
+    Args:
+        target: built-in name, directory or hub id.
+        loss: a loss, or the name of one with its defaults. In validation schedules are at their end and no tokens are
+            left out, so that ``val_loss`` means one thing.
+        unroll_steps: how many drafts of a chain the loss sees, 1 to 7.
+        step_decay: weight of step s is step_decay^s.
+        optimizer: of the weights; vectors (norms, biases) get no weight decay.
+        lr_scheduler: of its learning rate, stepped with it.
+        eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
+        eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
+            :class:`fsd_train.losses.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
+        seed: of initial weights and all draws.
+
+    Attributes:
+        head: the drafter in training; it has ``draft_ids``, the target's ids [Vd] that it drafts over, or None for all.
+
+    Raises:
+        UnknownNameError: no loss or rule of a given name.
+        DataError: the loss needs arguments.
+    """
+
+    steps_differ = True  # whether a draft depends on how far in its chain it stands
+
+    def __init__(
+        self,
+        target: str,
+        loss: Loss | str = "eagle",
+        unroll_steps: ChainSteps = 1,
+        step_decay: Share = 1.0,
+        optimizer: OptimizerCallable = AdamW,
+        lr_scheduler: LRSchedulerCallable = WarmupCosine,
+        eval_steps: EvalSteps = 4,
+        eval_rules: list[str] | None = None,
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if not target:
+            raise DataError("target is empty: give a built-in name, a directory or a hub id.")
+        self.target_name, self.seed = target, seed
+        self.unroll_steps, self.step_decay = unroll_steps, step_decay
+        self.loss = as_loss(loss)
+        self.depths = max(unroll_steps, eval_steps)
+        self.val_loss = StepMean(1)
+        told_apart = self.depths if self.steps_differ else 1
+        self.val_agreement = StepMean(told_apart)
+        self.val_chain = ExpectedTau()
+        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
+        self._frozen = _Frozen()
+
+    # what drafters differ in ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def configure_model(self) -> None:
+        """Load the target and make ``head`` (idempotent)."""
+
+    @abstractmethod
+    def new_head(self) -> nn.Module:
+        """Another head of the same shape, with weights of its own, whatever they are."""
+
+    @abstractmethod
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+        """Run the drafter over a batch and gather what is supervised; None if nothing is."""
+
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+        """:meth:`draft` in training, with what is done to batches there only."""
+        return self.draft(batch, steps)
+
+    @abstractmethod
+    def _idle(self, steps: int) -> Tensor:
+        """Zero, by way of every weight: other ranks wait for this one's part in gathering weights and gradients."""
+
+    def _new_lm_head(self) -> LMHead:
+        return LMHead.of(self.target, self.head.draft_ids)
+
+    @abstractmethod
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write what ``fsd_infer`` loads as a drafter, with a record of the training and ``extra`` in it."""
+
+    # setting up ----------------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> Target:
+        """The frozen target, loaded when first asked for; without its layers if features come from a cache.
+
+        Raises DataError if the cached features are another target's.
+        """
+        if self._frozen.target is None:
+            target = self._load_target()
+            if self._feature_store is not None:
+                self._feature_store.check_target(target)
+            self._frozen.target = target
+        return self._frozen.target
+
+    def _load_target(self) -> Target:
+        dtype = torch.bfloat16 if self._half else torch.float32
+        slim = None if self._runs_target else load_slim(self.target_name, dtype)
+        if slim is not None:
+            return slim
+        target = Target.from_pretrained(self.target_name, dtype=dtype, device="cpu")
+        target.check_lm_head()
+        return target
+
+    @property
+    def _runs_target(self) -> bool:
+        """Does training need the target's layers?"""
+        return self._attached is not None and getattr(self._datamodule, "features", None) is None
+
+    @property
+    def _feature_store(self) -> FeatureStore | None:
+        """The data module's cached features, if there are any."""
+        return getattr(self._datamodule, "feature_store", None)
+
+    def _move_target(self) -> None:
+        move(self.target, self.device)
+
+    on_fit_start = _move_target
+    on_validation_start = _move_target
+
+    def setup(self, stage: str) -> None:
+        """Make the model. Raises DataError if the data has token ids that the target lacks."""
+        self.configure_model()
+        if hasattr(self._datamodule, "check_ids"):
+            self._datamodule.check_ids(self.target.vocab_size)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["target"] = target_record(self.target)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_target(self, self.target, checkpoint.get("target", {}))
+        check_state(self, checkpoint)
+        super().on_load_checkpoint(checkpoint)
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def lm_head(self) -> LMHead:
+        """The target's LM head over the draft vocabulary, on the module's device."""
+        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
+            self._frozen.draft_head = self._new_lm_head()
+        return self._frozen.draft_head
+
+    def _features(self, batch: dict[str, Any], plan: Plan) -> Tensor | None:
+        """The target's features [B, M, F]; None if nothing is supervised.
+
+        Of several ranks each runs the target, even over a batch without supervised tokens: where it is sharded, the
+        others wait for this one's part.
+        """
+        if not len(plan) and self._alone:
+            return None
+        features: Tensor | None = batch.get("features")
+        if features is None:
+            if any(parameter.is_meta for parameter in self.target.model.parameters()):
+                raise DataError("the target was loaded without its layers, but a batch has no cached features.")
+            features = self.target.features(batch["input_ids"])
+        return features if len(plan) else None
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
+        steps = self.unroll_steps
+        drafts = self.training_drafts(batch, steps)
+        if drafts is None:
+            if self._alone:
+                return None
+            self._log_step(None, None)
+            return self._idle(steps)
+        out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
+        self._log_step(out, drafts.rows)
+        return out.loss
+
+    def _log_step(self, out: LossOutput | None, rows: Rows | None) -> None:
+        """Log a batch's loss, its parts and agreements. Where loggers take it, loss and agreements are all ranks'.
+
+        ``out`` is None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
+        """
+        steps = self.unroll_steps if self.steps_differ else 1
+        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with one, agreeing rows, counted rows
+        if out is not None and rows is not None:
+            seen[0], seen[1] = out.loss.detach(), 1
+            if out.agreement is not None:
+                agree = out.agreement.float()
+                each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
+                seen[2:] = torch.cat([values[:steps] for values in each])
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if not self._alone and (self.global_step + 1) % every == 0:
+            seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
+        self.log("loss", seen[0] / seen[1].clamp_min(1), prog_bar=True)
+        if out is None:
+            return
+        for name, value in out.parts.items():
+            self.log(name, value)
+        if out.agreement is not None:
+            agreeing, counts = seen[2:].chunk(2)
+            for step, share in enumerate(agreeing / counts.clamp_min(1)):
+                self.log(f"agreement_{step}", share, prog_bar=step == 0)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        drafts = self.draft(batch, self.depths)
+        if drafts is None:
+            if not self._alone:
+                self._idle(self.depths)
+            return
+        out = self.loss(drafts)
+        if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
+            self._frozen.full_head = LMHead.of(self.target)
+        seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
+        rows = drafts.rows
+        self.val_loss.update(out.loss.expand(len(rows.position)), torch.zeros_like(rows.position))
+        self.val_agreement.update(seen.agree, rows.step)
+        self.val_chain.update(seen.agree, rows.chains)
+        self.val_rules.update(seen, rows)
+
+    def on_validation_epoch_end(self) -> None:
+        # these exchange what ranks counted, so all ranks come here, with or without a supervised token
+        self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
+        for step, value in enumerate(self.val_agreement.by_step()):
+            self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
+        self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
+        for name, metric in self.val_rules.compute().items():
+            self.log(f"val_{name}", metric)
+        self.val_loss.reset()
+        self.val_agreement.reset()
+        self.val_chain.reset()

@@ -1,0 +1,287 @@
+"""The training of an EAGLE-style head as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch.optim import AdamW
+
+from fsd_infer.chat.encoding import special_ids
+from fsd_infer.device.transfer import to_device
+from fsd_infer.errors import DataError
+from fsd_infer.heads.checkpoint import load_head, save_head
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.target import Target
+from fsd_train.data.batches import on_host
+from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.head_options import HeadOptions
+from fsd_train.models.unroll import plan_chains, unroll
+from fsd_train.models.vocabulary import choose_draft_ids
+from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+
+DEFAULT_HEAD = HeadOptions()
+_CONTEXT_BLOCK = 512  # the prompts' ids that join the draft vocabulary are so many, or twice as many ...
+
+
+class EagleModule(DistillationModule):
+    """Trains a draft head on a frozen target's features.
+
+    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
+    they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
+
+    Args:
+        target: built-in name, directory or hub id.
+        head: options of the head.
+        initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
+        initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
+            adding nothing. The draft vocabulary is chosen again.
+        draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
+            and always the target's end-of-sequence tokens. None: the whole vocabulary.
+        context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
+            those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
+        chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
+            expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
+            less.
+        noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
+            feature_scale). Layout "eagle3" does not read those: there it must be 0.
+        optimizer: of the weights; vectors (norms, biases) get no weight decay.
+        training: the other options of :class:`fsd_train.models.distillation.DistillationModule`.
+    """
+
+    head: EagleHead
+
+    def __init__(
+        self,
+        target: str,
+        head: HeadOptions = DEFAULT_HEAD,
+        initial_layers: list[NonNegativeInt] | None = None,
+        initial_head: str | None = None,
+        draft_vocab_size: PositiveInt | None = None,
+        context_ids: bool = False,
+        chain_share: Share = 1.0,
+        noise: NonNegativeFloat = 0.0,
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, weight_decay=0.0),
+        **training: Any,
+    ) -> None:
+        super().__init__(target, optimizer=optimizer, **training)
+        self.head_options = head
+        self.initial_layers, self.initial_head = initial_layers, initial_head
+        self.draft_vocab_size, self.context_ids = draft_vocab_size, context_ids
+        self.chain_share, self.noise = chain_share, noise
+        self.save_hyperparameters()
+        self._own_ids: Tensor | None = None  # the head's draft_ids in host memory
+
+    # setting up ----------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load the target and build the head (idempotent)."""
+        if hasattr(self, "head"):
+            return
+        target = self.target
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            config = self.head_options.config(target, self.draft_vocab_size)
+            self._check(config)
+            head = EagleHead(config).float()
+            head.initialise_from(target)
+            # here rather than in setup(): an averaging callback copies the module before that runs
+            if self._in_training:
+                head.choose(None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
+            self.head = head
+            self._start_from()
+
+    def _check(self, config: EagleConfig) -> None:
+        """Raise DataError if an option of training means nothing to a head of this kind."""
+        if config.layout != "eagle3":
+            return
+        if self.noise:
+            raise DataError("a head of layout eagle3 does not read the final features: set noise to 0.")
+        if config.own_lm_head and self.context_ids:
+            raise DataError("context_ids needs the target's LM head: set head.own_lm_head or context_ids to false.")
+        if config.own_lm_head and has_feature_term(self.loss):
+            raise DataError(
+                "a head of layout eagle3 estimates no features: set the loss's w_feature to 0 (or head.own_lm_head to "
+                "false: what enters the LM head is then an estimate)."
+            )
+        if config.own_lm_head and reference_of(self.loss) is not None:
+            raise DataError("adaspec compares heads by the target's LM head: set head.own_lm_head to false.")
+
+    @property
+    def _in_training(self) -> bool:
+        return self._attached is not None and bool(self.trainer.training)
+
+    def _start_from(self) -> None:
+        """Initial weights: the target's layers, or an earlier head."""
+        layers, head = self.initial_layers, self.initial_head
+        if layers:
+            target = self.target
+            if any(parameter.is_meta for parameter in target.model.parameters()):
+                target = Target.from_pretrained(self.target_name, dtype=target.dtype, device="cpu")
+            self.head.take_layers(target.layers(layers))
+        if head:
+            initial = load_head(head, self.target)
+            self.head.continue_from(initial)
+            ids, own = initial.draft_ids, self.head.draft_ids
+            if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
+                own.copy_(ids)  # a head is measured over the ids that it drafts
+
+    def _choose_draft_ids(self, size: int) -> Tensor:
+        data = self._datamodule
+        if not hasattr(data, "answer_counts"):
+            raise DataError("draft_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
+        return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self.always_drafted())
+
+    def always_drafted(self) -> list[int]:
+        """Ids that end an answer or a turn: end-of-sequence, and the tokenizer's special tokens."""
+        target = self.target
+        special = set() if target.tokenizer is None else special_ids(target.tokenizer)
+        return sorted(i for i in {*target.eos_token_ids, *special} if i < target.vocab_size)
+
+    def new_head(self) -> EagleHead:
+        return EagleHead(self.head.config)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        return [] if self.head.lm_head is None else [self.head.lm_head.weight]
+
+    def _load_target(self) -> Target:
+        target = super()._load_target()
+        store = self._feature_store
+        self._agree_on_layers(target, None if store is None else store.layers)
+        return target
+
+    def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
+        """Make the target speak of the inner layers that the batches will have."""
+        wanted = self.head_options.capture_layers(target)
+        if cached is None:
+            if not any(parameter.is_meta for parameter in target.model.parameters()):
+                target.watch(wanted)
+        elif missing := sorted(set(wanted) - set(cached)):
+            raise DataError(
+                f"the head reads inner layers {wanted}, and the cached features lack {missing}: cache them again with "
+                f"`--layers {' '.join(map(str, wanted))}`."
+            )
+        else:
+            target.watched = tuple(cached)
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+        return self.draft(batch, steps, self.noise)
+
+    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
+        """Run the head over a batch and gather what is supervised; None if nothing is."""
+        share = self.chain_share if self.training else 1.0
+        generator = self._generator() if share < 1.0 else None
+        plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator)
+        raw = self._features(batch, plan)
+        if raw is None:
+            return None
+        features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
+        inputs = features[:, :-1]
+        features = features[:, 1:, : self.head.config.target_hidden_size]
+        if noise:  # on the final features alone: the head's own outputs replace these, never the inner layers'
+            extra = inputs.shape[-1] - features.shape[-1]
+            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features.shape, noise), (0, extra))
+        with torch.no_grad():
+            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(inputs.dtype)
+        rows, places = plan.rows.to(self.device), to_device(plan.roots, self.device)
+        source = to_device(plan.source, self.device)
+        return DraftBatch(
+            estimates=self._estimates(self.head, embeds, inputs, steps, places, source),
+            features=features.flatten(0, 1).index_select(0, rows.position),
+            rows=rows,
+            head=self._lm_head_of(batch),
+            feature_scale=self.head.feature_scale,
+            own_head=self._own_head(),
+            reference=self._reference_estimates(embeds, raw[:, :-1], steps, places, source),
+        )
+
+    @staticmethod
+    def _estimates(
+        head: EagleHead, embeds: Tensor, inputs: Tensor, steps: int, roots: Tensor, source: Tensor
+    ) -> Tensor:
+        """[R, H], what enters the LM head at the rows of a plan."""
+        outputs = [each.flatten(0, 1) for each in unroll(head, embeds, inputs, steps, roots)]
+        return head.readout(torch.cat(outputs).index_select(0, source))
+
+    def _own_head(self) -> LMHead | None:
+        """The head's own LM head in the precision in which the target's runs; None where it shares the target's."""
+        own = self.head.lm_head
+        return None if own is None else LMHead(own.weight.to(self.target.dtype), ids=self.head.draft_ids)
+
+    def _lm_head_of(self, batch: dict[str, Any]) -> LMHead:
+        """The LM head over the draft vocabulary, and where wanted over the ids of the batch's prompts too.
+
+        The latter are filled up with other ids to few different numbers: libraries prepare a product once per shape.
+        """
+        head = self.lm_head()
+        if self.head.draft_ids is None or not self.context_ids:
+            return head
+        if self._own_ids is None:
+            self._own_ids = self.head.draft_ids.cpu()
+        prompts = torch.zeros(self.target.vocab_size, dtype=torch.bool)
+        prompts[on_host(batch, "input_ids")[~on_host(batch, "loss_mask").bool()]] = True
+        others = ~prompts
+        prompts[self._own_ids] = others[self._own_ids] = False  # drafted anyhow
+        ids, rest = prompts.nonzero().squeeze(1), others.nonzero().squeeze(1)
+        ids = torch.cat([ids, rest[: -len(ids) % _CONTEXT_BLOCK]])
+        return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
+
+    @torch.no_grad()
+    def _reference_estimates(
+        self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor, source: Tensor
+    ) -> Tensor | None:
+        """[R, H], what the loss's reference head makes of the target's features; None where it is not wanted.
+
+        It reads them without noise. Not wanted in validation.
+        """
+        directory = reference_of(self.loss)
+        if directory is None or not self.training:
+            return None
+        if self._frozen.reference is None:
+            self._frozen.reference = load_head(directory, self.target)
+            if self._frozen.reference.lm_head is not None:
+                raise DataError(f"the reference head {directory} has an LM head of its own: use one without.")
+            if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.watched)):
+                raise DataError(
+                    f"the reference head {directory} reads inner layers {lacking}, which the trained head does not: "
+                    "add them to head.fused_layers, or use another reference."
+                )
+        head = self._frozen.reference.to(self.device)
+        inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
+        return self._estimates(head, embeds, inputs, steps, roots, source)
+
+    def _draw_noise(self, shape: Sequence[int], width: float) -> Tensor:
+        noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)
+        noise = noise * (2 * width) - width
+        return noise if self.head.feature_scale is None else noise * self.head.feature_scale
+
+    def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
+        seed = self.seed * 1_000_003 + self._batch_number
+        return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
+
+    def _idle(self, steps: int) -> Tensor:
+        config = self.head.config
+        embeds = torch.zeros(1, 2, config.embed_size, device=self.device)
+        features = torch.zeros(1, 2, config.feature_width, device=self.device)
+        roots = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        outputs = unroll(self.head, embeds, features, steps, roots)
+        total = torch.stack([self.head.readout(out).sum() for out in outputs]).sum()
+        if self.head.lm_head is not None:
+            total = total + self.head.lm_head.weight.sum()
+        return total * 0.0
+
+    # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write the head where :func:`fsd_infer.heads.checkpoint.load_head` finds it."""
+        return save_head(directory, self.head, self.target.fingerprint(), extra=self.record(extra))

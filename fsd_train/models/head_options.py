@@ -1,0 +1,54 @@
+"""The options of a head in a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from fsd_infer.heads.config import EagleConfig, default_fused_layers
+from fsd_infer.targets.target import Target
+from fsd_train.types import NonNegativeInt, PositiveInt
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What of :class:`fsd_infer.heads.config.EagleConfig` does not follow from the target.
+
+    Attributes:
+        layout: "eagle3" and "eagle" (EAGLE-1/2) run in other engines; "fsd" is our own.
+        num_layers: decoder layers.
+        intermediate_size: width of the layers' MLP; the target's unless given.
+        layer: "auto" (the target's own kind of layer where it stands alone) or "llama".
+        fused_layers: the target's layers that are read, from 0; eagle3's low, middle and high one by default.
+        input_norm: fsd: keep the first layer's input norm.
+        final_norm: fsd: normalise the output as the target's final norm does.
+        feature_scale: fsd: divide incoming features by the final norm's weight, which evens out outliers.
+        fc_bias: fsd, eagle: bias of the projection.
+        fc_norm: eagle3: a norm per fused layer (EAGLE-3.1).
+        norm_output: eagle3: its normalised output is fed back (EAGLE-3.1).
+        own_lm_head: eagle3: train an LM head with the head (its default); false shares the target's.
+    """
+
+    layout: Literal["fsd", "eagle", "eagle3"] = "fsd"
+    num_layers: PositiveInt = 1
+    intermediate_size: PositiveInt | None = None
+    layer: Literal["auto", "llama"] = "auto"
+    fused_layers: list[NonNegativeInt] = field(default_factory=list)
+    input_norm: bool = False
+    final_norm: bool = False
+    feature_scale: bool = False
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_lm_head: bool | None = None
+
+    def config(self, target: Target, draft_vocab_size: int | None) -> EagleConfig:
+        """The head's config for a target. Raises CheckpointError for an option that the layout does not have."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return EagleConfig.for_target(target, draft_vocab_size=draft_vocab_size, **given)
+
+    def capture_layers(self, target: Target) -> list[int]:
+        """The inner layers that the head reads, ascending."""
+        if not self.fused_layers and self.layout == "eagle3":
+            return default_fused_layers(target)
+        return sorted(set(self.fused_layers))

@@ -1,0 +1,118 @@
+"""What recipes name beside torch's optimisers and schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsd_infer.errors import DataError
+from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, ShareOrNone
+
+
+class MuonAdamW(Optimizer):
+    """Muon (Jordan 2024) for matrices and AdamW for the rest, as one optimiser with one list of parameter groups.
+
+    Muon's update is scaled so that its root mean square is that of AdamW's (Liu et al., arXiv 2502.16982), so one
+    learning rate serves both.
+
+    Args:
+        params: groups of parameters; matrices of a group with ``table`` true, with a row per token, are AdamW's.
+        lr: learning rate of both.
+        weight_decay: of Muon's matrices.
+        betas: of AdamW.
+
+    Raises:
+        DataError: a parameter is sharded.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: PositiveFloat = 1e-3,
+        weight_decay: NonNegativeFloat = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        lr, weight_decay = float(lr), float(weight_decay)
+        matrices: list[Tensor] = []
+        others: list[Tensor] = []
+        for group in (each if isinstance(each, dict) else {"params": [each]} for each in params):
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor):
+                    raise DataError("Muon needs whole matrices, which fsdp does not keep: use AdamW, or ddp.")
+                (matrices if parameter.ndim == 2 and not group.get("table") else others).append(parameter)
+        self.parts: list[Optimizer] = []
+        if matrices:
+            self.parts.append(Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self.parts.append(AdamW(others, lr=lr, weight_decay=0.0, betas=betas))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        # the very same dicts, so that a scheduler's learning rate reaches both parts
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+
+class WarmupCosine(LRScheduler):
+    """A linear warm-up times a half cosine over the run, which ends with its steps or its time, whichever is sooner.
+
+    Args:
+        optimizer: whose learning rates are the peak.
+        warmup_steps: length of the warm-up.
+        final_lr: learning rate at the end, as a share of the peak.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: NonNegativeInt = 100, final_lr: ShareOrNone = 0.0) -> None:
+        self.warmup_steps, self.final_lr = int(warmup_steps), float(final_lr)  # checkpoints hold plain numbers
+        self._passed: Callable[[int], float] | None = None
+        super().__init__(optimizer)
+
+    def follow(self, passed: Callable[[int], float]) -> None:
+        """Let ``passed`` say which share of the run has passed when a step begins, 0 to 1."""
+        self._passed = passed
+
+    def get_lr(self) -> list[float | Tensor]:
+        step = self.last_epoch
+        share = 0.0 if self._passed is None else self._passed(step)
+        return [base * cosine_factor(step, self.warmup_steps, share, self.final_lr) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "_passed"}
+
+
+def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
+    """Factor on the peak learning rate: a half cosine from 1 to ``floor`` over the run, times a linear warm-up.
+
+    Args:
+        step: from 0.
+        warmup: steps of the warm-up.
+        share: how much of the run has passed, 0 to 1.
+        floor: factor at the end.
+    """
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+    return min((step + 1) / (warmup + 1), 1.0) * cosine

@@ -1,0 +1,225 @@
+"""Indexing of draft training, and the head run on its own outputs ("training-time test").
+
+A sequence has tokens x_0 … x_{M-1}; f_i is what enters the LM head at position i, so that LMHead(f_i) is the
+target's distribution of x_{i+1}. m_j = 1 where x_j belongs to an answer.
+
+Step 0, position i reads (embedding of x_{i+1}, f_i), sees positions ≤ i and estimates f_{i+1}, hence the
+distribution of x_{i+2}. Step s ≥ 1, position i reads (embedding of x_{i+1}, output of step s-1 at position i-1): it
+is the (s+1)-th token of a chain whose round began when x_0 … x_{i-s+1} were known, so the target's features reach to
+f_{i-s}. It therefore sees
+
+- step-0 keys at positions ≤ i-s, made from the target's features,
+- of every step r = 1 … s exactly one key, at position i-s+r: the chain's own earlier tokens.
+
+Position ids are i in every step. This is what decoding computes with one growing cache, for all chains at once.
+
+Step s at position i is supervised iff m holds for x_{i-s+1} … x_{i+2}: x_{i+2} is the predicted token, x_{i-s+1} the
+round's root, which the target emitted. So the first token of an answer is never a draft, the second one is drafted
+from the feature of the last prompt token and the embedding of the first answer token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fsd_infer.heads.head import EagleHead
+from fsd_train.losses.base import Rows
+
+
+def supervised(loss_mask: Tensor, steps: int) -> Tensor:
+    """Where each unrolled step counts.
+
+    Args:
+        loss_mask: [B, M] bool or 0/1, m of the module's docstring.
+        steps: S.
+
+    Returns:
+        [S, B, M−1] bool over the head's input positions.
+    """
+    answer = loss_mask.bool()
+    rows, length = answer.shape
+    result = torch.zeros(steps, rows, max(length - 1, 0), dtype=torch.bool, device=answer.device)
+    if length < 3:
+        return result
+    result[0, :, : length - 2] = answer[:, 1:-1] & answer[:, 2:]
+    for step in range(1, steps):
+        # adds the condition on the root x_{i-s+1}; chains need a step-0 position i-s >= 0
+        result[step, :, step:] = result[step - 1, :, step:] & answer[:, 1 : length - step]
+    return result
+
+
+def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Which chains run beyond step 0: all that supervise anything there, or a random share of them.
+
+    A chain is named by its root position r: its step s stands at position r+s. Every row gets the same number of
+    chains where it has that many, so that none of the work is padding, and weights that make up for it: an expected
+    gradient does not depend on ``share``.
+
+    Args:
+        wanted: [S, B, L] bool, of :func:`supervised`, S ≥ 2; in host memory, as the result is.
+        share: of the chains of the whole batch, in (0, 1].
+        generator: of the choice.
+
+    Returns:
+        (roots [B, K], ascending and repeating the last position where a row has fewer than K chains;
+        weights [B, K] fp32, chains of a row that each chosen one stands for, 0 for padding)
+    """
+    rows, length = wanted.shape[1:]
+    possible = torch.zeros_like(wanted[0])
+    possible[:, : length - 1] = wanted[1, :, 1:]
+    counts = possible.sum(1)
+    most, total = (int(counts.max()), int(counts.sum())) if rows else (0, 0)
+    count = most if share == 1.0 else min(most, math.ceil(share * total / rows - 1e-9))
+    if not count:
+        return wanted.new_zeros(rows, 0, dtype=torch.long), wanted.new_zeros(rows, 0, dtype=torch.float32)
+    order = torch.rand(rows, length, generator=generator) if share < 1.0 else torch.zeros(rows, length)
+    chosen = order.masked_fill(~possible, torch.inf).sort(dim=1, stable=True).indices[:, :count]
+    real = torch.arange(count) < counts[:, None]
+    roots = chosen.masked_fill(~real, length - 1).sort(dim=1).values  # ascending: neighbours in memory, padding last
+    weights = real * (counts / counts.clamp(min=1, max=count))[:, None]
+    return roots, weights.float()
+
+
+def chain_mask(roots: Tensor, keys: int, step: int) -> Tensor:
+    """Who sees whom in step ``step`` ≥ 1 of the chains with these roots.
+
+    Args:
+        roots: [B, K] root positions.
+        keys: L, number of step-0 keys, at positions 0 … L−1; steps 1 … ``step`` have one key a chain, in this order.
+        step: s.
+
+    Returns:
+        [B, 1, K, L + s·K] bool, True where the chain may attend: step-0 keys up to its root, and its own later ones.
+    """
+    rows, count = roots.shape
+    context = torch.arange(keys, device=roots.device) <= roots[..., None]
+    own = torch.eye(count, dtype=torch.bool, device=roots.device).repeat(1, step).expand(rows, -1, -1)
+    return torch.cat([context, own], dim=-1)[:, None]
+
+
+def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots: Tensor) -> list[Tensor]:
+    """Run the head at every position, then ``steps`` − 1 times along chains, each time on its own last outputs.
+
+    Args:
+        head: the draft head.
+        embeds: [B, L, E], embedding of x_{i+1} at position i.
+        features: [B, L, F], the target's f_i at position i.
+        steps: S ≥ 1.
+        roots: [B, K] root positions of the chains, see :func:`chain_roots`.
+
+    Returns:
+        S tensors: [B, L, H] of step 0, then [B, K, H], in step s that of chain k at position roots[k] + s; beyond the
+        end (position ≥ L) they mean nothing.
+    """
+    rows, length = embeds.shape[:2]
+    positions = torch.arange(length, device=embeds.device)
+    cache = DynamicCache() if steps > 1 else None
+    outputs = [head(embeds, features, positions.expand(rows, -1), cache=cache)]
+    if steps == 1 or not roots.shape[1]:
+        return outputs + [outputs[0][:, :0]] * (steps - 1)
+    source = take(outputs[0], roots)
+    for step in range(1, steps):
+        here = (roots + step).clamp_max(length - 1)
+        mask = chain_mask(roots, length, step)
+        source = head(take(embeds, here), source, here, attention_mask=mask, cache=cache)
+        outputs.append(source)
+    return outputs
+
+
+def take(values: Tensor, positions: Tensor) -> Tensor:
+    """values [B, L, X] at positions [B, K]: [B, K, X]."""
+    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a batch supervises, and the chains that it runs for that; in host memory.
+
+    Attributes:
+        roots: [B, K], of :func:`chain_roots`.
+        source: [R], where each row's output stands among those of :func:`unroll`, flattened one after the other.
+        rows: the rows.
+    """
+
+    roots: Tensor
+    source: Tensor
+    rows: Rows
+
+    def __len__(self) -> int:
+        """Positions that are supervised."""
+        return len(self.rows.position)
+
+
+def plan_chains(
+    loss_mask: Tensor, steps: int, decay: float = 1.0, share: float = 1.0, generator: torch.Generator | None = None
+) -> Plan:
+    """Which chains a batch runs, and the rows that come of them.
+
+    Args:
+        loss_mask: [B, M], m of the module's docstring, in host memory.
+        steps: S.
+        decay: weight of step s is decay^s.
+        share: of the chains, see :func:`chain_roots`.
+        generator: of their choice.
+    """
+    wanted = supervised(loss_mask, steps)
+    rows, length = wanted.shape[1:]
+    position = wanted[0].flatten().nonzero().squeeze(1)
+    roots, stands_for = torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, 0)
+    if steps > 1:
+        roots, stands_for = chain_roots(wanted, share, generator)
+    first = torch.arange(rows)[:, None] * length
+    here = (roots + torch.arange(steps)[:, None, None]).clamp_max(length - 1)  # [S, B, K]
+    there = (roots + torch.arange(steps)[:, None, None] < length) & (stands_for > 0)
+    there &= wanted.gather(2, here) if roots.numel() else there
+    at, source = [position], [position]
+    step, weight = [torch.zeros_like(position)], [torch.ones(len(position))]
+    for number in range(1, steps):
+        kept = there[number]
+        at.append((first + here[number])[kept])
+        source.append(rows * length + (number - 1) * roots.numel() + kept.flatten().nonzero().squeeze(1))
+        step.append(torch.full_like(at[-1], number))
+        weight.append(stands_for[kept] * decay**number)
+    flat = torch.cat(at)
+    order = flat.argsort(stable=True)
+    back = torch.empty_like(order)  # row by its place before sorting
+    back[order] = torch.arange(len(order))
+    feature = torch.searchsorted(position, flat[order])
+    ends = torch.searchsorted(feature, torch.arange(len(position) + 1))
+    chains = _chains(position, there, first + roots, torch.cat([back, back.new_zeros(1)]), len(position))
+    planned = Rows(position, feature, torch.cat(step)[order], torch.cat(weight)[order], chains, ends.tolist())
+    return Plan(roots, torch.cat(source)[order], planned)
+
+
+def _chains(position: Tensor, there: Tensor, roots: Tensor, row: Tensor, count: int) -> Tensor:
+    """[S, C] rows of the chains whose steps are all there; ``there`` [S, B, K] says it, ``row`` finds a step's rows."""
+    steps = len(there)
+    if steps == 1:
+        return row[:count][None]
+    whole = there.all(0)
+    numbers = [row[torch.searchsorted(position, roots[whole])]]
+    for step in range(1, steps):
+        place = there[step].flatten().cumsum(0).view_as(there[step]) - 1
+        numbers.append(row[count + place[whole]])
+        count += int(there[step].sum())
+    return torch.stack(numbers)
+
+
+def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
+    """The same for a drafter whose drafts do not depend on the step: one row a position, with all steps' weights."""
+    wanted = supervised(loss_mask, steps)
+    position = wanted[0].flatten().nonzero().squeeze(1)
+    counted = wanted.flatten(1)[:, position]  # [S, N]
+    weight = (counted * decay ** torch.arange(steps)[:, None]).sum(0).float()
+    following = torch.arange(len(position)) + torch.arange(steps)[:, None]
+    inside = following.clamp_max(max(len(position) - 1, 0))
+    whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
+    whole &= counted.gather(1, inside)
+    zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
+    planned = Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
+    return Plan(position.new_zeros(len(loss_mask), 0), position, planned)
