@@ -41,6 +41,11 @@ def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fr
     rows = torch.tensor([13, 0, 2, 2, 12])
     for found, whole in zip(ops.row_statistics(x.flatten(0, 1), rows), (highest, best, total), strict=True):
         torch.testing.assert_close(found, whole.flatten()[rows], equal_nan=True)
+    p, entropy = x.double().softmax(-1), ops.row_entropies(x)
+    fit = highest.isfinite()
+    torch.testing.assert_close(entropy[fit].double(), torch.special.entr(p)[fit].sum(-1), rtol=1e-5, atol=1e-5)
+    picked = ops.row_entropies(x.flatten(0, 1), rows)
+    torch.testing.assert_close(picked, entropy.flatten()[rows], equal_nan=True)
     with pytest.raises(IndexError):
         ops.row_maxima(x.flatten(0, 1), rows + 1)
 

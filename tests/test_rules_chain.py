@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Source, Verification
+from fsd_infer.rules import DraftOnly, Evidence, Exact, Fuzzy, FuzzyStrict, Law, Source, Verification
 from fsd_infer.tree import DraftTree
 from tests.tree_rounds import INF, assert_same, chain_round, take
 
@@ -48,6 +48,15 @@ def test_exact_test_and_residual_by_hand() -> None:
     strict = FuzzyStrict("tv", 0.29)(by_hand(0.31, 0.99, draft=1, q=q))  # p of the draft is .3
     assert strict.tokens.tolist() == [[2, 0]]
     assert FuzzyStrict("tv", 0.29)(by_hand(0.29, 0.99, draft=1, q=q)).tokens.tolist() == [[1, 1]]
+
+
+def test_a_lifted_law_of_a_sampled_chain_is_the_clipped_one() -> None:
+    """With no branch for chains in the rule: r = clip(q, p/Z, p·e^gain/Z)."""
+    evidence = Evidence(by_hand(0.0, 0.0, draft=1, q=[0.2, 0.6, 0.2, 0.0]))
+    law = Law.lifted(evidence, torch.ones(1, 2), gain=math.log(1.5)).log_probs(evidence)[0, 0].exp()
+    ratio = law[:3] / torch.tensor([0.5, 0.3, 0.2])  # q/p is .4, 2 and 1
+    assert ratio[1] / ratio[0] == pytest.approx(1.5, abs=1e-5) and law[2] == pytest.approx(0.2, abs=1e-6)
+    assert law.sum().item() == pytest.approx(1.0, abs=1e-6) and law[3] == 0
 
 
 def test_forbidden_draft_by_hand() -> None:

@@ -79,7 +79,10 @@ def row_statistics(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, 
 
 
 def row_entropies(logits: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Entropy of softmax of each row in nats, [...] or [R] in fp32; arguments as of :func:`row_maxima`."""
+    """Entropy of softmax of each row in nats, [...] or [R] in fp32; arguments as of :func:`row_maxima`.
+
+    Of a row that is no logits of a distribution anything.
+    """
     compiled = _compiled(logits)
     if compiled is not None:
         return compiled.row_entropies(logits.contiguous(), rows)
