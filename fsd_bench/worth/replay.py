@@ -223,10 +223,8 @@ class Replay:
             cuts = [seen.cut(start.root, start.shape, start.rule.tilt(seen.greedy)) for start in starts]
             parts = [(start.rule, seen.walked(start.rule, nodes)) for start, nodes in zip(starts, cuts, strict=True)]
             _walk(seen, [part for part in dict.fromkeys(parts) if part not in walks], walks)
-            after = [
-                self._add(seen, start, nodes, walks[part])
-                for start, nodes, part in zip(starts, cuts, parts, strict=True)
-            ]
+            found = zip(starts, cuts, parts, strict=True)
+            after = [self._add(seen, start, nodes, walks[part]) for start, nodes, part in found]
             starts = [start for start in after if start is not None]
 
     def _add(self, seen: Evidence, start: _Start, nodes: Sequence[int], walk: Sequence[_Emitted]) -> _Start | None:
