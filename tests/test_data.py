@@ -249,12 +249,12 @@ def test_loader_resumes_with_the_next_batch(tmp_path: Path) -> None:
     stopped.order.set_epoch(2)
     given = iter(stopped)
     assert [next(given)["ids"] for _ in range(5)] == expected[:5]
-    assert stopped.state_dict() == {"epoch": 2, "batch": 5}
+    assert stopped.state_dict() == {"epoch": 2, "batch": 5, "replicas": 1}
     resumed.load_state_dict(stopped.state_dict())
     resumed.order.set_epoch(2)  # as Trainer does
     assert [batch["ids"] for batch in resumed] == expected[5:]
     next_one.load_state_dict(resumed.state_dict())  # stopped at the very end: the next epoch begins
-    assert next_one.state_dict() == {"epoch": 3, "batch": 0}
+    assert next_one.state_dict() == {"epoch": 3, "batch": 0, "replicas": 1}
 
 
 class Recorder(LightningModule):
