@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.recorded import record_main, settings_of
+from benchmarks.workplace import shown_command
 from fsd_bench.environment import environment
+from fsd_bench.record import write_record
 from fsd_infer.chat.rows import read_jsonl
 from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.drafters.shape import AUTO, parse_tree
+from fsd_infer.errors import FsdError
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {
@@ -148,19 +150,20 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """The record of a command line. Raises FsdError."""
-    record = measure(args)
-    record["summary"] = summary(record)
-    record["settings"] = settings_of(args) | {"prompts": args.prompts.name}
-    del record["settings"]["json"]
-    record["environment"] = environment(command)
-    return record
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the record, print its tables."""
-    return record_main("benchmarks.trees", build_parser(), run, report, argv)
+    """Measure, write the record, print its tables. 2 after bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
+    try:
+        record = measure(args)
+    except FsdError as error:
+        print(f"trees: {error}", file=sys.stderr)
+        return 2
+    settings = {key: value for key, value in vars(args).items() if key != "json"} | {"prompts": args.prompts.name}
+    record |= {"summary": summary(record), "settings": settings}
+    write_record(args.json, {**record, "environment": environment(shown_command("benchmarks.trees", words))})
+    print(report(record))
+    return 0
 
 
 if __name__ == "__main__":
