@@ -130,8 +130,8 @@ def page(record: dict[str, Any]) -> str:
 class Sizes:
     """What differs in a rehearsal.
 
-    Options of `fsd-infer bench` (``prompts``, the two targets, ``graphs``) and of pytest (``laws``); how long to train, by
-    the recipe that lies in the run's directory.
+    Options of `fsd-infer bench` (``prompts``, the two targets, ``graphs``) and of pytest (``laws``); how long to train,
+    by the recipe that lies in the run's directory.
     """
 
     prompts: list[str]

@@ -23,8 +23,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
+from fsd_bench.planned import Sizes, count_weights, sizes_of
 from fsd_bench.roofline import HARDWARE, Hardware, Part, Work, devices_for
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
 from fsd_infer.drafters.shape import TreeShape
@@ -65,9 +65,14 @@ class Planned:
     head_weight: int = 2
 
     @cached_property
+    def sizes(self) -> Sizes:
+        """Of the target."""
+        return sizes_of(self.target)
+
+    @property
     def weights(self) -> int:
         """Of the target, tied ones once."""
-        return _count(self.target.model)
+        return self.sizes.parameters
 
     @cached_property
     def read_weights(self) -> int:
@@ -89,7 +94,7 @@ class Planned:
     def own_weights(self) -> int:
         """Of the head, but for the projections of the target's features, read once a round."""
         once = [self.head.fc] if self.head.eagle3 else [self.head.fusion] if self.head.fusion is not None else []
-        return _count(self.head) - sum(map(_count, once))
+        return count_weights(self.head) - sum(map(count_weights, once))
 
     @cached_property
     def head_cache(self) -> int:
@@ -101,14 +106,13 @@ class Planned:
 
     def memory(self, shape: TreeShape) -> list[Part]:
         """What decoding holds on its devices."""
-        target, config, b = self.target, self.target.config, self.batch
+        target, b = self.target, self.batch
         h, v, nodes, kv = target.hidden_size, target.vocab_size, shape.nodes, target.cache_bytes_per_token
-        inner = int(getattr(config, "intermediate_size", None) or 4 * h)
-        layers, chunk = int(config.num_hidden_layers), min(PREFILL_CHUNK, self.context)
+        inner, layers, chunk = self.sizes.intermediate_size, self.sizes.layers, min(PREFILL_CHUNK, self.context)
         slots = self.context + self.new + nodes
         slots = -(-slots // SLOTS) * SLOTS if self.graphs else slots
         beyond = (shape.depth - 1) * shape.width
-        features, own = self.head.config.feature_width, _count(self.head)
+        features, own = self.head.config.feature_width, count_weights(self.head)
         copied = self.head_rows if self.head.config.draft_vocab_size else 0
         parts = [
             Part("target's weights", 2.0 * self.weights, f"2 B x {self.weights:,}", shared=True),
@@ -131,10 +135,8 @@ class Planned:
 
     def forward(self, nodes: int) -> Work:
         """The target over so many nodes of each row."""
-        config, b, c, read = self.target.config, self.batch, self.context, self.read_weights
-        kv, heads = self.target.cache_bytes_per_token, int(config.num_attention_heads)
-        width = int(getattr(config, "head_dim", None) or self.target.hidden_size // heads)
-        seen = 4 * int(config.num_hidden_layers) * heads * width * (c + nodes)
+        sizes, b, c, read = self.sizes, self.batch, self.context, self.read_weights
+        kv, seen = self.target.cache_bytes_per_token, 4 * sizes.layers * sizes.heads * sizes.head_dim * (c + nodes)
         how = f"2 B x {read:,} + {b} x {c} x {kv} B; {b} x {nodes} x (2 x {read:,} + {seen:,})"
         return Work("target", 2.0 * read + b * c * kv, float(b * nodes * (2 * read + seen)), how, shared=True)
 
@@ -142,7 +144,7 @@ class Planned:
         """Drafting, verifying and judging once."""
         b, c, depth, width = self.batch, self.context, shape.depth, shape.width
         read, nodes, v, vd = self.own_weights + self.head_rows, shape.nodes, self.target.vocab_size, self.drafted
-        once = _count(self.head) - self.own_weights
+        once = count_weights(self.head) - self.own_weights
         rows, weight = max(depth, width), self.head_weight
         each = weight * read + b * c * self.head_cache + LOGITS * b * width * vd
         how = (
@@ -158,10 +160,6 @@ class Planned:
     def plain(self) -> list[Work]:
         """A token without a drafter."""
         return [self.forward(1), Work("rule", 2.0 * self.batch * self.target.vocab_size, 0.0, "2 B x rows x V")]
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def seconds(work: Sequence[Work], hardware: Hardware, devices: int = 1) -> float:

@@ -13,7 +13,6 @@ from fsd_infer.files import append_json, usable_name, writable, write_text
 from fsd_infer.rules import Source
 
 VERSION = 2
-DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
 _NUMBER = (int, float)
 _HEAD = {"settings": dict, "families": dict, "rule_facts": dict, "prompts": list, "environment": dict}
 _PLACE = {"temperature": _NUMBER, "prompt": int, "repeat": int, "setting": str}  # which line it is
@@ -90,6 +89,8 @@ def _whole_lines(path: Path) -> list[dict[str, Any]] | None:
             value = json.loads(line)
         except (ValueError, RecursionError):
             break
+        if isinstance(value, dict) and value.get("setting") == "distances":  # earlier versions wrote such lines
+            continue
         if not (_is_line(value, found[0]) if found else _has(value, {"sweep": int})):
             break
         found.append(value)
@@ -110,6 +111,4 @@ def _is_line(value: Any, head: dict[str, Any]) -> bool:
         return False
     known = 0 <= value["prompt"] < len(head["prompts"])
     known &= value["temperature"] in (head["settings"].get("temperatures") or ())
-    if value["setting"] == DISTANCES:
-        return known and _has(value, {"js": list})
     return known and _has(value, _ANSWER) and set(value["sources"]) <= _SOURCES

@@ -214,22 +214,15 @@ def _lines(families: dict[str, list[str]], at: At) -> list[str]:
 
 
 def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
-    made = []
-    if at.distances:
-        edges = np.linspace(0, math.log(2), 15)
-        shares = np.histogram(np.clip(at.distances, 0, math.log(2)), edges)[0] / len(at.distances)
-        title = f"Distance of target and drafter, {len(at.distances)} contexts"
-        made.append(bars(title, "js(p, q), nats", "share of contexts", list(edges), [("exact", list(shares), 0)]))
     spent = {name: [turn.runs[name].answers[0].divergence_spent for turn in at.turns] for name, _ in _shown(families)}
     most = max((value for values in spent.values() for value in values if math.isfinite(value)), default=0.0)
-    if most > 0:
-        edges = np.linspace(0, most, 13)
-        rows = []
-        for name, style in _shown(families):
-            counts = np.histogram(np.clip(spent[name], 0, most), edges)[0]  # infinite ones are in the last bin
-            rows.append((name, list(counts / len(spent[name])), style))
-        made.append(bars("Nats spent per answer", "nats", "share of answers", list(edges), rows))
-    return made
+    if not most:
+        return []
+    edges, rows = np.linspace(0, most, 13), []
+    for name, style in _shown(families):
+        counts = np.histogram(np.clip(spent[name], 0, most), edges)[0]  # infinite ones are in the last bin
+        rows.append((name, list(counts / len(spent[name])), style))
+    return [bars("Nats spent per answer", "nats", "share of answers", list(edges), rows)]
 
 
 def _examples(sweep: Sweep, at: At) -> str:

@@ -77,7 +77,6 @@ class SweepOptions(ModelOptions):
         seed: of draws and of the bootstrap.
         score: kind of reference, see :mod:`fsd_bench.score`.
         examples: prompts whose answers the report shows.
-        distances: prompts at which the divergence of target and drafter is recorded, untimed.
         controls: add random gates where none is named.
         raw: continue prompts as they are, without the chat template.
     """
@@ -91,7 +90,6 @@ class SweepOptions(ModelOptions):
     seed: int = 0
     score: str = AUTO
     examples: int = 4
-    distances: int = 16
     controls: bool = True
     raw: bool = False
 
@@ -107,10 +105,6 @@ class SweepOptions(ModelOptions):
         if isinstance(self.tree, str):
             raise FsdError(f"a sweep compares rules on named trees: give a shape for tree {self.tree}, or RULE@8x2x16.")
         check_score(self.score)
-        for name in ("limit", "max_new_tokens", "repeats"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise FsdError(f"{name} must be at least 1, got {value}.")
         if not self.temperatures or not all(0 <= value < math.inf for value in self.temperatures):
             raise FsdError(f"temperatures must be 0 or above and finite, got {list(self.temperatures)}.")
         if len(set(self.temperatures)) < len(self.temperatures):

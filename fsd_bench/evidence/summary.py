@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
-from fsd_bench.evidence.lines import DISTANCES, read_lines
+from fsd_bench.evidence.lines import read_lines
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.intervals import bootstrap_interval
 from fsd_bench.paired import agreement, differences, intervals, ratios
@@ -26,7 +26,6 @@ class At:
     temperature: float
     turns: list[Turn] = field(default_factory=list)
     lines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by setting
-    distances: list[float] = field(default_factory=list)  # js, nats
 
 
 @dataclass
@@ -53,11 +52,8 @@ def read_sweep(path: str | Path) -> Sweep:
     found: dict[float, At] = {value: At(value) for value in head["settings"]["temperatures"]}
     turns: dict[tuple[float, int, int], dict[str, dict[str, Any]]] = {}
     for line in lines:
-        if line["setting"] == DISTANCES:
-            found[line["temperature"]].distances += line["js"]
-        else:
-            place = line["temperature"], line["prompt"], line["repeat"]
-            turns.setdefault(place, {})[line["setting"]] = line
+        place = line["temperature"], line["prompt"], line["repeat"]
+        turns.setdefault(place, {})[line["setting"]] = line
     for (temperature, prompt, repeat), runs in turns.items():
         if len(runs) < len(names):
             continue

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from fsd_bench.base import OF_TEXT, Answer
 from fsd_bench.environment import environment
-from fsd_bench.evidence.lines import DISTANCES, SweepFile
-from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
+from fsd_bench.evidence.lines import SweepFile
+from fsd_bench.evidence.settings import Setting, SweepOptions
 from fsd_bench.evidence.watch import Watched
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.runner import encode_row, measure
@@ -84,11 +84,11 @@ class _Place:
     temperature: float
     prompt: int
     repeat: int
-    setting: Setting | None  # None: divergences
+    setting: Setting
 
     @property
     def key(self) -> tuple[float, int, int, str]:
-        return self.temperature, self.prompt, self.repeat, DISTANCES if self.setting is None else self.setting.name
+        return self.temperature, self.prompt, self.repeat, self.setting.name
 
 
 def _key(line: dict[str, Any]) -> tuple[float, int, int, str]:
@@ -103,8 +103,6 @@ def _places(options: SweepOptions, settings: Sequence[Setting], prompts: int) ->
                 first = (prompt + repeat) % len(settings)
                 for setting in (*settings[first:], *settings[:first]):
                     yield _Place(temperature, prompt, repeat, setting)
-            if prompt < options.distances:
-                yield _Place(temperature, prompt, 0, None)
 
 
 def _run(
@@ -126,11 +124,10 @@ def _run(
 
     def answer(place: _Place, drafter: Watched, limit: int) -> tuple[Generation, float]:
         drafter.forget()
-        setting = place.setting
         start = time.perf_counter()
         made = decoder.generate(
             [encoded[place.prompt]],
-            EXACT if setting is None else setting.rule,
+            place.setting.rule,
             drafter=drafter,
             seed=options.seed + 1000 * place.prompt + place.repeat,
             **_decoding(place.temperature, limit),
@@ -146,11 +143,6 @@ def _run(
     )  # fmt: skip
     for place in places:
         head = {"temperature": place.temperature, "prompt": place.prompt, "repeat": place.repeat}
-        if place.setting is None:
-            watched = Watched(decoder.drafter, measure=True)
-            answer(place, watched, options.max_new_tokens)
-            file.add({**head, "setting": DISTANCES, "js": [round(value, 4) for value in watched.distances]})
-            continue
         drafter = drafters[place.setting.tree or options.tree]
         made, seconds = answer(place, drafter, options.max_new_tokens)
         row, reference = rows[place.prompt], references[place.prompt]
