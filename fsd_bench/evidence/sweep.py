@@ -15,7 +15,7 @@ from fsd_bench.base import OF_TEXT, Answer
 from fsd_bench.environment import environment
 from fsd_bench.evidence.lines import SweepFile
 from fsd_bench.evidence.settings import Setting, SweepOptions
-from fsd_bench.evidence.watch import Watched
+from fsd_bench.evidence.rounds import RoundSizes
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.runner import encode_row, measure
 from fsd_bench.schedule import WARMUP_TOKENS
@@ -117,12 +117,12 @@ def _run(
     decoder = options.load(options.drafter)
     target = decoder.target
     encoded = [encode_row(row, target.name, decoder.tokenizer, target.max_positions, options.raw) for row in rows]
-    drafters: dict[Any, Watched] = {options.tree: Watched(decoder.drafter)}
+    drafters: dict[Any, RoundSizes] = {options.tree: RoundSizes(decoder.drafter)}
     for setting in settings:
         if setting.tree is not None and setting.tree not in drafters:
-            drafters[setting.tree] = Watched(decoder.load_drafter(options.drafter, setting.tree))
+            drafters[setting.tree] = RoundSizes(decoder.load_drafter(options.drafter, setting.tree))
 
-    def answer(place: _Place, drafter: Watched, limit: int) -> tuple[Generation, float]:
+    def answer(place: _Place, drafter: RoundSizes, limit: int) -> tuple[Generation, float]:
         drafter.forget()
         start = time.perf_counter()
         made = decoder.generate(
@@ -149,7 +149,7 @@ def _run(
         line = _line(decoder, made, drafter.rounds, encoded[place.prompt], row, reference)
         if place.prompt < options.examples:
             line["pieces"] = token_pieces(decoder.tokenizer, made.sequences[0])
-        file.add(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
+        file.append(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
 
 
 def _decoding(temperature: float, limit: int) -> dict[str, Any]:

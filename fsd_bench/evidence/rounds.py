@@ -1,4 +1,4 @@
-"""A drafter that is watched: how many tokens each round could emit."""
+"""A drafter that notes how many tokens each round could emit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.tree import DraftTree
 
 
-class Watched(WrappedDrafter):
+class RoundSizes(WrappedDrafter):
     """Any drafter, for one prompt at a time.
 
     Attributes:
