@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     peers = peer_methods(args, work)
     os.chdir(work.directory)
     names = [spec.name for spec in parse_methods([*methods, *peers])]
-    found = run(
+    result = run(
         prompts, [*methods, *peers], json_path=record, progress=True,
         resume=record.with_name(record.name + ".partial.jsonl").exists(),
         command=shown_command("benchmarks.compare", argv), target=target, drafter=drafter, tree=parse_tree(args.tree),
@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         threads=args.threads, log_likelihood=True, isolate=args.blocks,
         baselines=[name for name in ("hf-generate", "vllm", "plain") if name in names],
     )  # fmt: skip
-    print(bench_table(found))
+    print(bench_table(result))
     return 0
 
 

@@ -88,19 +88,19 @@ def _run(step: Step, log: Path) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "status": status,
         "seconds": round(time.perf_counter() - start, 1),
         "command": shlex.join(["python", *step.words]),
         "tail": log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").splitlines()[-12:],
     }
     if status == "done" and step.record is not None:
-        made = json.loads(step.record.read_text(encoding="utf-8"))
-        found["methods"] = {
-            name: {key: facts.get(key) for key in KEPT} for name, facts in made.get("methods", {}).items()
+        written = json.loads(step.record.read_text(encoding="utf-8"))
+        outcome["methods"] = {
+            name: {key: facts.get(key) for key in KEPT} for name, facts in written.get("methods", {}).items()
         }
-        found["table"] = bench_table(made).partition("\n\n")[0]  # the first one: speed
-    return found
+        outcome["table"] = bench_table(written).partition("\n\n")[0]  # the first one: speed
+    return outcome
 
 
 def page(record: dict[str, Any]) -> str:
@@ -116,13 +116,13 @@ def page(record: dict[str, Any]) -> str:
         "| step | what | status | seconds |",
         "|---|---|---|---|",
     ]
-    for name, found in record["steps"].items():
-        why = found["why"] + (f": {found['reason']}" if "reason" in found else "")
-        lines.append(f"| {name} | {why} | {found['status']} | {found.get('seconds', '–')} |")
-    for name, found in record["steps"].items():
-        if "command" in found:
-            shown = found["table"].splitlines() if "table" in found else found["tail"]
-            lines += ["", f"## {name}", "", f"`{found['command']}`", "", "```", *shown, "```"]
+    for name, outcome in record["steps"].items():
+        why = outcome["why"] + (f": {outcome['reason']}" if "reason" in outcome else "")
+        lines.append(f"| {name} | {why} | {outcome['status']} | {outcome.get('seconds', '–')} |")
+    for name, outcome in record["steps"].items():
+        if "command" in outcome:
+            shown = outcome["table"].splitlines() if "table" in outcome else outcome["tail"]
+            lines += ["", f"## {name}", "", f"`{outcome['command']}`", "", "```", *shown, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run_steps(steps_of(toys(directory) if args.rehearse else full(args, directory), directory), directory, record, save)
     print(page(record))
-    return int(any(found["status"] not in ("done", "left out") for found in record["steps"].values()))
+    return int(any(outcome["status"] not in ("done", "left out") for outcome in record["steps"].values()))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class LinesFile:
     Args:
         path: of the file.
         head: first line of a new file; its ``settings`` must be the same for a run to be continued (JSON values).
-        found: what is there, see :func:`whole_lines`; None: the file is written anew.
+        existing: what is there, see :func:`whole_lines`; None: the file is written anew.
         advice: what to do where a run with other settings is in the way.
 
     Attributes:
@@ -30,9 +30,9 @@ class LinesFile:
         FsdError: the settings differ, or the file cannot be written.
     """
 
-    def __init__(self, path: Path, head: Line, found: list[Line] | None, advice: str) -> None:
+    def __init__(self, path: Path, head: Line, existing: list[Line] | None, advice: str) -> None:
         self.path = path
-        whole = [head] if found is None else found
+        whole = [head] if existing is None else existing
         stored, settings = whole[0]["settings"], head["settings"]
         other = sorted(key for key in {*stored, *settings} if stored.get(key) != settings.get(key))
         if other:
@@ -50,7 +50,7 @@ class LinesFile:
 def whole_lines(path: Path, is_line: Callable[[Any, list[Line]], bool]) -> list[Line] | None:
     """The file's lines up to the first that a kill cut short; None if there is no file, or an empty one.
 
-    ``is_line(value, found)``: is this the head (nothing was found before), or a line of such a run?
+    ``is_line(value, lines)``: is this the head (``lines`` is empty), or a line of such a run?
     """
     if not path.exists():
         return None
@@ -58,16 +58,16 @@ def whole_lines(path: Path, is_line: Callable[[Any, list[Line]], bool]) -> list[
         raise FsdError(f"{path} is no file: give another name.")
     with _disk_errors(path):
         content = path.read_bytes()
-    found: list[Line] = []
+    lines: list[Line] = []
     for line in content.split(b"\n"):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             break
-        if not is_line(value, found):
+        if not is_line(value, lines):
             break
-        found.append(value)
-    return found if content else None
+        lines.append(value)
+    return lines if content else None
 
 
 def has(value: Any, kinds: Mapping[str, Any]) -> bool:

@@ -75,9 +75,9 @@ class Models:
     @cached_property
     def decoder(self) -> FuzzyDecoder:
         self.decoder_loaded = True
-        made = self.options.load(self.first_drafter)
-        self._drafters[self.first_drafter, None] = made.drafter
-        return made
+        decoder = self.options.load(self.first_drafter)
+        self._drafters[self.first_drafter, None] = decoder.drafter
+        return decoder
 
     def load(self, drafter: str | None, tree: TreeShape | None = None) -> Drafter:
         """The drafter of that name (see ``load_drafter``), loaded and packed once; None: the run's, of either."""

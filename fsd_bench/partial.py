@@ -35,14 +35,14 @@ class PartialFile(LinesFile):
             raise FsdError(f"{self.final} is no record of a benchmark and is not overwritten: give another name.")
         if finished and resume and not partial.exists():
             raise FsdError(f"{self.final} is the record of a finished run: leave --resume out to measure again.")
-        found = whole_lines(partial, _is_line)
-        if found == []:
+        existing = whole_lines(partial, _is_line)
+        if existing == []:
             raise FsdError(f"{partial} does not begin with the settings of a run: delete it.")
-        if found is not None and not resume:
+        if existing is not None and not resume:
             if partial.read_bytes().partition(b"\n")[2]:
                 raise FsdError(f"{partial} holds an unfinished run: add --resume to continue it, or delete it.")
-            found = None  # it ended before its first turn
-        super().__init__(partial, {"settings": settings}, found, "delete the file")
+            existing = None  # it ended before its first turn
+        super().__init__(partial, {"settings": settings}, existing, "delete the file")
         self.turns = [_turn(line) for line in self.lines if "described" not in line]
         self.described: dict[str, dict[str, Any]] = {}
         for line in self.lines:
@@ -64,8 +64,8 @@ class PartialFile(LinesFile):
         self.path.unlink()
 
 
-def _is_line(value: Any, found: list[dict[str, Any]]) -> bool:
-    if not found:
+def _is_line(value: Any, earlier: list[dict[str, Any]]) -> bool:
+    if not earlier:
         return has(value, {"settings": dict})
     if has(value, {"described": dict}):
         return _fits(value["described"], dict[str, dict[str, Any]])
@@ -87,20 +87,20 @@ def _is_record(file: Path) -> bool:
 def _turn(row: Any) -> Turn:
     """A line's turn. Raises TypeError, KeyError or AttributeError if it holds none."""
     runs = {
-        name: _made(TimedRun, {**run, "answers": [_made(Answer, answer) for answer in run["answers"]]})
+        name: _checked(TimedRun, {**run, "answers": [_checked(Answer, answer) for answer in run["answers"]]})
         for name, run in row["runs"].items()
     }
-    turn: Turn = _made(Turn, {**row, "runs": runs})
+    turn: Turn = _checked(Turn, {**row, "runs": runs})
     return turn
 
 
-def _made(kind: type, values: dict[str, Any]) -> Any:
+def _checked(kind: type, values: dict[str, Any]) -> Any:
     """A dataclass of ``values``. Raises TypeError for values of other types than its fields'."""
-    made = kind(**values)
+    instance = kind(**values)
     for name, hint in get_type_hints(kind).items():
-        if not _fits(getattr(made, name), hint):
+        if not _fits(getattr(instance, name), hint):
             raise TypeError(f"{name} is no {hint}")
-    return made
+    return instance
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -46,28 +46,28 @@ class SweepFile(LinesFile):
 
 def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(first line, other lines) of a sweep's file, finished or not. Raises FsdError if it is none."""
-    found = _sweep_lines(Path(usable_name(path, "the sweep's file")))
-    if found is None:
+    lines = _sweep_lines(Path(usable_name(path, "the sweep's file")))
+    if lines is None:
         raise FsdError(f"{path} holds no sweep: there is nothing to report.")
-    return found[0], found[1:]
+    return lines[0], lines[1:]
 
 
 def _sweep_lines(path: Path) -> list[dict[str, Any]] | None:
-    found = whole_lines(path, _is_line)
-    if found == []:
+    lines = whole_lines(path, _is_line)
+    if lines == []:
         raise FsdError(f"{path} is no file of a sweep and is not overwritten: give another name.")
     # earlier versions wrote lines of distances too
-    return found and [line for line in found if line.get("setting") != "distances"]
+    return lines and [line for line in lines if line.get("setting") != "distances"]
 
 
-def _is_line(value: Any, found: list[dict[str, Any]]) -> bool:
+def _is_line(value: Any, earlier: list[dict[str, Any]]) -> bool:
     """Is this what a sweep writes, of a prompt and a temperature of its own?"""
-    if not found:
+    if not earlier:
         return has(value, _HEAD) and value["sweep"] == VERSION
     if not has(value, _PLACE):
         return False
-    known = 0 <= value["prompt"] < len(found[0]["prompts"])
-    known &= value["temperature"] in (found[0]["settings"].get("temperatures") or ())
+    known = 0 <= value["prompt"] < len(earlier[0]["prompts"])
+    known &= value["temperature"] in (earlier[0]["settings"].get("temperatures") or ())
     if value["setting"] == "distances":
         return known
     return known and has(value, _ANSWER) and set(value["sources"]) <= _SOURCES

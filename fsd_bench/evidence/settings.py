@@ -45,16 +45,16 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     Raises:
         FsdError: no rule, an unknown rule, a parameter or a tree that makes no sense.
     """
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for text in (EXACT, *texts):
         rule, at, tree = text.partition("@")
         for values in itertools.product(*map(_listed, rule.split(":"))):
             one = ":".join(values)
             name = one + at + tree
-            found.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
-    if len(found) == 1:
+            settings.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
+    if len(settings) == 1:
         raise FsdError("no rule besides exact: name at least one, such as fuzzy:js:0.1/0.3.")
-    return list(found.values())
+    return list(settings.values())
 
 
 def _listed(part: str) -> list[str]:
@@ -112,14 +112,14 @@ class SweepOptions(ModelOptions):
 
     def read(self) -> list[PromptRow]:
         """The prompts. Raises DataError for a malformed row, or a file without prompts."""
-        found = []
+        chosen = []
         for file in self.prompts:
             rows = list(read_prompts(file))
             if not rows:
                 raise DataError(f"{file}: no prompts. Give a file with at least one row.")
             count = min(self.limit or len(rows), len(rows))
-            found += [rows[index * len(rows) // count] for index in range(count)]
-        return found
+            chosen += [rows[index * len(rows) // count] for index in range(count)]
+        return chosen
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; ``rules`` are the settings' names."""

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from fsd_bench.base import OF_TEXT, Answer
 from fsd_bench.environment import environment
 from fsd_bench.evidence.lines import SweepFile
-from fsd_bench.evidence.settings import Setting, SweepOptions
 from fsd_bench.evidence.rounds import RoundSizes
+from fsd_bench.evidence.settings import Setting, SweepOptions
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.runner import encode_row, measure
 from fsd_bench.schedule import WARMUP_TOKENS
@@ -125,14 +125,14 @@ def _run(
     def answer(place: _Place, drafter: RoundSizes, limit: int) -> tuple[Generation, float]:
         drafter.forget()
         start = time.perf_counter()
-        made = decoder.generate(
+        generation = decoder.generate(
             [encoded[place.prompt]],
             place.setting.rule,
             drafter=drafter,
             seed=options.seed + 1000 * place.prompt + place.repeat,
             **_decoding(place.temperature, limit),
         )
-        return made, time.perf_counter() - start
+        return generation, time.perf_counter() - start
 
     for setting in settings:  # what is compiled or allocated once is not timed
         warm = _Place(todo[0].temperature, todo[0].prompt, 0, setting)
@@ -144,11 +144,11 @@ def _run(
     for place in places:
         head = {"temperature": place.temperature, "prompt": place.prompt, "repeat": place.repeat}
         drafter = drafters[place.setting.tree or options.tree]
-        made, seconds = answer(place, drafter, options.max_new_tokens)
+        generation, seconds = answer(place, drafter, options.max_new_tokens)
         row, reference = rows[place.prompt], references[place.prompt]
-        line = _line(decoder, made, drafter.rounds, encoded[place.prompt], row, reference)
+        line = _line(decoder, generation, drafter.rounds, encoded[place.prompt], row, reference)
         if place.prompt < options.examples:
-            line["pieces"] = token_pieces(decoder.tokenizer, made.sequences[0])
+            line["pieces"] = token_pieces(decoder.tokenizer, generation.sequences[0])
         file.append(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
 
 
@@ -160,14 +160,14 @@ def _decoding(temperature: float, limit: int) -> dict[str, Any]:
 
 def _line(
     decoder: FuzzyDecoder,
-    made: Generation,
+    generation: Generation,
     rounds: Sequence[int],
     prompt: list[int],
     row: PromptRow,
     reference: Reference | None,
 ) -> dict[str, Any]:
     """What a line says of one answer."""
-    tokens, record, stats = made.sequences[0], made.records[0], made.stats.rows[0]
+    tokens, record, stats = generation.sequences[0], generation.records[0], generation.stats.rows[0]
     answer = Answer(tokens, stats.target_forwards, stats.new_tokens - 1)
     text = measure(answer, decoder.tokenizer, prompt, row, reference)
     return {
