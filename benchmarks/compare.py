@@ -2,8 +2,7 @@
 
 Writes benchmarks/results/compare-TARGET.json. Every method answers in a process of its own, with no other one alive,
 and the methods take turns block by block. The other engines live in environments of their own, made on the first run;
-one that cannot be installed is left out with a line. Then memory and the cost of a forward are measured, and batches
-(benchmarks/batch_throughput.py). The same command goes on after an interruption.
+one that cannot be installed is left out with a line. The same command goes on after an interruption.
 
 Run: python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY] [--gguf FILE]
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,6 @@ from benchmarks.peers.gguf_files import TYPES, converted
 from benchmarks.workplace import Workplace, shown_command
 from fsd_bench import parse_methods, run
 from fsd_bench.report import bench_table
-from fsd_infer.drafters.base import free_drafters
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin
@@ -54,8 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--peer-python", action="append", default=[], metavar="NAME=PYTHON", help="of an environment that has the peer"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="directory of the record")
-    parser.add_argument("--no-profile", action="store_true", help="leave out memory and the cost of a forward")
-    parser.add_argument("--no-batches", action="store_true", help="leave out the throughput of batches")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all (%(default)s)")
     return parser
 
@@ -114,37 +109,6 @@ def peer_methods(args: argparse.Namespace, work: Workplace) -> list[str]:
     return prepare(asked, ROOT, pythons, files, args.threads)
 
 
-def batch_methods(methods: Sequence[str]) -> list[str]:
-    """Those to measure in batches: plain decoding and exact drafting, with models where there are any.
-
-    Empty where either kind is missing: there is nothing to compare.
-    """
-    specs = {text: parse_methods([text])[0] for text in methods}
-    plain = [text for text, spec in specs.items() if spec.kind == "plain"]
-    exact = [text for text, spec in specs.items() if spec.kind == "exact" and spec.drafter != "none"]
-    modelled = [
-        text for text in exact if not set((specs[text].drafter or "shipped").split("+")) <= set(free_drafters())
-    ]
-    return plain + (modelled or exact) if plain and exact else []
-
-
-def batch_command(args: argparse.Namespace, work: Workplace, methods: Sequence[str]) -> list[str]:
-    """`benchmarks.batch_throughput` on 16 prompts, to be started in the workplace."""
-    of_target = record_path(args).stem.removeprefix("compare")
-    name = "batch-throughput" + ("" if of_target == f"-{BUILT_IN}" else of_target)
-    command = [
-        os.path.abspath(sys.executable),
-        "-m",
-        "benchmarks.batch_throughput",
-        "--prompts",
-        work.link(args.prompts),
-    ]
-    command += ["--max-new-tokens", str(args.max_new_tokens), "--tree", args.tree, "--threads", str(args.threads)]
-    command += ["--target", work.link(args.target), "--methods", ",".join(methods)]
-    command += ["--drafter", work.link(args.drafter)] if args.drafter else []
-    return [*command, "--json", str(Path(work.link(args.output)) / f"{name}.json")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything. 2 after bad input, 130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -170,7 +134,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     peers = peer_methods(args, work)
     os.chdir(work.directory)
     names = [spec.name for spec in parse_methods([*methods, *peers])]
-    found = run(
+    result = run(
         prompts, [*methods, *peers], json_path=record, progress=True,
         resume=record.with_name(record.name + ".partial.jsonl").exists(),
         command=shown_command("benchmarks.compare", argv), target=target, drafter=drafter, tree=parse_tree(args.tree),
@@ -178,17 +142,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         threads=args.threads, log_likelihood=True, isolate=args.blocks,
         baselines=[name for name in ("hf-generate", "vllm", "plain") if name in names],
     )  # fmt: skip
-    print(bench_table(found))
-    if not args.no_profile:
-        command = [os.path.abspath(sys.executable), "-m", "fsd_bench.profile", str(record)]
-        subprocess.run(command, check=False)
-    batched = [] if args.no_batches else batch_methods(methods)
-    if not batched:
-        return 0
-    _say("measuring batches ...")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of the package benchmarks
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(batch_command(args, work, batched), check=False, env=environment).returncode
+    print(bench_table(result))
+    return 0
 
 
 def _say(text: str) -> None:

@@ -39,7 +39,7 @@ QUALITIES = ("score", "log_likelihood_per_token", "copied_4grams", "repeated_4gr
 def judged(sweep: Sweep, judge: str) -> dict[str, dict[str, dict[str, Any]]]:
     """By temperature and setting: ``bits_per_character`` of the answers under the judge, and less exact's."""
     decoder = FuzzyDecoder.from_pretrained(judge, "none")
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    readings: dict[str, dict[str, dict[str, Any]]] = {}
     for at in sweep.at:
         bits: dict[str, list[tuple[float, float]]] = {}
         for name, lines in at.lines.items():
@@ -47,14 +47,14 @@ def judged(sweep: Sweep, judge: str) -> dict[str, dict[str, dict[str, Any]]]:
             pairs = [tuple(decoder.encode(text, chat=False) for text in pair) for pair in texts]
             sums = log_likelihoods(decoder.target, [(prompt, answer or [0]) for prompt, answer in pairs])
             bits[name] = [(-nats / math.log(2), float(len(text))) for (nats, _), (_, text) in zip(sums, texts)]
-        found[f"{at.temperature:g}"] = {
+        readings[f"{at.temperature:g}"] = {
             name: {
                 "bits_per_character": mean_interval(own),
                 "less_exact": mean_interval(own, bits[EXACT]) if name != EXACT else None,
             }
             for name, own in bits.items()
         }
-    return found
+    return readings
 
 
 def record_of(sweep: Sweep) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def record_of(sweep: Sweep) -> dict[str, Any]:
 
 def facts_of(at: At, names: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
     """By setting: :func:`fsd_bench.evidence.summary.summarise`, ``nats_per_answer`` and ``less_random``."""
-    found = summarise(at, names, seed)
+    summaries = summarise(at, names, seed)
     against = less_random(at, names, seed)
-    for name, facts in found.items():
+    for name, facts in summaries.items():
         spent = [turn.runs[name].answers[0].divergence_spent for turn in at.turns]
         facts["nats_per_answer"] = {"mean": float(np.mean(spent)), "most": max(spent)}
         facts["less_random"] = against.get(name)
-    return found
+    return summaries
 
 
 def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
@@ -94,7 +94,7 @@ def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[s
     weights = np.concatenate([np.ones((1, prompts)), weights])  # the first row: as measured
     sums = {name: weights @ values for name, values in columns.items()}  # [1 + W, ...]
     tau = {name: values[:, 0] / values[:, 1] for name, values in sums.items()}
-    found: dict[str, dict[str, Any]] = {name: {} for name in others}
+    gaps_by_name: dict[str, dict[str, Any]] = {name: {} for name in others}
     for place, quality in enumerate(QUALITIES):
         with np.errstate(invalid="ignore"):
             means = {name: values[:, 2 + 2 * place] / values[:, 3 + 2 * place] for name, values in sums.items()}
@@ -105,8 +105,8 @@ def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[s
                 means[name][row] - _at(tau[name][row], [(tau[gate][row], means[gate][row]) for gate in gates])
                 for row in range(len(weights))
             ])  # fmt: skip
-            found[name][quality] = _interval(gaps)
-    return found
+            gaps_by_name[name][quality] = _interval(gaps)
+    return gaps_by_name
 
 
 def _columns(at: At, name: str) -> Floats:

@@ -88,20 +88,19 @@ def _run(step: Step, log: Path) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "status": status,
         "seconds": round(time.perf_counter() - start, 1),
         "command": shlex.join(["python", *step.words]),
         "tail": log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").splitlines()[-12:],
     }
     if status == "done" and step.record is not None:
-        made = json.loads(step.record.read_text(encoding="utf-8"))
-        found["methods"] = {
-            name: {key: facts.get(key) for key in KEPT} for name, facts in made.get("methods", {}).items()
+        written = json.loads(step.record.read_text(encoding="utf-8"))
+        outcome["methods"] = {
+            name: {key: facts.get(key) for key in KEPT} for name, facts in written.get("methods", {}).items()
         }
-        found |= {key: made[key] for key in ("rounds", "bandwidth") if key in made}
-        found["table"] = bench_table(made).partition("\n\n")[0]  # the first one: speed
-    return found
+        outcome["table"] = bench_table(written).partition("\n\n")[0]  # the first one: speed
+    return outcome
 
 
 def page(record: dict[str, Any]) -> str:
@@ -117,14 +116,13 @@ def page(record: dict[str, Any]) -> str:
         "| step | what | status | seconds |",
         "|---|---|---|---|",
     ]
-    for name, found in record["steps"].items():
-        why = found["why"] + (f": {found['reason']}" if "reason" in found else "")
-        lines.append(f"| {name} | {why} | {found['status']} | {found.get('seconds', '–')} |")
-    for name, found in record["steps"].items():
-        if "command" in found:
-            shown = found["table"].splitlines() if "table" in found else found["tail"]
-            shown = [*shown, *(found["tail"][-5:] if "rounds" in found else [])]  # shares of bandwidth and of rounds
-            lines += ["", f"## {name}", "", f"`{found['command']}`", "", "```", *shown, "```"]
+    for name, outcome in record["steps"].items():
+        why = outcome["why"] + (f": {outcome['reason']}" if "reason" in outcome else "")
+        lines.append(f"| {name} | {why} | {outcome['status']} | {outcome.get('seconds', '–')} |")
+    for name, outcome in record["steps"].items():
+        if "command" in outcome:
+            shown = outcome["table"].splitlines() if "table" in outcome else outcome["tail"]
+            lines += ["", f"## {name}", "", f"`{outcome['command']}`", "", "```", *shown, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -132,14 +130,13 @@ def page(record: dict[str, Any]) -> str:
 class Sizes:
     """What differs in a rehearsal.
 
-    Options of `fsd-infer bench` (``prompts``, and the two targets), of benchmarks.gpu (``shape``), of both (``graphs``)
-    and of pytest (``laws``); how long to train, by the recipe that lies in the run's directory.
+    Options of `fsd-infer bench` (``prompts``, the two targets, ``graphs``) and of pytest (``laws``); how long to train,
+    by the recipe that lies in the run's directory.
     """
 
     prompts: list[str]
     built_in: list[str]
     tinyllama: list[str]
-    shape: list[str]
     graphs: list[str]
     minutes: float
     laws: list[str]
@@ -158,7 +155,7 @@ def full(args: argparse.Namespace, directory: Path) -> Sizes:
     write_text(directory / "recipe.yaml", recipe)
     return Sizes(
         ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [], ["--target", args.tinyllama],
-        [], ["--cuda-graphs"], 10, ["-m", "gpu", "-k", "law"],
+        ["--cuda-graphs"], 10, ["-m", "gpu", "-k", "law"],
     )  # fmt: skip
 
 
@@ -176,14 +173,10 @@ def toys(directory: Path) -> Sizes:
     answers = write_answers(home / "answers.jsonl", Target.from_pretrained(str(toy.target)))
     facts = facts_of(str(toy.target))
     write_text(directory / "recipe.yaml", render(facts, choose(facts), [str(answers)], run=f"{directory}/tinyllama"))
-    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     small = ["--device", "cpu", "--max-new-tokens", "16"]
     return Sizes(
-        ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"],
-        [*small, "--dtype", "fp32", "--draft-vocab", "64", "--tree", "4,2,8", "--copy-bytes", "4096", "--prompts", "1",
-         "--prompt-tokens", "9", "--repeat", "1", "--set", *(f"{key}={value}" for key, value in shape.items())],
-        [], 0.1, ["tests/test_engine.py", "-k", "law and oracle and top_k"],
+        ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
+        ["tests/test_engine.py", "-k", "law and oracle and top_k"],
     )  # fmt: skip
 
 
@@ -197,26 +190,24 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
         file = directory / f"{name}.json"
         return Step(name, why, ["-m", *words, "--json", str(file)], 10, file)
 
-    gpu = ["benchmarks.gpu", *sizes.shape]
     bench = ["fsd_infer.cli.main", "bench", "--methods", RULES, *sizes.prompts]
     llama = [*sizes.tinyllama, "--drafter", f"{directory}/tinyllama/head"]
     fit = ["-m", "fsd_train.cli", "fit", "--config", f"{directory}/recipe.yaml", "--overwrite", "true"]
     fit += ["--trainer.max_time", f"00:00:{int(sizes.minutes):02}:{round(60 * sizes.minutes) % 60:02}"]
     vllm = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
-    peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES, "--no-profile", "--no-batches"]
+    peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES]
     no_vllm = "" if vllm else "no vLLM is installed, nor VLLM_PYTHON set"
     no_deepspeed = "" if importlib.util.find_spec("deepspeed") else "no DeepSpeed is installed"
     return [
         tests("device-tests", "the tests that need a GPU", 15, "-m", "gpu", "-k", "not law and not strategies"),
         tests("laws", "sampled answers have the target's law", 10, *sizes.laws),
-        measured("graphs-off", "a round of Llama-3.1-8B's shape, launched kernel by kernel", *gpu),
-        measured("graphs-on", "the same with CUDA graphs", *gpu, *sizes.graphs),
         measured("built-in", "built-in model: generate, plain, exact and lossy", *bench, *sizes.built_in),
         measured("built-in-graphs", "the same with CUDA graphs", *bench, *sizes.built_in, *sizes.graphs),
         Step("vllm", "the built-in model beside vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
              15, directory / "compare-smollm2-135m.json", no_vllm),
         Step("training", "a head for TinyLlama", fit, sizes.minutes + 10),
         measured("tinyllama", "TinyLlama with that head", *bench, *llama),
+        measured("tinyllama-graphs", "the same with CUDA graphs", *bench, *llama, *sizes.graphs),
         tests("strategies", "FSDP and DeepSpeed's stages on the GPU", 10, "-m", "gpu", "-k", "strategies"),
         tests("deepspeed", "its stages by two processes", 15, "tests/test_deepspeed.py", missing=no_deepspeed),
     ]  # fmt: skip
@@ -245,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run_steps(steps_of(toys(directory) if args.rehearse else full(args, directory), directory), directory, record, save)
     print(page(record))
-    return int(any(found["status"] not in ("done", "left out") for found in record["steps"].values()))
+    return int(any(outcome["status"] not in ("done", "left out") for outcome in record["steps"].values()))
 
 
 if __name__ == "__main__":

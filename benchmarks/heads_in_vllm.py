@@ -58,8 +58,8 @@ def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
         answers.unlink(missing_ok=True)
         asked.write_text(json.dumps(job))
         _call_vllm(python, asked)
-    found: dict[str, Any] = json.loads(answers.read_text())
-    return {**found, "call": load_file(call) if call.is_file() else {}}
+    reply: dict[str, Any] = json.loads(answers.read_text())
+    return {**reply, "call": load_file(call) if call.is_file() else {}}
 
 
 def _call_vllm(python: Path, job: Path) -> None:
@@ -150,10 +150,10 @@ def compare(
     finite = ours.isfinite() & logits.isfinite()
     assert bool((ours.isfinite() == logits.isfinite()).all()), "the two draft over different tokens"
     drafter = EagleDrafter(own, loaded, TreeShape(drafted, 1, drafted + 1), context_ids=False)
-    made = FuzzyDecoder(loaded, drafter).generate(
+    generation = FuzzyDecoder(loaded, drafter).generate(
         [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, chat=False
     )
-    shares, rounds = accepted_shares([record.sources for record in made.records], drafted)
+    shares, rounds = accepted_shares([record.sources for record in generation.records], drafted)
     vllm = [count / max(theirs["drafts"], 1) for count in theirs["accepted"]]
     pairs = list(zip(theirs["answers"], plain["answers"], strict=True))
     exact = Target.from_pretrained(str(target), dtype=torch.float32) if any(a != b for a, b in pairs) else loaded
@@ -246,12 +246,12 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
     for number, head in enumerate(args.head):
         with tempfile.TemporaryDirectory() as temporary:
             scratch = Path(args.scratch or temporary)
-            found = compare(
+            comparison = compare(
                 args.vllm.absolute() / "bin" / "python", args.target, head, prompts, scratch / str(number),
                 new=args.max_new_tokens, drafted=args.drafted, dtype=args.dtype, plain=plain,
             )  # fmt: skip
-        plain = found.pop("plain")
-        heads.append({"head": Path(head).name, **found})
+        plain = comparison.pop("plain")
+        heads.append({"head": Path(head).name, **comparison})
     settings = {name: getattr(args, name) for name in ("target", "dtype", "max_new_tokens", "drafted")}
     return {**settings, "heads": heads}
 

@@ -32,8 +32,8 @@ def markdown(record: dict[str, Any], name: str) -> str:
     for method, facts in methods.items():
         row = [f"`{method}`", number(facts["tokens_per_second"], 1)]
         for baseline in baselines:
-            found = record["ratios"][baseline].get(method)
-            ratio = None if found is None else found["tokens_per_second"]
+            compared = record["ratios"][baseline].get(method)
+            ratio = None if compared is None else compared["tokens_per_second"]
             row.append("1" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})")
         row += [number(facts["tau"], 2), number(facts["tau_category_mean"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
@@ -41,8 +41,8 @@ def markdown(record: dict[str, Any], name: str) -> str:
         row += ["–" if share is None else f"{100 * share:.0f} %", number(facts["divergence_spent"], 2)]
         row += [number(facts["log_likelihood_per_token"], 3)]
         if scored:
-            found = facts["intervals"].get("score")
-            percent = {} if found is None else {key: 100 * found[key] for key in ("mean", "low", "high")}
+            compared = facts["intervals"].get("score")
+            percent = {} if compared is None else {key: 100 * compared[key] for key in ("mean", "low", "high")}
             row.append("{mean:.1f} % ({low:.1f}–{high:.1f})".format(**percent) if percent else "–")
         lines.append("| " + " | ".join(row) + " |")
     trees = "".join(f"tree {tree}, " for tree in head_trees(methods))
@@ -90,8 +90,8 @@ def beside(record: dict[str, Any], baseline: str) -> str:
             likelihood = number(facts["log_likelihood_per_token"], 3)
             copies, repeats = ("–" if share is None else f"{100 * share:.1f} %" for share in shares)
         else:
-            found = ratios[method]["tokens_per_second"]
-            speed = f"{found['median']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
+            speedup = ratios[method]["tokens_per_second"]
+            speed = f"{speedup['median']:.2f} ({speedup['low']:.2f}–{speedup['high']:.2f})"
             score, likelihood, copies, repeats = qualities(differences[method], score_digits=1)
         row = [method, speed, number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1), likelihood, copies, repeats]

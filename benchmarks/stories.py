@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.recorded import record_main, settings_of
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.optim import AdamW
@@ -28,7 +29,6 @@ from tqdm import tqdm
 
 from benchmarks.beginnings import beginnings
 from benchmarks.judge_stories import Judge
-from benchmarks.recorded import record_main, settings_of
 from fsd_bench.environment import environment
 from fsd_infer.files import write_json
 from fsd_train.cli import main as fsd_train

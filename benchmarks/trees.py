@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.recorded import record_main, settings_of
+from benchmarks.workplace import shown_command
 from fsd_bench.environment import environment
+from fsd_bench.record import write_record
 from fsd_infer.chat.rows import read_jsonl
 from fsd_infer.cli.report import number, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.drafters.shape import AUTO, parse_tree
+from fsd_infer.errors import FsdError
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {
@@ -71,7 +73,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, tree=parse_tree(names[0]))
     rules = args.rules.split(",")
     drafters = {name: decoder.load_drafter(args.drafter, parse_tree(name)) for name in names}
-    found: dict[str, Any] = {rule: {"rates": {n: [] for n in names}, "tau": {n: [] for n in names}} for rule in rules}
+    measured: dict[str, Any] = {
+        rule: {"rates": {n: [] for n in names}, "tau": {n: [] for n in names}} for rule in rules
+    }
     chosen = {rule: Trees() for rule in rules}
     nodes: dict[str, list[list[int]]] = {rule: [] for rule in rules}
     for drafter in drafters.values():
@@ -85,21 +89,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     text, rule, drafter=drafters[name], max_new_tokens=args.max_new_tokens, temperature=0.0
                 ).stats
                 seconds = stats.seconds - stats.prefill_seconds
-                found[rule]["rates"][name].append(round((stats.new_tokens - 1) / seconds, 2))
-                found[rule]["tau"][name].append(round(stats.tau, 3))
+                measured[rule]["rates"][name].append(round((stats.new_tokens - 1) / seconds, 2))
+                measured[rule]["tau"][name].append(round(stats.tau, 3))
                 if stats.trees is not None:
                     chosen[rule].add(stats.trees)
                     nodes[rule].append(stats.trees.nodes)
     for rule, trees in chosen.items():
-        found[rule]["trees"] = {**trees.to_dict(), "by_prompt": nodes[rule]}
-    return {"kinds": [kind for kind, _ in asked], "rules": found}
+        measured[rule]["trees"] = {**trees.to_dict(), "by_prompt": nodes[rule]}
+    return {"kinds": [kind for kind, _ in asked], "rules": measured}
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
     """{rule: {tree: {kind or "mixed": rate}}} with ``oracle``, and auto / the best fixed tree with 95 % intervals."""
-    kinds, made = record["kinds"], {}
-    for rule, found in record["rules"].items():
-        rates = dict(found["rates"])
+    kinds, summaries = record["kinds"], {}
+    for rule, measured in record["rules"].items():
+        rates = dict(measured["rates"])
         fixed = [name for name in rates if name != AUTO]
         rates["oracle"] = [max(rates[name][place] for name in fixed) for place in range(len(kinds))]
         places = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in KINDS}
@@ -121,8 +125,8 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
                 "ratio": means[AUTO][kind] / means[best][kind],
                 "interval": [ends[0], ends[-1]],
             }
-        made[rule] = {"rates": means, "auto_to_best": against}
-    return made
+        summaries[rule] = {"rates": means, "auto_to_best": against}
+    return summaries
 
 
 def report(record: dict[str, Any]) -> str:
@@ -133,9 +137,9 @@ def report(record: dict[str, Any]) -> str:
         rows = [[name, *(number(means[kind], 0) for kind in columns)] for name, means in facts["rates"].items()]
         parts.append(table([f"{rule}, tok/s", *columns], rows))
         for kind in columns:
-            found = facts["auto_to_best"][kind]
-            low, high = (number(end) for end in found["interval"])
-            parts.append(f"auto / {found['best']}, {kind}: {number(found['ratio'])} ({low}-{high})")
+            compared = facts["auto_to_best"][kind]
+            low, high = (number(end) for end in compared["interval"])
+            parts.append(f"auto / {compared['best']}, {kind}: {number(compared['ratio'])} ({low}-{high})")
         trees = record["rules"][rule]["trees"]
         rounds = sum(trees["nodes"].values())
         shares = ", ".join(f"{nodes}: {100 * count / rounds:.0f} %" for nodes, count in trees["nodes"].items())
@@ -148,19 +152,20 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """The record of a command line. Raises FsdError."""
-    record = measure(args)
-    record["summary"] = summary(record)
-    record["settings"] = settings_of(args) | {"prompts": args.prompts.name}
-    del record["settings"]["json"]
-    record["environment"] = environment(command)
-    return record
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the record, print its tables."""
-    return record_main("benchmarks.trees", build_parser(), run, report, argv)
+    """Measure, write the record, print its tables. 2 after bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
+    try:
+        record = measure(args)
+    except FsdError as error:
+        print(f"trees: {error}", file=sys.stderr)
+        return 2
+    settings = {key: value for key, value in vars(args).items() if key != "json"} | {"prompts": args.prompts.name}
+    record |= {"summary": summary(record), "settings": settings}
+    write_record(args.json, {**record, "environment": environment(shown_command("benchmarks.trees", words))})
+    print(report(record))
+    return 0
 
 
 if __name__ == "__main__":

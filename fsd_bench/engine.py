@@ -38,9 +38,9 @@ class EngineMethod(Method):
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
         torch.manual_seed(seed)  # a request with a seed of its own would not choose its trees by the clock
         start = time.perf_counter()
-        made = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
+        generation = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
         seconds = time.perf_counter() - start
-        stats = made.stats
+        stats = generation.stats
         self.drafted = self.drafted or stats.drafter
         if stats.trees is not None:
             self.trees = self.trees or Trees()
@@ -56,7 +56,7 @@ class EngineMethod(Method):
                 finish_reason=row.finish_reason,
                 regrets=row.drafts.regrets(),
             )
-            for tokens, row, record in zip(made.sequences, stats.rows, made.records, strict=True)
+            for tokens, row, record in zip(generation.sequences, stats.rows, generation.records, strict=True)
         ]
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)

@@ -24,9 +24,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
-from fsd_bench.planned import planned_target
+from fsd_bench.planned import Sizes, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import HARDWARE, Hardware, Part, Work, devices_for
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
 from fsd_infer.drafters.itself import PREFIX, Itself
@@ -71,9 +70,14 @@ class Planned:
     head_weight: int = 2
 
     @cached_property
+    def sizes(self) -> Sizes:
+        """Of the target."""
+        return sizes_of(self.target)
+
+    @property
     def weights(self) -> int:
         """Of the target, tied ones once."""
-        return _count(self.target.model)
+        return self.sizes.parameters
 
     @cached_property
     def read_weights(self) -> int:
@@ -95,7 +99,7 @@ class Planned:
     def own_weights(self) -> int:
         """Of the head, but for the projections of the target's features, read once a round."""
         once = [self.head.fc] if self.head.eagle3 else [self.head.fusion] if self.head.fusion is not None else []
-        return _count(self.head) - sum(map(_count, once))
+        return count_weights(self.head) - sum(map(count_weights, once))
 
     @cached_property
     def drafter_bytes(self) -> float:
@@ -105,12 +109,12 @@ class Planned:
     @cached_property
     def once(self) -> int:
         """Weights of the head that are read once a round."""
-        return _count(self.head) - self.own_weights
+        return count_weights(self.head) - self.own_weights
 
     @property
     def held(self) -> Part:
         """The drafter's weights, as far as they are not the target's."""
-        own, copied = _count(self.head), self.head_rows if self.head.config.draft_vocab_size else 0
+        own, copied = count_weights(self.head), self.head_rows if self.head.config.draft_vocab_size else 0
         return Part("head's weights", 2.0 * (own + copied), f"2 B x ({own:,} + {copied:,} of the LM head's rows)")
 
     @property
@@ -127,10 +131,9 @@ class Planned:
 
     def memory(self, shape: TreeShape) -> list[Part]:
         """What decoding holds on its devices."""
-        target, config, b = self.target, self.target.config, self.batch
+        target, b = self.target, self.batch
         h, v, nodes, kv = target.hidden_size, target.vocab_size, shape.nodes, target.cache_bytes_per_token
-        inner = int(getattr(config, "intermediate_size", None) or 4 * h)
-        layers, chunk = int(config.num_hidden_layers), min(PREFILL_CHUNK, self.context)
+        inner, layers, chunk = self.sizes.intermediate_size, self.sizes.layers, min(PREFILL_CHUNK, self.context)
         slots = self.context + self.new + nodes
         slots = -(-slots // SLOTS) * SLOTS if self.graphs else slots
         beyond = (shape.depth - 1) * shape.width
@@ -156,10 +159,8 @@ class Planned:
 
     def forward(self, nodes: int) -> Work:
         """The target over so many nodes of each row."""
-        config, b, c, read = self.target.config, self.batch, self.context, self.read_weights
-        kv, heads = self.target.cache_bytes_per_token, int(config.num_attention_heads)
-        width = int(getattr(config, "head_dim", None) or self.target.hidden_size // heads)
-        seen = 4 * int(config.num_hidden_layers) * heads * width * (c + nodes)
+        sizes, b, c, read = self.sizes, self.batch, self.context, self.read_weights
+        kv, seen = self.target.cache_bytes_per_token, 4 * sizes.layers * sizes.heads * sizes.head_dim * (c + nodes)
         how = f"2 B x {read:,} + {b} x {c} x {kv} B; {b} x {nodes} x (2 x {read:,} + {seen:,})"
         return Work("target", 2.0 * read + b * c * kv, float(b * nodes * (2 * read + seen)), how, shared=True)
 
@@ -230,7 +231,7 @@ class PlannedLM(Planned):
 
     @property
     def held(self) -> Part:
-        others = 0 if self.is_part else _count(self.head.model) - self._rounded
+        others = 0 if self.is_part else count_weights(self.head.model) - self._rounded
         how = f"2 B x {others:,} + {(self.bits or 0) / 8 + 4 / GROUP:.3g} B x {self._rounded:,}"
         return Part("small LM's weights", 2.0 * others + self._rounded_bytes, how)
 
@@ -254,10 +255,6 @@ def planned_lm(target: Target, name: str, **request: Any) -> PlannedLM:
         return PlannedLM(target, planned_target(name), **request)
     what = Itself.parse(name)
     return PlannedLM(target, replace(what, bits=None).of(target, name), bits=what.bits, is_part=True, **request)
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def seconds(work: Sequence[Work], hardware: Hardware, devices: int = 1) -> float:

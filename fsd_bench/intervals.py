@@ -28,10 +28,10 @@ def bootstrap_interval(
     if len(samples[0]) == 1:
         value = float(statistic(*map(np.asarray, samples), axis=-1))
         return value, value
-    found = bootstrap(
+    limits = bootstrap(
         samples, statistic, n_resamples=RESAMPLES, paired=True, vectorized=True, method="percentile", rng=seed
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(limits.low), float(limits.high)
 
 
 def mean_interval(

@@ -49,13 +49,13 @@ def log_likelihoods(
         ModelLoadError: the target's LM head is more than a linear map, a scale and a soft cap.
     """
     target.check_lm_head()
-    found = [(0.0, True)] * len(pairs)
+    results = [(0.0, True)] * len(pairs)
     with tqdm(total=len(pairs), desc="log-likelihood", unit="answer", disable=not progress) as bar:
         for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
             for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
-                found[index] = scored
+                results[index] = scored
             bar.update(len(batch))
-    return found
+    return results
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:

@@ -140,8 +140,8 @@ class _Beams(_HfBeams):
     def make(self, spec: Spec, models: Models) -> Method:
         drafter = models.load(spec.drafter, spec.tree)
         beams, _, options = spec.argument.partition(":")
-        made = BeamOptions.parse(options) if options else BeamOptions()
-        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, int(beams), made)
+        beam_options = BeamOptions.parse(options) if options else BeamOptions()
+        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, int(beams), beam_options)
 
 
 class _Assisted(Kind):
@@ -262,19 +262,19 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
             whatever loading raises.
     """
     specs = parse_methods(texts)
-    made: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for spec in specs:
         if spec.kind == "server":
-            made[spec.name] = METHODS.get(spec.kind).make(spec, models)
+            methods[spec.name] = METHODS.get(spec.kind).make(spec, models)
     drafters = [spec.drafter or models.options.drafter for spec in specs if _takes_drafter(spec.kind)]
     models.first_drafter = drafters[0] if drafters else "none"
     for spec in specs:
-        if spec.name in made:
+        if spec.name in methods:
             continue
         if spec.kind in METHODS:
-            made[spec.name] = METHODS.get(spec.kind).make(spec, models)
+            methods[spec.name] = METHODS.get(spec.kind).make(spec, models)
         else:
             rule = parse_rule(spec.text.partition("@")[0])
             drafter = models.load(spec.drafter, spec.tree)
-            made[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
-    return [made[spec.name] for spec in specs]
+            methods[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
+    return [methods[spec.name] for spec in specs]

@@ -9,8 +9,12 @@ from typing import Any, Self
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
+from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_device, parse_dtype
 from fsd_infer.targets.target import Target
+
+# fields of options that count something
+COUNTS = ("limit", "every", "max_new_tokens", "repeat", "repeats", "batch_size", "threads", "isolate")
 
 
 @dataclass(kw_only=True)
@@ -36,6 +40,10 @@ class ModelOptions:
         """Raises FsdError for what can be refused before anything is loaded."""
         parse_dtype(self.dtype)
         parse_device(self.device)
+        for name in COUNTS:
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise FsdError(f"{name} must be at least 1, got {value}.")
 
     def load(self, drafter: str | None, pack: bool = True) -> FuzzyDecoder:
         """The target, with a drafter of this name."""
@@ -67,9 +75,9 @@ class Models:
     @cached_property
     def decoder(self) -> FuzzyDecoder:
         self.decoder_loaded = True
-        made = self.options.load(self.first_drafter)
-        self._drafters[self.first_drafter, None] = made.drafter
-        return made
+        decoder = self.options.load(self.first_drafter)
+        self._drafters[self.first_drafter, None] = decoder.drafter
+        return decoder
 
     def load(self, drafter: str | None, tree: TreeShape | None = None) -> Drafter:
         """The drafter of that name (see ``load_drafter``), loaded and packed once; None: the run's, of either."""

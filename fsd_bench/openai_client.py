@@ -98,12 +98,12 @@ class Server:
         """What the server says it serves, at least one. Raises ServerError."""
         reply = self._open("GET", "/models")
         try:
-            found = [row for row in reply.json()["data"] if isinstance(row["id"], str)]
+            models = [row for row in reply.json()["data"] if isinstance(row["id"], str)]
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"server {self.url}: {self._base}/models is not what the OpenAI API answers.") from error
-        if not found:
+        if not models:
             raise ServerError(f"server {self.url} serves no model.")
-        return found
+        return models
 
     def complete(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None = None) -> Any:
         """The reply to one completions request, as JSON. Raises ServerError after the last try.

@@ -60,22 +60,22 @@ def intervals(name: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]
 
 def differences(name: str, baseline: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
     """Of each of :data:`AVERAGES` that was measured: the method's mean less the baseline's."""
-    found = {}
+    compared = {}
     for quantity, value in AVERAGES.items():
         own, other = _shared(name, baseline, turns, value)
         if own:
-            found[quantity] = mean_interval(own, other, seed)
-    return found
+            compared[quantity] = mean_interval(own, other, seed)
+    return compared
 
 
 def ratios(name: str, baseline: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
     """Of each of :data:`SUMS` that was measured: the method's sum / the baseline's, {"ratio", "low", ...}."""
-    found = {}
+    compared = {}
     for quantity, value in SUMS.items():
         own, other = _shared(name, baseline, turns, value)
         if own and any(total for total, _ in other):
-            found[quantity] = ratio_interval([total for total, _ in own], [total for total, _ in other], seed)
-    return found
+            compared[quantity] = ratio_interval([total for total, _ in own], [total for total, _ in other], seed)
+    return compared
 
 
 def agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any] | None:
@@ -116,9 +116,9 @@ def _sums(name: str, turns: Sequence[Turn], value: Callable[[Answer], Pair | Non
     sums: dict[int, Pair] = {}
     for turn in turns:
         for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True):
-            found = value(answer)
-            if found is not None:
-                _add(sums, index, (found[0] * found[1], found[1]))
+            pair = value(answer)
+            if pair is not None:
+                _add(sums, index, (pair[0] * pair[1], pair[1]))
     return sums
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.lines import LinesFile, has, whole_lines
 from fsd_bench.record import write_record
 from fsd_infer.errors import FsdError
-from fsd_infer.files import append_json, writable, write_text
+from fsd_infer.files import writable
 
 
-class PartialFile:
+class PartialFile(LinesFile):
     """``FILE.partial.jsonl``: a line of settings, then one line per finished turn, or per description of methods.
 
     Args:
@@ -28,65 +29,33 @@ class PartialFile:
 
     def __init__(self, path: str | Path, settings: dict[str, Any], resume: bool) -> None:
         self.final = writable(path, "the record")
-        self.path = self.final.with_name(self.final.name + ".partial.jsonl")
-        self.turns: list[Turn] = []
-        self.described: dict[str, dict[str, Any]] = {}
+        partial = self.final.with_name(self.final.name + ".partial.jsonl")
         finished = self.final.exists() and self.final.stat().st_size > 0
         if finished and not _is_record(self.final):
             raise FsdError(f"{self.final} is no record of a benchmark and is not overwritten: give another name.")
-        if finished and resume and not self.path.exists():
+        if finished and resume and not partial.exists():
             raise FsdError(f"{self.final} is the record of a finished run: leave --resume out to measure again.")
-        try:
-            self._begin(settings, resume)
-        except OSError as error:
-            raise FsdError(f"{self.path} cannot be written ({error.strerror or error}): give another name.") from error
-
-    def _begin(self, settings: dict[str, Any], resume: bool) -> None:
-        lines = self.path.read_bytes().decode("utf-8", "replace").split("\n") if self.path.exists() else []
-        header = _parse(lines[0]) if lines else None
-        if not lines:
-            self._restart(settings, [])
-            return
-        if header is None or not isinstance(header.get("settings"), dict):
-            raise FsdError(f"{self.path} does not begin with the settings of a run: delete it.")
-        if not resume and len(lines) > 1 and lines[1]:
-            raise FsdError(f"{self.path} holds an unfinished run: add --resume to continue it, or delete it.")
-        if not resume:  # it ended before its first turn
-            self._restart(settings, [])
-            return
-        stored = header["settings"]
-        other = sorted(key for key in {*stored, *settings} if stored.get(key) != settings.get(key))
-        if other:
-            raise FsdError(
-                f"{self.path} was made with other settings ({', '.join(other)}): use the same, or delete the file."
-            )
-        kept = []
-        for line in lines[1:]:
-            row = _parse(line)
-            try:
-                if row is not None and "described" in row:
-                    if not _fits(row["described"], dict[str, dict[str, Any]]):
-                        break
-                    self.described.update(row["described"])
-                else:
-                    self.turns.append(_turn(row))
-            except (TypeError, KeyError, AttributeError):
-                break  # a line cut short by the kill; every later turn is measured again
-            kept.append(line)
-        self._restart(settings, kept)
-
-    def _restart(self, settings: dict[str, Any], lines: list[str]) -> None:
-        """Rewrite the file with whole lines only, atomically."""
-        write_text(self.path, "\n".join([json.dumps({"settings": settings}), *lines]) + "\n")
+        existing = whole_lines(partial, _is_line)
+        if existing == []:
+            raise FsdError(f"{partial} does not begin with the settings of a run: delete it.")
+        if existing is not None and not resume:
+            if partial.read_bytes().partition(b"\n")[2]:
+                raise FsdError(f"{partial} holds an unfinished run: add --resume to continue it, or delete it.")
+            existing = None  # it ended before its first turn
+        super().__init__(partial, {"settings": settings}, existing, "delete the file")
+        self.turns = [_turn(line) for line in self.lines if "described" not in line]
+        self.described: dict[str, dict[str, Any]] = {}
+        for line in self.lines:
+            self.described.update(line.get("described", {}))
 
     def add(self, turn: Turn) -> None:
         """Append a finished turn; it is on disk when this returns."""
-        append_json(self.path, asdict(turn))
+        self.append(asdict(turn))
         self.turns.append(turn)
 
     def describe(self, name: str, facts: dict[str, Any]) -> None:
         """Append what a record says about a method."""
-        append_json(self.path, {"described": {name: facts}})
+        self.append({"described": {name: facts}})
         self.described[name] = facts
 
     def finish(self, record: dict[str, Any]) -> None:
@@ -95,37 +64,43 @@ class PartialFile:
         self.path.unlink()
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _is_line(value: Any, earlier: list[dict[str, Any]]) -> bool:
+    if not earlier:
+        return has(value, {"settings": dict})
+    if has(value, {"described": dict}):
+        return _fits(value["described"], dict[str, dict[str, Any]])
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+        _turn(value)
+    except (TypeError, KeyError, AttributeError):
+        return False
+    return True
 
 
 def _is_record(file: Path) -> bool:
     """Does the file hold what :meth:`PartialFile.finish` writes?"""
-    found = _parse(file.read_bytes().decode("utf-8", "replace"))
-    return found is not None and isinstance(found.get("methods"), dict)
+    try:
+        return has(json.loads(file.read_bytes()), {"methods": dict})
+    except (ValueError, RecursionError):
+        return False
 
 
 def _turn(row: Any) -> Turn:
     """A line's turn. Raises TypeError, KeyError or AttributeError if it holds none."""
     runs = {
-        name: _made(TimedRun, {**run, "answers": [_made(Answer, answer) for answer in run["answers"]]})
+        name: _checked(TimedRun, {**run, "answers": [_checked(Answer, answer) for answer in run["answers"]]})
         for name, run in row["runs"].items()
     }
-    turn: Turn = _made(Turn, {**row, "runs": runs})
+    turn: Turn = _checked(Turn, {**row, "runs": runs})
     return turn
 
 
-def _made(kind: type, values: dict[str, Any]) -> Any:
+def _checked(kind: type, values: dict[str, Any]) -> Any:
     """A dataclass of ``values``. Raises TypeError for values of other types than its fields'."""
-    made = kind(**values)
+    instance = kind(**values)
     for name, hint in get_type_hints(kind).items():
-        if not _fits(getattr(made, name), hint):
+        if not _fits(getattr(instance, name), hint):
             raise TypeError(f"{name} is no {hint}")
-    return made
+    return instance
 
 
 def _fits(value: Any, hint: Any) -> bool:

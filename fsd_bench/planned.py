@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
@@ -60,6 +62,56 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
     except Exception as error:  # a config can make any part of transformers fail
         raise ModelLoadError(f"no model can be planned from the config of {name}: {shortened(error)}") from error
     return target
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What memory and time of a target follow from.
+
+    Attributes:
+        name: of the target.
+        family: transformers' ``model_type``.
+        parameters: number of weights, tied ones once.
+        hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, vocab_size: as in its config; the vocabulary
+            is the width of the logits.
+        positions: longest context, or None if the config does not say.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    positions: int | None = None
+
+
+def sizes_of(target: Target) -> Sizes:
+    """The sizes of a target, with or without values."""
+    config, hidden = target.config, target.hidden_size
+    heads = int(config.num_attention_heads)
+    return Sizes(
+        name=target.name,
+        family=config.model_type,
+        parameters=count_weights(target.model),
+        hidden_size=hidden,
+        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        vocab_size=target.vocab_size,
+        positions=target.max_positions,
+    )
+
+
+def count_weights(module: nn.Module) -> int:
+    """Tied ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, int]:

@@ -88,7 +88,7 @@ def build_record(
     cells = {name: _cells(name, turns, blocks) for name in methods}
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     reference = _first_tokens(baseline, turns)
-    made: dict[str, Any] = {}
+    facts_by_name: dict[str, Any] = {}
     for name, description in methods.items():
         parts = {
             category: _summary(name, [turn for turn in turns if prompts[turn.prompts[0]].category == category])
@@ -102,11 +102,11 @@ def build_record(
         whole.update(description)
         whole["intervals"] = intervals(name, turns, seed)
         whole["categories"] = {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()}
-        made[name] = whole
+        facts_by_name[name] = whole
     speeds = {baseline: _ratios(cells, baseline, seed) for baseline in compared}
     paired = {baseline: against(list(methods), baseline, turns, seed) for baseline in compared}
     return {
-        "methods": made,
+        "methods": facts_by_name,
         "baseline": baseline,
         "ratios": {
             other: {name: {**speeds[other][name], **facts["ratios"]} for name, facts in names.items()}
@@ -215,18 +215,18 @@ def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None
 
 
 def _ratios(cells: Mapping[str, Mapping[int, _Cell]], baseline: str, seed: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     for name, own in cells.items():
         if name == baseline:
             continue
-        made[name] = {}
+        ratios[name] = {}
         for quantity in RATIOS:
             pairs = [(getattr(own[unit], quantity), getattr(cells[baseline][unit], quantity)) for unit in own]
             values = [a / b for a, b in pairs if a and b]
             if quantity == "seconds_per_answer":
                 values = [1 / value for value in values]
-            made[name][quantity] = interval(values, seed)
-    return made
+            ratios[name][quantity] = interval(values, seed)
+    return ratios
 
 
 def merge_turns(turns: Iterable[Turn]) -> list[Turn]:
@@ -330,7 +330,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     Files hold summaries: of each answer a hash of its tokens, and numbers to six digits.
     """
     text = json.dumps(_summarised(jsonable(record)), indent=1)
-    write_text(path, _DEEP.sub(lambda found: found[1] + json.dumps(json.loads(found[2])), text) + "\n")
+    write_text(path, _DEEP.sub(lambda match: match[1] + json.dumps(json.loads(match[2])), text) + "\n")
 
 
 def _summarised(value: Any) -> Any:

@@ -158,7 +158,7 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     """What needs no reference, beside the first baseline; nothing if only that was measured."""
     methods, baseline = record["methods"], record["baseline"]
     against, agreement = record["ratios"].get(baseline, {}), record.get("agreement", {}).get(baseline, {})
-    if not any("answer_tokens" in found for found in against.values()):
+    if not any("answer_tokens" in compared for compared in against.values()):
         return ""
     headers, rows = ["method", "tokens x [95 %]", "forwards x [95 %]", "same end % [95 %]"], []
     for name in methods:
@@ -185,23 +185,23 @@ def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
         return ""
     bounds = list(next(iter(drafted.values()))["below"])
     rows = [
-        [shown[name], str(found["count"]), percent(found["agreement"], 1), number(found["regret_median"])]
-        + [percent(share, 0) for share in found["below"].values()]
-        for name, found in drafted.items()
+        [shown[name], str(drafts["count"]), percent(drafts["agreement"], 1), number(drafts["regret_median"])]
+        + [percent(share, 0) for share in drafts["below"].values()]
+        for name, drafts in drafted.items()
     ]
     note = "right: the target's likeliest token; regret of the others: ln p(likeliest) - ln p(draft), nats"
     headers = ["method", "contexts", "right %", "median regret", *(f"below {bound} %" for bound in bounds)]
     return "first drafts\n" + fitted_tables(headers, rows) + "\n" + note
 
 
-def _sum_ratio(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+def _sum_ratio(interval: dict[str, Any] | None) -> str:
+    return "-" if interval is None else f"{interval['ratio']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
-def _mean(found: dict[str, Any] | None, scale: float, digits: int) -> str:
-    if found is None:
+def _mean(interval: dict[str, Any] | None, scale: float, digits: int) -> str:
+    if interval is None:
         return "-"
-    mean, low, high = (f"{scale * found[key]:.{digits}f}" for key in ("mean", "low", "high"))
+    mean, low, high = (f"{scale * interval[key]:.{digits}f}" for key in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
 
 
@@ -216,10 +216,10 @@ def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> 
     return fitted_tables(["method", *phases, "ms/round", "overhead %"], rows) + "\n" + note
 
 
-def _ratio(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _ratio(ratios: dict[str, Any] | None) -> str:
+    if ratios is None:
         return "1"
-    ratio = found["tokens_per_second"]
+    ratio = ratios["tokens_per_second"]
     if ratio["median"] is None:
         return "-"
     return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
@@ -229,16 +229,16 @@ def calibration_lines(record: dict[str, Any]) -> str:
     """What calibrate found: the setting, and the promise on both sets of prompts."""
     lines = [f"{record['promise']['text']}, confidence {record['confidence']:g}: {record['setting']}"]
     for name in ("calibration", "verification"):
-        found = record[name]
-        if not found["prompts"]:
+        facts = record[name]
+        if not facts["prompts"]:
             continue
-        parts = [f"{name} on {found['prompts']} prompts: {'kept' if found['kept'] else 'NOT kept'}"]
-        if found["score_difference"] is not None:
-            parts.append("score " + _mean(found["score_difference"], 100.0, 1) + " points")
-        parts += [f"speed {_sum_ratio(found['speed'])} x", f"tau {_sum_ratio(found['tau'])} x"]
-        copied, repeated = (100 * found["rises"][name] for name in ("copied_4grams", "repeated_4grams"))
+        parts = [f"{name} on {facts['prompts']} prompts: {'kept' if facts['kept'] else 'NOT kept'}"]
+        if facts["score_difference"] is not None:
+            parts.append("score " + _mean(facts["score_difference"], 100.0, 1) + " points")
+        parts += [f"speed {_sum_ratio(facts['speed'])} x", f"tau {_sum_ratio(facts['tau'])} x"]
+        copied, repeated = (100 * facts["rises"][name] for name in ("copied_4grams", "repeated_4grams"))
         parts.append(f"copied 4-grams {copied:+.1f}, repeated {repeated:+.1f} points")
-        parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**found["nats_per_answer"]))
+        parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**facts["nats_per_answer"]))
         lines.append("; ".join(parts))
     return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])
 

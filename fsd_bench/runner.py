@@ -99,13 +99,13 @@ def _measure(
         blocks = {group: group % settings.isolate for group in range(len(groups))}
         turns, described = take_blocks(settings, parse_methods(settings.methods), asked, blocks, partial, progress)
     else:
-        made = make_methods(settings.methods, models)
+        methods = make_methods(settings.methods, models)
         try:
             asked = encode_rows(rows, models)
-            turns = take_turns(settings, made, asked, partial, progress)
-            described = {method.name: method.describe() for method in made}
+            turns = take_turns(settings, methods, asked, partial, progress)
+            described = {method.name: method.describe() for method in methods}
         finally:
-            for method in made:
+            for method in methods:
                 method.close()
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), models.tokenizer, asked, turns, progress)

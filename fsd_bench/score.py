@@ -67,8 +67,8 @@ class Reference:
             return chrf(answer, self.value)  # type: ignore[arg-type]
         if self.kind == "rouge":
             return max(rouge_l(answer, text) for text in self.value)  # type: ignore[union-attr]
-        found = first_option(answer, self.options) if self.kind == "choice" else last_number(answer)
-        return float(found == self.value)
+        said = first_option(answer, self.options) if self.kind == "choice" else last_number(answer)
+        return float(said == self.value)
 
 
 def rouge_l(answer: str, reference: str) -> float:
@@ -86,13 +86,13 @@ def rouge_l(answer: str, reference: str) -> float:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, or None."""
-    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def first_option(text: str, options: Sequence[str]) -> str | None:
     """The option that a text names first, or None."""
-    places = [(found.start(), option) for option in options if (found := re.search(_pattern(option), text))]
+    places = [(match.start(), option) for option in options if (match := re.search(_pattern(option), text))]
     return min(places)[1] if places else None
 
 
@@ -115,10 +115,10 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO) -> list[Referen
         DataError: a kind was asked for and no row has such a reference.
     """
     check_score(kind)
-    found = [_reference(row, kind) for row in rows]
-    if kind in KINDS and not any(found):
+    references = [_reference(row, kind) for row in rows]
+    if kind in KINDS and not any(references):
         raise DataError(f"no row has a reference for --score {kind}: give rows that have one, or --score {NONE}.")
-    return found
+    return references
 
 
 def asked_options(row: PromptRow) -> tuple[str, ...]:

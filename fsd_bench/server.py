@@ -73,8 +73,8 @@ class ServerMethod(Method):
             share, left = divmod(int(usage["completion_tokens"]), count)
             counts = [share + (index < left) for index in range(count)]
             answers = [
-                Answer(None, None, None, finish_reason=why, counted=made, text=text)
-                for made, why, text in zip(counts, reasons, texts, strict=True)
+                Answer(None, None, None, finish_reason=why, counted=counted, text=text)
+                for counted, why, text in zip(counts, reasons, texts, strict=True)
             ]
         else:
             raise ServerError(

@@ -64,10 +64,6 @@ class Settings(ModelOptions):
         super().check()
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         check_score(self.score)
-        for name in ("limit", "every", "max_new_tokens", "repeat", "batch_size", "threads", "isolate"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise FsdError(f"{name} must be at least 1, got {value}.")
         if not 0 <= self.temperature < math.inf:
             raise FsdError(f"temperature must be 0 or above and finite, got {self.temperature}.")
 

@@ -57,13 +57,13 @@ def _detector() -> Callable[[str], str | None]:
     langdetect = _module("langdetect")
     langdetect.DetectorFactory.seed = 0  # it samples
 
-    def found(text: str) -> str | None:
+    def detected(text: str) -> str | None:
         try:
             return str(langdetect.detect(text))
         except langdetect.LangDetectException:  # no letters
             return None
 
-    return found
+    return detected
 
 
 @cache

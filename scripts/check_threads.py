@@ -70,7 +70,7 @@ def answer(decoder: FuzzyDecoder, drafters: dict[str, Drafter], case: Case, stre
     if stream:
         streamer = TextIteratorStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling: dict[str, Any] = {"temperature": case.temperature, "do_sample": case.temperature > 0}
-    made = decoder.generate(
+    generation = decoder.generate(
         case.prompt,
         parse_rule(case.rule),
         drafter=drafters[case.drafter],
@@ -79,7 +79,7 @@ def answer(decoder: FuzzyDecoder, drafters: dict[str, Drafter], case: Case, stre
         max_new_tokens=case.max_new_tokens,
         **sampling,
     )
-    return made.sequences[0], "".join(streamer) if stream else made.texts[0]
+    return generation.sequences[0], "".join(streamer) if stream else generation.texts[0]
 
 
 def compare(
@@ -134,17 +134,17 @@ def _check(args: argparse.Namespace) -> int:
     drafters = {name: decoder.load_drafter(name) for name in DRAFTERS}
     cases = all_cases(PROMPTS, RULES, DRAFTERS)
     print(f"{len(cases)} cases alone, then {args.threads} threads for {args.seconds} s ...", file=sys.stderr)
-    found = compare(decoder, drafters, cases, args.threads, args.seconds)
-    found |= {"threads": args.threads, "seconds": args.seconds, "target": args.target}
+    counts = compare(decoder, drafters, cases, args.threads, args.seconds)
+    counts |= {"threads": args.threads, "seconds": args.seconds, "target": args.target}
     print(
-        f"{found['answers']} answers ({found['streamed']} streamed) of {found['cases']} cases: "
-        f"{found['different']} different, {len(found['errors'])} errors"
+        f"{counts['answers']} answers ({counts['streamed']} streamed) of {counts['cases']} cases: "
+        f"{counts['different']} different, {len(counts['errors'])} errors"
     )
     if args.json:
-        write_json(args.json, found | {"environment": environment()}, indent=1)
-    if found["errors"]:
-        raise FsdError(found["errors"][0])
-    return int(bool(found["different"]))
+        write_json(args.json, counts | {"environment": environment()}, indent=1)
+    if counts["errors"]:
+        raise FsdError(counts["errors"][0])
+    return int(bool(counts["different"]))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_a_peer_is_measured_like_the_others(
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     argv = ["--target", str(toy.target), "--prompts", str(toy.prompts), "--limit", "2", "--every", "1", "--blocks", "2"]
-    argv += ["--max-new-tokens", "3", "--methods", "plain", "--peers", "fake,fake:gguf", "--no-batches", "--no-profile"]
+    argv += ["--max-new-tokens", "3", "--methods", "plain", "--peers", "fake,fake:gguf"]
     argv += ["--peer-python", f"fake={sys.executable}", "--output", str(tmp_path / "results"), "--threads", "1"]
     assert compare.main(argv) == 0
     said = capsys.readouterr()

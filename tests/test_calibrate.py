@@ -43,7 +43,7 @@ def toy(toy: Toy) -> Toy:
 
 def options(toy: Toy, **changes: Any) -> SweepOptions:
     values = {"prompts": [toy.prompts], "rules": ["fuzzy:js:0.02/0.3"], "temperatures": [0.0], "max_new_tokens": 6}
-    return SweepOptions(**{**toy.options, **values, "examples": 0, "distances": 0, **changes})
+    return SweepOptions(**{**toy.options, **values, "examples": 0, **changes})
 
 
 # the level of the test ------------------------------------------------------------------------------------------------

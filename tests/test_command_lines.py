@@ -148,7 +148,7 @@ def test_a_package_that_is_not_installed_is_named() -> None:
         assert f"package {package} is not installed: pip install 'fsd-toolkit[{extra}]'" in line
 
 
-INFER = ("generate", "bench", "sweep", "calibrate", "warmup", "fetch")
+INFER = ("generate", "bench", "sweep", "calibrate", "warmup")
 HELP = {
     "fsd_infer.cli.main": [["--help"], *([name, "--help"] for name in INFER), ["generate", "--no-such-option"]],
     "fsd_train.cli": [["--help"], *([name, "--help"] for name in (*PARSERS, "fit")), ["export", "--no-such-option"]],

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_bench.probe import Probe
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
@@ -170,11 +169,3 @@ def test_a_stopping_criterion_waits_once_a_token(device: SimulatedDevice) -> Non
     decoder.generate(PROMPTS, max_new_tokens=NEW, do_sample=False, max_time=1000.0)
     counted = Counter(wait.function for wait in device.waits)
     assert counted["_Batch._finish_reason"] == NEW * len(PROMPTS)
-
-
-def test_a_probe_measures_without_a_wait(device: SimulatedDevice) -> None:
-    probe = Probe(target(SIM), context=9, largest=5, rows=2)
-    device.waits.clear()
-    logits = probe(5)
-    assert not device.waits
-    torch.testing.assert_close(logits.cpu(), Probe(target(CPU), context=9, largest=5, rows=2)(5))

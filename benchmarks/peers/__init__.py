@@ -165,15 +165,15 @@ def prepare(
             peer.python = pythons.get(name) or install(peer, environments / f".venv-{name}")
         except Unavailable as error:
             _say(f"{name} is left out: {error}")
-    found = []
+    usable = []
     for text in methods:
         name, _, mode = text.partition(":")
         words = PEERS[name].modes[mode]
         if any(f"{{{file}}}" in words for file in FILES if file not in files):
             _say(f"{text} is left out: it needs a GGUF file of the target (--gguf).")
         elif PEERS[name].python is not None:
-            found.append(text)
-    return found
+            usable.append(text)
+    return usable
 
 
 def _say(text: str) -> None:

@@ -41,10 +41,10 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]]) -> None:
         if len(question["prompts"]) > 1:
             reply({"error": "answers one prompt at a time: --batch-size 1."})
             continue
-        made = answer(question["prompts"][0], options["max_new_tokens"], temperature, question["seed"])
+        run = answer(question["prompts"][0], options["max_new_tokens"], temperature, question["seed"])
         one = {
-            "tokens": made.get("tokens"), "text": made.get("text"), "counted": made.get("count", 0),
-            "finish_reason": "stop" if made["stopped"] else "length",
-            "target_forwards": made.get("forwards"), "verified_tokens": made.get("verified"),
+            "tokens": run.get("tokens"), "text": run.get("text"), "counted": run.get("count", 0),
+            "finish_reason": "stop" if run["stopped"] else "length",
+            "target_forwards": run.get("forwards"), "verified_tokens": run.get("verified"),
         }  # fmt: skip
-        reply({"seconds": made["seconds"], "prefill_seconds": made["first"], "answers": [one]})
+        reply({"seconds": run["seconds"], "prefill_seconds": run["first"], "answers": [one]})

@@ -28,7 +28,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         keep_executor()
     target, *heads = sys.argv[1:]
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for head in heads:
         method, _, directory = head.partition("=")
         arguments: dict[str, Any] = {"model": directory}
@@ -39,7 +39,7 @@ def main() -> None:
         speculative: Any = engine.speculative_config
         draft = speculative.draft_model_config
         kind, _ = ModelRegistry.resolve_model_cls(draft.architectures, draft)
-        found[directory] = {
+        configs[directory] = {
             "target": engine.model_config.model,
             "method": speculative.method,
             "drafted": speculative.num_speculative_tokens,
@@ -47,7 +47,7 @@ def main() -> None:
             "model": kind.__name__,
             **{name: getattr(draft.hf_config, name, None) for name in SHOWN},
         }
-    print(json.dumps(found))
+    print(json.dumps(configs))
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ def main() -> None:
             ids = np.array([prompt])
             inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
             start = time.perf_counter()
-            made = pipeline.generate(inputs, config)
+            result = pipeline.generate(inputs, config)
             seconds = time.perf_counter() - start
-            tokens = [int(token) for token in made.tokens[0]]
+            tokens = [int(token) for token in result.tokens[0]]
             return {
-                "seconds": seconds, "first": made.perf_metrics.get_ttft().mean / 1e3, "tokens": tokens,
+                "seconds": seconds, "first": result.perf_metrics.get_ttft().mean / 1e3, "tokens": tokens,
                 "stopped": len(tokens) < new,
             }  # fmt: skip
 

@@ -65,16 +65,16 @@ def main() -> None:
 
         def answer(prompt: list[int], new: int, temperature: float, seed: int) -> dict[str, Any]:
             params = SamplingParams(max_tokens=new, temperature=temperature, seed=seed, detokenize=False)
-            made: list[Any] = []
+            outputs: list[Any] = []
             first = None
             start = time.perf_counter()
             engine.add_request(f"{start}", {"prompt_token_ids": prompt}, params)
             while engine.has_unfinished_requests():
-                made += engine.step()
-                first = first or (time.perf_counter() if made else None)
+                outputs += engine.step()
+                first = first or (time.perf_counter() if outputs else None)
             seconds = time.perf_counter() - start
             assert first is not None
-            output = made[-1].outputs[0]
+            output = outputs[-1].outputs[0]
             tokens = list(output.token_ids)
             return {
                 "seconds": seconds, "first": first - start, "tokens": tokens,

@@ -30,11 +30,11 @@ def watch_first_call(model: Any, kept: dict[str, Any]) -> None:
 
         model.combine_hidden_states = combined
 
-    def called(module: Any, args: Any, given: dict[str, Any], made: Any) -> None:
+    def called(module: Any, args: Any, given: dict[str, Any], outputs: Any) -> None:
         if "logits" not in kept:
             for name in ("input_ids", "positions", "hidden_states"):
                 kept[name] = given[name].clone()
-            kept["logits"] = module.compute_logits(made[0]).float().clone()
+            kept["logits"] = module.compute_logits(outputs[0]).float().clone()
 
     model.register_forward_hook(called, with_kwargs=True)
 
@@ -64,17 +64,17 @@ def main() -> None:
         runner = engine.engine_core.model_executor.driver_worker.worker.model_runner
         watch_first_call(runner.drafter.model, kept)
     params = SamplingParams(max_tokens=job["new"], temperature=0.0, detokenize=False)
-    made = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
-    found: dict[str, Any] = {"version": version, "answers": [list(answer.outputs[0].token_ids) for answer in made]}
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
+    reply: dict[str, Any] = {"version": version, "answers": [list(answer.outputs[0].token_ids) for answer in outputs]}
     for metric in llm.get_metrics():
         if metric.name == "vllm:spec_decode_num_drafts":
-            found["drafts"] = metric.value
+            reply["drafts"] = metric.value
         elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            found["accepted"] = metric.values[: job.get("drafted", 0)]
+            reply["accepted"] = metric.values[: job.get("drafted", 0)]
     output = Path(job["output"])
     if kept:
         save_file({name: value.contiguous().cpu() for name, value in kept.items()}, output / "call.safetensors")
-    (output / "answers.json").write_text(json.dumps(found))
+    (output / "answers.json").write_text(json.dumps(reply))
 
 
 if __name__ == "__main__":

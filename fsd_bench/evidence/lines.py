@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import OF_TEXT
+from fsd_bench.lines import LinesFile, has, whole_lines
 from fsd_infer.errors import FsdError
-from fsd_infer.files import append_json, usable_name, writable, write_text
+from fsd_infer.files import usable_name, writable
 from fsd_infer.rules import Source
 
 VERSION = 2
-DISTANCES = "distances"  # the line of a prompt's divergences has this in place of a setting
 _NUMBER = (int, float)
-_HEAD = {"settings": dict, "families": dict, "rule_facts": dict, "prompts": list, "environment": dict}
+_HEAD = {"sweep": int, "settings": dict, "families": dict, "rule_facts": dict, "prompts": list, "environment": dict}
 _PLACE = {"temperature": _NUMBER, "prompt": int, "repeat": int, "setting": str}  # which line it is
 _ANSWER = {
     **dict.fromkeys(("seconds", "prefill_seconds", "gate_open_fraction", "gate_accepted_fraction"), _NUMBER),
@@ -27,7 +25,7 @@ _ANSWER = {
 _SOURCES = {str(int(source)) for source in Source}
 
 
-class SweepFile:
+class SweepFile(LinesFile):
     """A sweep's file, open for the lines that it lacks.
 
     A line that a kill cut short is dropped. What was measured with other settings is never mixed in or overwritten.
@@ -37,79 +35,39 @@ class SweepFile:
         settings: what must be the same for a run to be continued (JSON values).
         facts: about the run, stored beside the settings of a new file.
 
-    Attributes:
-        lines: what follows the first line.
-
     Raises:
         FsdError: another file is in the way, one that was made with other settings, or one that cannot be written.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], facts: dict[str, Any]) -> None:
-        self.path = writable(path, "the sweep's file")
-        self.lines: list[dict[str, Any]] = []
-        try:
-            whole = _whole_lines(self.path)
-            if whole is None:
-                write_text(self.path, json.dumps({"sweep": VERSION, "settings": settings, **facts}) + "\n")
-                return
-            head, *rest = whole
-            stored = head["settings"]
-            other = sorted(key for key in {*stored, *settings} if stored.get(key) != settings.get(key))
-            if other:
-                raise FsdError(
-                    f"{self.path} was made with other settings ({', '.join(other)}): use the same, or another name."
-                )
-            self.lines = rest
-            write_text(self.path, "".join(json.dumps(line) + "\n" for line in whole))
-        except OSError as error:
-            raise FsdError(f"{self.path} cannot be written ({error.strerror or error}): give another name.") from error
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Append a line; it is on disk when this returns."""
-        append_json(self.path, line)
-        self.lines.append(line)
+        file, head = writable(path, "the sweep's file"), {"sweep": VERSION, "settings": settings, **facts}
+        super().__init__(file, head, _sweep_lines(file), "another name")
 
 
 def read_lines(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(first line, other lines) of a sweep's file, finished or not. Raises FsdError if it is none."""
-    found = _whole_lines(Path(usable_name(path, "the sweep's file")))
-    if found is None:
+    lines = _sweep_lines(Path(usable_name(path, "the sweep's file")))
+    if lines is None:
         raise FsdError(f"{path} holds no sweep: there is nothing to report.")
-    return found[0], found[1:]
+    return lines[0], lines[1:]
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]] | None:
-    """The file's lines up to the first that is cut short; None if there is no file, or an empty one."""
-    if not path.exists():
-        return None
-    if not path.is_file():
-        raise FsdError(f"{path} is no file: give another name.")
-    found: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not (_is_line(value, found[0]) if found else _has(value, {"sweep": int})):
-            break
-        found.append(value)
-    if not found and not path.stat().st_size:
-        return None
-    if not found or found[0]["sweep"] != VERSION or not _has(found[0], _HEAD):
+def _sweep_lines(path: Path) -> list[dict[str, Any]] | None:
+    lines = whole_lines(path, _is_line)
+    if lines == []:
         raise FsdError(f"{path} is no file of a sweep and is not overwritten: give another name.")
-    return found
+    # earlier versions wrote lines of distances too
+    return lines and [line for line in lines if line.get("setting") != "distances"]
 
 
-def _has(value: Any, kinds: Mapping[str, Any]) -> bool:
-    return isinstance(value, dict) and all(key in value and isinstance(value[key], kind) for key, kind in kinds.items())
-
-
-def _is_line(value: Any, head: dict[str, Any]) -> bool:
+def _is_line(value: Any, earlier: list[dict[str, Any]]) -> bool:
     """Is this what a sweep writes, of a prompt and a temperature of its own?"""
-    if not _has(value, _PLACE) or not _has(head, _HEAD):
+    if not earlier:
+        return has(value, _HEAD) and value["sweep"] == VERSION
+    if not has(value, _PLACE):
         return False
-    known = 0 <= value["prompt"] < len(head["prompts"])
-    known &= value["temperature"] in (head["settings"].get("temperatures") or ())
-    if value["setting"] == DISTANCES:
-        return known and _has(value, {"js": list})
-    return known and _has(value, _ANSWER) and set(value["sources"]) <= _SOURCES
+    known = 0 <= value["prompt"] < len(earlier[0]["prompts"])
+    known &= value["temperature"] in (earlier[0]["settings"].get("temperatures") or ())
+    if value["setting"] == "distances":
+        return known
+    return known and has(value, _ANSWER) and set(value["sources"]) <= _SOURCES

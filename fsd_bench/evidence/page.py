@@ -98,20 +98,20 @@ def _head(sweep: Sweep) -> str:
 
 def _temperature(sweep: Sweep, at: At) -> str:
     names = sweep.settings
-    found = summarise(at, names, sweep.head["settings"]["seed"])
+    summaries = summarise(at, names, sweep.head["settings"]["seed"])
     families: dict[str, list[str]] = {}
     for name in names:
         families.setdefault(sweep.head["families"][name], []).append(name)
     prompts = len({turn.group for turn in at.turns})
-    charts = [*_trade_offs(families, found), *_lines(families, at), *_histograms(families, at)]
+    charts = [*_trade_offs(families, summaries), *_lines(families, at), *_histograms(families, at)]
     return (
         f"<h2>Temperature {at.temperature:g}: {prompts} prompts</h2>"
-        f'<div class="wide">{_table(names, found)}</div>'
+        f'<div class="wide">{_table(names, summaries)}</div>'
         f'<div class="charts">{"".join(charts)}</div>{_examples(sweep, at)}'
     )
 
 
-def _table(names: Sequence[str], found: dict[str, dict[str, Any]]) -> str:
+def _table(names: Sequence[str], summaries: dict[str, dict[str, Any]]) -> str:
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("score %", lambda f: _mean(f["means"].get("score"), 100)),
         ("less exact's", lambda f: _mean(f["differences"].get("score"), 100, signed=True)),
@@ -130,7 +130,7 @@ def _table(names: Sequence[str], found: dict[str, dict[str, Any]]) -> str:
         ("nats/answer", lambda f: f"{f['divergence_spent']:.2f}"),
         ("open %", lambda f: f"{100 * f['gate_open_fraction']:.0f}"),
     ]
-    rows = [[name, *(cell(found[name]) for _, cell in columns)] for name in names]
+    rows = [[name, *(cell(summaries[name]) for _, cell in columns)] for name in names]
     head = "".join(f"<th>{escape(title)}</th>" for title in ("setting", *(title for title, _ in columns)))
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -141,36 +141,36 @@ def _cell(text: str) -> str:
     return escape(text).replace(" [", "<br><small>[").replace("]", "]</small>")
 
 
-def _mean(found: dict[str, Any] | None, scale: float, digits: int = 1, signed: bool = False) -> str:
-    if found is None:
+def _mean(interval: dict[str, Any] | None, scale: float, digits: int = 1, signed: bool = False) -> str:
+    if interval is None:
         return "–"
     mean, low, high = (
-        f"{scale * found[key] + 0.0:{'+' if signed else ''}.{digits}f}" for key in ("mean", "low", "high")
+        f"{scale * interval[key] + 0.0:{'+' if signed else ''}.{digits}f}" for key in ("mean", "low", "high")
     )
     return f"{mean} [{low}, {high}]"
 
 
-def _ratio(found: dict[str, Any] | None) -> str:
-    return "–" if found is None else f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+def _ratio(interval: dict[str, Any] | None) -> str:
+    return "–" if interval is None else f"{interval['ratio']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
-def _trade_offs(families: dict[str, list[str]], found: dict[str, dict[str, Any]]) -> list[str]:
-    made = []
+def _trade_offs(families: dict[str, list[str]], summaries: dict[str, dict[str, Any]]) -> list[str]:
+    charts = []
     for title, y_label, place, key, scale in QUALITIES:
         for speed, x_label, ratio in SPEEDS:
             series = []
             for style, (family, names) in enumerate(families.items()):
                 points = []
                 for name in names:
-                    y = found[name][place] if key is None else found[name][place].get(key)
-                    x = found[name]["ratios"].get(ratio)
+                    y = summaries[name][place] if key is None else summaries[name][place].get(key)
+                    x = summaries[name]["ratios"].get(ratio)
                     if y is not None and x is not None:
                         points.append(_point(_parameter(name, names), x, y, scale))
                 if points:
                     series.append(Series(_family(family, names), points, style))
             if any(len(one.points) for one in series[1:]):
-                made.append(chart(f"{title} and {speed}", x_label, y_label, series))
-    return made
+                charts.append(chart(f"{title} and {speed}", x_label, y_label, series))
+    return charts
 
 
 def _point(label: str, x: dict[str, Any], y: dict[str, Any], scale: float) -> Point:
@@ -214,22 +214,15 @@ def _lines(families: dict[str, list[str]], at: At) -> list[str]:
 
 
 def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
-    made = []
-    if at.distances:
-        edges = np.linspace(0, math.log(2), 15)
-        shares = np.histogram(np.clip(at.distances, 0, math.log(2)), edges)[0] / len(at.distances)
-        title = f"Distance of target and drafter, {len(at.distances)} contexts"
-        made.append(bars(title, "js(p, q), nats", "share of contexts", list(edges), [("exact", list(shares), 0)]))
     spent = {name: [turn.runs[name].answers[0].divergence_spent for turn in at.turns] for name, _ in _shown(families)}
     most = max((value for values in spent.values() for value in values if math.isfinite(value)), default=0.0)
-    if most > 0:
-        edges = np.linspace(0, most, 13)
-        rows = []
-        for name, style in _shown(families):
-            counts = np.histogram(np.clip(spent[name], 0, most), edges)[0]  # infinite ones are in the last bin
-            rows.append((name, list(counts / len(spent[name])), style))
-        made.append(bars("Nats spent per answer", "nats", "share of answers", list(edges), rows))
-    return made
+    if not most:
+        return []
+    edges, rows = np.linspace(0, most, 13), []
+    for name, style in _shown(families):
+        counts = np.histogram(np.clip(spent[name], 0, most), edges)[0]  # infinite ones are in the last bin
+        rows.append((name, list(counts / len(spent[name])), style))
+    return [bars("Nats spent per answer", "nats", "share of answers", list(edges), rows)]
 
 
 def _examples(sweep: Sweep, at: At) -> str:

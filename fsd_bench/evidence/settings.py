@@ -45,16 +45,16 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     Raises:
         FsdError: no rule, an unknown rule, a parameter or a tree that makes no sense.
     """
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for text in (EXACT, *texts):
         rule, at, tree = text.partition("@")
         for values in itertools.product(*map(_listed, rule.split(":"))):
             one = ":".join(values)
             name = one + at + tree
-            found.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
-    if len(found) == 1:
+            settings.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
+    if len(settings) == 1:
         raise FsdError("no rule besides exact: name at least one, such as fuzzy:js:0.1/0.3.")
-    return list(found.values())
+    return list(settings.values())
 
 
 def _listed(part: str) -> list[str]:
@@ -77,7 +77,6 @@ class SweepOptions(ModelOptions):
         seed: of draws and of the bootstrap.
         score: kind of reference, see :mod:`fsd_bench.score`.
         examples: prompts whose answers the report shows.
-        distances: prompts at which the divergence of target and drafter is recorded, untimed.
         controls: add random gates where none is named.
         raw: continue prompts as they are, without the chat template.
     """
@@ -91,7 +90,6 @@ class SweepOptions(ModelOptions):
     seed: int = 0
     score: str = AUTO
     examples: int = 4
-    distances: int = 16
     controls: bool = True
     raw: bool = False
 
@@ -107,10 +105,6 @@ class SweepOptions(ModelOptions):
         if isinstance(self.tree, str):
             raise FsdError(f"a sweep compares rules on named trees: give a shape for tree {self.tree}, or RULE@8x2x16.")
         check_score(self.score)
-        for name in ("limit", "max_new_tokens", "repeats"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise FsdError(f"{name} must be at least 1, got {value}.")
         if not self.temperatures or not all(0 <= value < math.inf for value in self.temperatures):
             raise FsdError(f"temperatures must be 0 or above and finite, got {list(self.temperatures)}.")
         if len(set(self.temperatures)) < len(self.temperatures):
@@ -118,14 +112,14 @@ class SweepOptions(ModelOptions):
 
     def read(self) -> list[PromptRow]:
         """The prompts. Raises DataError for a malformed row, or a file without prompts."""
-        found = []
+        chosen = []
         for file in self.prompts:
             rows = list(read_prompts(file))
             if not rows:
                 raise DataError(f"{file}: no prompts. Give a file with at least one row.")
             count = min(self.limit or len(rows), len(rows))
-            found += [rows[index * len(rows) // count] for index in range(count)]
-        return found
+            chosen += [rows[index * len(rows) // count] for index in range(count)]
+        return chosen
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; ``rules`` are the settings' names."""

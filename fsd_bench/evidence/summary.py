@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
-from fsd_bench.evidence.lines import DISTANCES, read_lines
+from fsd_bench.evidence.lines import read_lines
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.intervals import bootstrap_interval
 from fsd_bench.paired import agreement, differences, intervals, ratios
@@ -26,7 +26,6 @@ class At:
     temperature: float
     turns: list[Turn] = field(default_factory=list)
     lines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by setting
-    distances: list[float] = field(default_factory=list)  # js, nats
 
 
 @dataclass
@@ -50,22 +49,19 @@ def read_sweep(path: str | Path) -> Sweep:
     """
     head, lines = read_lines(path)
     names = head["settings"]["rules"]
-    found: dict[float, At] = {value: At(value) for value in head["settings"]["temperatures"]}
+    by_temperature: dict[float, At] = {value: At(value) for value in head["settings"]["temperatures"]}
     turns: dict[tuple[float, int, int], dict[str, dict[str, Any]]] = {}
     for line in lines:
-        if line["setting"] == DISTANCES:
-            found[line["temperature"]].distances += line["js"]
-        else:
-            place = line["temperature"], line["prompt"], line["repeat"]
-            turns.setdefault(place, {})[line["setting"]] = line
+        place = line["temperature"], line["prompt"], line["repeat"]
+        turns.setdefault(place, {})[line["setting"]] = line
     for (temperature, prompt, repeat), runs in turns.items():
         if len(runs) < len(names):
             continue
-        at = found[temperature]
+        at = by_temperature[temperature]
         at.turns.append(Turn(prompt, repeat, [prompt], {name: _run(runs[name]) for name in names}))
         for name in names:
             at.lines.setdefault(name, []).append(runs[name])
-    return Sweep(head, list(found.values()))
+    return Sweep(head, list(by_temperature.values()))
 
 
 def _run(line: dict[str, Any]) -> TimedRun:
@@ -92,7 +88,7 @@ def summarise(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str
     verifying forwards emitted per forward). ``tokens_per_second``, ``tau``, ``divergence_spent`` (nats per answer) and
     ``gate_open_fraction`` (per token) are plain numbers, ``drafts`` is :meth:`.Drafts.summary` of all.
     """
-    found = {}
+    summaries = {}
     for name in names:
         runs = [turn.runs[name] for turn in at.turns]
         answers = [run.answers[0] for run in runs]
@@ -103,7 +99,7 @@ def summarise(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str
         compared["tau"] = _rate_ratio(
             at, name, lambda run: (run.answers[0].length - 1, run.answers[0].target_forwards or 0), seed
         )
-        found[name] = {
+        summaries[name] = {
             "means": intervals(name, at.turns, seed),
             "differences": differences(name, EXACT, at.turns, seed),
             "ratios": compared,
@@ -114,15 +110,15 @@ def summarise(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str
             "drafts": Drafts.pooled(Drafts(answer.regrets) for answer in answers).summary(),
             "gate_open_fraction": sum(a.gate_open_fraction * a.length for a in answers) / max(tokens, 1),
         }
-    return found
+    return summaries
 
 
 def per_prompt(at: At, name: str, value: Any) -> np.ndarray:
     """[prompts, ...] sums over repeats of ``value(run)``, a tuple of numbers, in the order of the prompts."""
     sums: dict[int, np.ndarray] = {}
     for turn in at.turns:
-        found = np.asarray(value(turn.runs[name]), dtype=float)
-        sums[turn.group] = sums.get(turn.group, 0.0) + found
+        values = np.asarray(value(turn.runs[name]), dtype=float)
+        sums[turn.group] = sums.get(turn.group, 0.0) + values
     return np.stack([sums[prompt] for prompt in sorted(sums)])
 
 

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from fsd_bench.base import OF_TEXT, Answer
 from fsd_bench.environment import environment
-from fsd_bench.evidence.lines import DISTANCES, SweepFile
-from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
-from fsd_bench.evidence.watch import Watched
+from fsd_bench.evidence.lines import SweepFile
+from fsd_bench.evidence.rounds import RoundSizes
+from fsd_bench.evidence.settings import Setting, SweepOptions
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.runner import encode_row, measure
 from fsd_bench.schedule import WARMUP_TOKENS
@@ -84,11 +84,11 @@ class _Place:
     temperature: float
     prompt: int
     repeat: int
-    setting: Setting | None  # None: divergences
+    setting: Setting
 
     @property
     def key(self) -> tuple[float, int, int, str]:
-        return self.temperature, self.prompt, self.repeat, DISTANCES if self.setting is None else self.setting.name
+        return self.temperature, self.prompt, self.repeat, self.setting.name
 
 
 def _key(line: dict[str, Any]) -> tuple[float, int, int, str]:
@@ -103,8 +103,6 @@ def _places(options: SweepOptions, settings: Sequence[Setting], prompts: int) ->
                 first = (prompt + repeat) % len(settings)
                 for setting in (*settings[first:], *settings[:first]):
                     yield _Place(temperature, prompt, repeat, setting)
-            if prompt < options.distances:
-                yield _Place(temperature, prompt, 0, None)
 
 
 def _run(
@@ -119,23 +117,22 @@ def _run(
     decoder = options.load(options.drafter)
     target = decoder.target
     encoded = [encode_row(row, target.name, decoder.tokenizer, target.max_positions, options.raw) for row in rows]
-    drafters: dict[Any, Watched] = {options.tree: Watched(decoder.drafter)}
+    drafters: dict[Any, RoundSizes] = {options.tree: RoundSizes(decoder.drafter)}
     for setting in settings:
         if setting.tree is not None and setting.tree not in drafters:
-            drafters[setting.tree] = Watched(decoder.load_drafter(options.drafter, setting.tree))
+            drafters[setting.tree] = RoundSizes(decoder.load_drafter(options.drafter, setting.tree))
 
-    def answer(place: _Place, drafter: Watched, limit: int) -> tuple[Generation, float]:
+    def answer(place: _Place, drafter: RoundSizes, limit: int) -> tuple[Generation, float]:
         drafter.forget()
-        setting = place.setting
         start = time.perf_counter()
-        made = decoder.generate(
+        generation = decoder.generate(
             [encoded[place.prompt]],
-            EXACT if setting is None else setting.rule,
+            place.setting.rule,
             drafter=drafter,
             seed=options.seed + 1000 * place.prompt + place.repeat,
             **_decoding(place.temperature, limit),
         )
-        return made, time.perf_counter() - start
+        return generation, time.perf_counter() - start
 
     for setting in settings:  # what is compiled or allocated once is not timed
         warm = _Place(todo[0].temperature, todo[0].prompt, 0, setting)
@@ -146,18 +143,13 @@ def _run(
     )  # fmt: skip
     for place in places:
         head = {"temperature": place.temperature, "prompt": place.prompt, "repeat": place.repeat}
-        if place.setting is None:
-            watched = Watched(decoder.drafter, measure=True)
-            answer(place, watched, options.max_new_tokens)
-            file.add({**head, "setting": DISTANCES, "js": [round(value, 4) for value in watched.distances]})
-            continue
         drafter = drafters[place.setting.tree or options.tree]
-        made, seconds = answer(place, drafter, options.max_new_tokens)
+        generation, seconds = answer(place, drafter, options.max_new_tokens)
         row, reference = rows[place.prompt], references[place.prompt]
-        line = _line(decoder, made, drafter.rounds, encoded[place.prompt], row, reference)
+        line = _line(decoder, generation, drafter.rounds, encoded[place.prompt], row, reference)
         if place.prompt < options.examples:
-            line["pieces"] = token_pieces(decoder.tokenizer, made.sequences[0])
-        file.add(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
+            line["pieces"] = token_pieces(decoder.tokenizer, generation.sequences[0])
+        file.append(jsonable({**head, "setting": place.setting.name, "seconds": round(seconds, 6), **line}))
 
 
 def _decoding(temperature: float, limit: int) -> dict[str, Any]:
@@ -168,14 +160,14 @@ def _decoding(temperature: float, limit: int) -> dict[str, Any]:
 
 def _line(
     decoder: FuzzyDecoder,
-    made: Generation,
+    generation: Generation,
     rounds: Sequence[int],
     prompt: list[int],
     row: PromptRow,
     reference: Reference | None,
 ) -> dict[str, Any]:
     """What a line says of one answer."""
-    tokens, record, stats = made.sequences[0], made.records[0], made.stats.rows[0]
+    tokens, record, stats = generation.sequences[0], generation.records[0], generation.stats.rows[0]
     answer = Answer(tokens, stats.target_forwards, stats.new_tokens - 1)
     text = measure(answer, decoder.tokenizer, prompt, row, reference)
     return {

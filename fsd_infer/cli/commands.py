@@ -1,4 +1,4 @@
-"""The commands of `fsd-infer`: generate, bench, warmup, rules, fetch. Each takes its parsed options.
+"""The commands of `fsd-infer`: generate, bench, warmup, rules. Each takes its parsed options.
 
 Modules are imported where they are used, so that a command loads only what it needs.
 """
@@ -181,9 +181,12 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
     from fsd_infer.drafters.shape import parse_tree
-    from fsd_infer.targets.loading import parse_dtype
+    from fsd_infer.targets.loading import builtin_dir, parse_dtype
     from fsd_infer.targets.target import Target
 
+    if args.fetch_only:
+        print(builtin_dir(args.target))
+        return 0
     parse_tree(args.tree)  # takes no time, but a typing error is told here
     dtype = parse_dtype(args.dtype)
     set_threads(args.threads)
@@ -270,14 +273,6 @@ def _listing(title: str, rows: Sequence[tuple[str, str]]) -> str:
     for name, text in rows:
         lines += textwrap.wrap(f"{name}: {text}", 100, initial_indent="  ", subsequent_indent="      ")
     return "\n".join(lines)
-
-
-def fetch(args: argparse.Namespace) -> int:
-    """`fsd-infer fetch`."""
-    from fsd_infer.targets.loading import builtin_dir
-
-    print(builtin_dir(args.name))
-    return 0
 
 
 def set_threads(threads: int | None) -> None:

@@ -45,12 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("sweep", _sweep_options, "what rules cost and win: settings x temperatures over tasks, with a report"),
         ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         ("worth", _worth_options, "forecast what lossy rules would be worth with a drafter, from a run of exact"),
-        ("warmup", _warmup_options, "load the models and compile the CPU kernels ahead of the first request"),
+        ("warmup", _warmup_options, "fetch and load the models and compile the CPU kernels ahead of the first request"),
         ("estimate", _estimate_options, "memory and the least time of a round on GPUs, from a target's config alone"),
         ("skip-layers", _skip_options, "which layers a drafter made of the target can do without: self:layers=..."),
         ("serve", _serve_options, "a small server with the OpenAI API, for one process"),
         ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
-        ("fetch", _fetch_options, "fetch a built-in target ahead of its first use"),
     ):
         add(subparsers.add_parser(name, help=help, description=help, parents=[common]))
     return parser
@@ -235,6 +234,7 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
 
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.warmup)
+    parser.add_argument("--fetch-only", action="store_true", help="fetch a built-in target, and print where it is")
     _model_options(parser)
 
 
@@ -294,11 +294,6 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 def _rules_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=commands.rules)
-
-
-def _fetch_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.fetch)
-    parser.add_argument("name", nargs="?", default="smollm2-135m", help="built-in target (%(default)s)")
 
 
 def _quiet() -> None:
