@@ -42,7 +42,7 @@ def by_hand(greedy: bool) -> Verification:
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_verdict_has_the_regret_of_each_first_choice(greedy: bool, step_by_step: bool) -> None:
     round = by_hand(greedy)
-    verdict = verdict_of(Tilted(1.0, 0.0, novel=0), round, step_by_step)
+    verdict = verdict_of(Tilted(price=1.0, floor=0.0, novel=0), round, step_by_step)
     assert verdict.path[:, :2].tolist() == [[0, 2], [0, 1]]  # a regret of 0.75 is let through, one of 30.75 is not
     assert verdict.first.tolist() == [[2, 3, -1], [1, -1, -1]]
     wanted = torch.tensor([[0.0, 30.75, NAN], [0.75, NAN, NAN]])
@@ -66,7 +66,7 @@ def test_a_tree_without_scores_has_its_lowest_child_first() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("rule", [Exact(), Tilted(0.5, 0.0)])
+@pytest.mark.parametrize("rule", [Exact(), Tilted(price=0.5, floor=0.0)])
 def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule: Rule, sampled: bool) -> None:
     model = tiny_model("llama")
     target, small = Target(model), Target(tiny_model("llama", seed=3))
