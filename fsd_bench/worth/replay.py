@@ -66,7 +66,7 @@ class Evidence:
         """A draw from p at every node."""
         if self.greedy:
             return self.scores[0].argmax(-1).tolist()
-        chances = self.scores[0].float().softmax(-1)
+        chances = self.scores[0].float().softmax(-1).cpu()
         return torch.multinomial(chances, 1, generator=self.generator)[:, 0].tolist()
 
     def end(self, node: int, token: int) -> int:
