@@ -66,3 +66,19 @@ def ratio_interval(own: Sequence[float], other: Sequence[float], seed: int = 0) 
 
     low, high = bootstrap_interval([own, other], statistic, seed)
     return {"ratio": sum(own) / sum(other), "low": low, "high": high, "prompts": len(own)}
+
+
+def mean_text(values: dict[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
+    """A :func:`mean_interval` as "mean [low, high]"; "-" for None."""
+    if values is None:
+        return "-"
+    sign = "+" if signed else ""
+    mean, low, high = (f"{scale * values[key] + 0.0:{sign}.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def ratio_text(values: dict[str, Any] | None, centre: str = "ratio") -> str:
+    """A :func:`ratio_interval`, or with ``centre="median"`` an :func:`interval`, likewise; "-" without a value."""
+    if values is None or values[centre] is None:
+        return "-"
+    return f"{values[centre]:.2f} [{values['low']:.2f}, {values['high']:.2f}]"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsd_bench.estimate import COLUMNS, Planned, by_device
+from fsd_bench.intervals import mean_text, ratio_text
 from fsd_bench.roofline import HARDWARE, size
 from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters.shape import TreeShape
@@ -80,7 +81,8 @@ def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     for name, facts in record["methods"].items():
         row = [shown[name], number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
         row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
-        rows.append(row + [_ratio(against.get(name)) for against in record["ratios"].values()])
+        compared = [against.get(name) for against in record["ratios"].values()]
+        rows.append(row + ["1" if one is None else ratio_text(one["tokens_per_second"], "median") for one in compared])
     answers = next(iter(record["methods"].values()))["answers"]
     blocks = (record.get("settings") or {}).get("isolate")
     unit = "prompt" if blocks is None else "block"
@@ -150,7 +152,7 @@ def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequenc
         headers += [f"{title} [95 %]", f"less {shown[baseline]} [95 %]"]
         for row, (name, facts) in zip(rows, methods.items(), strict=True):
             less = record["differences"][baseline].get(name, {}).get(quantity)
-            row += [_mean(facts["intervals"].get(quantity), scale, digits), _mean(less, scale, digits)]
+            row += [mean_text(facts["intervals"].get(quantity), scale, digits), mean_text(less, scale, digits)]
     return fitted_tables(headers, rows)
 
 
@@ -162,8 +164,8 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
         return ""
     headers, rows = ["method", "tokens x [95 %]", "forwards x [95 %]", "same end % [95 %]"], []
     for name in methods:
-        sums = [_sum_ratio(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
-        rows.append([shown[name], *sums, _mean(agreement.get(name), 100.0, 1)])
+        sums = [ratio_text(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
+        rows.append([shown[name], *sums, mean_text(agreement.get(name), 100.0, 1)])
     ends = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
     for quantity, title in (("coverage", "coverage %"), ("other_language", "other language %")):
         ends += [(quantity, title, 100.0, 1)] * any(facts.get(quantity) is not None for facts in methods.values())
@@ -194,17 +196,6 @@ def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
     return "first drafts\n" + fitted_tables(headers, rows) + "\n" + note
 
 
-def _sum_ratio(interval: dict[str, Any] | None) -> str:
-    return "-" if interval is None else f"{interval['ratio']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
-
-
-def _mean(interval: dict[str, Any] | None, scale: float, digits: int) -> str:
-    if interval is None:
-        return "-"
-    mean, low, high = (f"{scale * interval[key]:.{digits}f}" for key in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
-
-
 def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> str:
     phases = list(dict.fromkeys(phase for facts in methods.values() for phase in facts["phases"]))
     rows = []
@@ -216,15 +207,6 @@ def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> 
     return fitted_tables(["method", *phases, "ms/round", "overhead %"], rows) + "\n" + note
 
 
-def _ratio(ratios: dict[str, Any] | None) -> str:
-    if ratios is None:
-        return "1"
-    ratio = ratios["tokens_per_second"]
-    if ratio["median"] is None:
-        return "-"
-    return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
-
 def calibration_lines(record: dict[str, Any]) -> str:
     """What calibrate found: the setting, and the promise on both sets of prompts."""
     lines = [f"{record['promise']['text']}, confidence {record['confidence']:g}: {record['setting']}"]
@@ -234,8 +216,8 @@ def calibration_lines(record: dict[str, Any]) -> str:
             continue
         parts = [f"{name} on {facts['prompts']} prompts: {'kept' if facts['kept'] else 'NOT kept'}"]
         if facts["score_difference"] is not None:
-            parts.append("score " + _mean(facts["score_difference"], 100.0, 1) + " points")
-        parts += [f"speed {_sum_ratio(facts['speed'])} x", f"tau {_sum_ratio(facts['tau'])} x"]
+            parts.append("score " + mean_text(facts["score_difference"], 100.0, 1) + " points")
+        parts += [f"speed {ratio_text(facts['speed'])} x", f"tau {ratio_text(facts['tau'])} x"]
         copied, repeated = (100 * facts["rises"][name] for name in ("copied_4grams", "repeated_4grams"))
         parts.append(f"copied 4-grams {copied:+.1f}, repeated {repeated:+.1f} points")
         parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**facts["nats_per_answer"]))

@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import subprocess
-import tarfile
-import tempfile
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -133,25 +129,12 @@ def draw(axes: plt.Axes, graph: nx.DiGraph, title: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def checkout(commit: str, into: Path) -> None:
-    """The files of a commit of the repository this script lies in."""
-    root = Path(__file__).resolve().parent.parent
-    archive = subprocess.run(["git", "archive", commit, "*.py"], cwd=root, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=BytesIO(archive)) as tar:
-        tar.extractall(into, filter="data")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("output", type=Path, help="picture to write")
-    parser.add_argument("--commit", help="default: the files as they are")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(__file__).resolve().parent.parent
-        if args.commit:
-            root = Path(directory)
-            checkout(args.commit, root)
-        graphs = {package: modules(root, package) for package in PACKAGES if (root / package).is_dir()}
+    root = Path(__file__).resolve().parent.parent
+    graphs = {package: modules(root, package) for package in PACKAGES}
     tall = [max(floors(rooms(graph)).values()) + 1 for graph in graphs.values()]
     figure, panels = plt.subplots(
         len(graphs), 1, figsize=(12, 0.75 * sum(tall) + 1.5), height_ratios=tall, layout="constrained"

@@ -13,6 +13,7 @@ import numpy as np
 from fsd_bench.evidence.charts import Point, Series, bars, chart
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.evidence.summary import At, Sweep, read_sweep, summarise, tau_by_position
+from fsd_bench.intervals import mean_text, ratio_text
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_text
 from fsd_infer.rules import Source
@@ -113,20 +114,23 @@ def _temperature(sweep: Sweep, at: At) -> str:
 
 def _table(names: Sequence[str], summaries: dict[str, dict[str, Any]]) -> str:
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("score %", lambda f: _mean(f["means"].get("score"), 100)),
-        ("less exact's", lambda f: _mean(f["differences"].get("score"), 100, signed=True)),
-        ("speed ×", lambda f: _ratio(f["ratios"].get("speed"))),
-        ("τ", lambda f: "–" if f["tau"] is None else f"{f['tau']:.2f}"),
-        ("τ ×", lambda f: _ratio(f["ratios"].get("tau"))),
-        ("forwards ×", lambda f: _ratio(f["ratios"].get("target_forwards"))),
-        ("tokens ×", lambda f: _ratio(f["ratios"].get("answer_tokens"))),
-        ("same end %", lambda f: _mean(f["same_final_answer"], 100)),
-        ("log-lik less exact's", lambda f: _mean(f["differences"].get("log_likelihood_per_token"), 1, 3, signed=True)),
-        ("copied 4-grams %", lambda f: _mean(f["means"].get("copied_4grams"), 100)),
-        ("coverage %", lambda f: _mean(f["means"].get("coverage"), 100)),
-        ("other language %", lambda f: _mean(f["means"].get("other_language"), 100)),
-        ("repeated 4-grams %", lambda f: _mean(f["means"].get("repeated_4grams"), 100)),
-        ("ended %", lambda f: _mean(f["means"].get("finished_fraction"), 100)),
+        ("score %", lambda f: mean_text(f["means"].get("score"), 100)),
+        ("less exact's", lambda f: mean_text(f["differences"].get("score"), 100, signed=True)),
+        ("speed ×", lambda f: ratio_text(f["ratios"].get("speed"))),
+        ("τ", lambda f: "-" if f["tau"] is None else f"{f['tau']:.2f}"),
+        ("τ ×", lambda f: ratio_text(f["ratios"].get("tau"))),
+        ("forwards ×", lambda f: ratio_text(f["ratios"].get("target_forwards"))),
+        ("tokens ×", lambda f: ratio_text(f["ratios"].get("answer_tokens"))),
+        ("same end %", lambda f: mean_text(f["same_final_answer"], 100)),
+        (
+            "log-lik less exact's",
+            lambda f: mean_text(f["differences"].get("log_likelihood_per_token"), 1, 3, signed=True),
+        ),
+        ("copied 4-grams %", lambda f: mean_text(f["means"].get("copied_4grams"), 100)),
+        ("coverage %", lambda f: mean_text(f["means"].get("coverage"), 100)),
+        ("other language %", lambda f: mean_text(f["means"].get("other_language"), 100)),
+        ("repeated 4-grams %", lambda f: mean_text(f["means"].get("repeated_4grams"), 100)),
+        ("ended %", lambda f: mean_text(f["means"].get("finished_fraction"), 100)),
         ("nats/answer", lambda f: f"{f['divergence_spent']:.2f}"),
         ("open %", lambda f: f"{100 * f['gate_open_fraction']:.0f}"),
     ]
@@ -139,19 +143,6 @@ def _table(names: Sequence[str], summaries: dict[str, dict[str, Any]]) -> str:
 def _cell(text: str) -> str:
     """An interval stands below its mean."""
     return escape(text).replace(" [", "<br><small>[").replace("]", "]</small>")
-
-
-def _mean(interval: dict[str, Any] | None, scale: float, digits: int = 1, signed: bool = False) -> str:
-    if interval is None:
-        return "–"
-    mean, low, high = (
-        f"{scale * interval[key] + 0.0:{'+' if signed else ''}.{digits}f}" for key in ("mean", "low", "high")
-    )
-    return f"{mean} [{low}, {high}]"
-
-
-def _ratio(interval: dict[str, Any] | None) -> str:
-    return "–" if interval is None else f"{interval['ratio']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
 def _trade_offs(families: dict[str, list[str]], summaries: dict[str, dict[str, Any]]) -> list[str]:
