@@ -13,7 +13,7 @@ import torch
 from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.worth import Forecast, forecast
-from fsd_bench.worth.forecasts import request_options
+from fsd_bench.worth.forecasts import Shaped, _learned, request_options
 from fsd_bench.worth.replay import Evidence, Replay, _walk
 from fsd_bench.worth.steps import BEGINNING, BIN, HIT, Rounds, Step, stationary_shares
 from fsd_bench.worth.text import verdict, worth_text
@@ -245,3 +245,15 @@ def test_a_forecast_needs_prompts_and_drafts(decoders: dict[str, FuzzyDecoder]) 
         forecast(decoders["lm"], [])
     with pytest.raises(FsdError, match="not for drafter 'lookup'"):
         forecast(decoders["lm"], PROMPTS, drafter=LookupDrafter(VOCAB))
+
+
+def test_a_learned_price_lies_between_fixed_ones() -> None:
+    """It spends what is allowed, or what the cheapest price can; exact is where nothing is."""
+
+    def shaped(nats: float, tau: float) -> Shaped:
+        return Shaped(TreeShape.chain(4), tau, tau, nats, nats, 4.0, 5.0, 1.0)
+
+    points = {"exact": shaped(0.0, 2.0), "tilted:4": shaped(0.02, 2.4), "tilted:1": shaped(0.1, 3.2)}
+    found = {parse_rule(rule): [point] for rule, point in points.items()}
+    for allowed, tau in ((0.0, 2.0), (0.01, 2.2), (0.06, 2.8), (0.5, 3.2)):
+        assert _learned(0.3, allowed, 1, found)[0].tau == pytest.approx(tau)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Exact, Fly, Rule, parse_rule
+from fsd_infer.rules.tilted import HEAT
 
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
@@ -25,6 +26,7 @@ RULES = (
     *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
     *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
+HEATS = {"tilted:heat=0.2": 0.2, "tilted": 0.3, "tilted:heat=0.5": 0.5, "tilted:heat=0.8": 0.8}
 COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
@@ -223,9 +225,9 @@ def forecast(
     forwards = Forwards(decoder.target, length // len(prompts), deep.max_nodes)
     step, rest = watch.draft_seconds / max(watch.steps, 1), rest / rounds
     shaped = {cell: _shaped(replay, cell, whole, forwards, step, rest) for cell in replay.rounds}
+    yardsticks = {f"{t:g}": watch.spent[t] / watch.contexts for t in YARDSTICKS}
     return Forecast(
-        _rows(replayed, shapes, shaped, names), drafts.summary(),
-        {f"{t:g}": watch.spent[t] / watch.contexts for t in YARDSTICKS},
+        _rows(replayed, shapes, shaped, names, {} if temperature else yardsticks), drafts.summary(), yardsticks,
         whole, emitted / rounds, rounds, temperature,
         {str(count): seconds for count, seconds in zip(forwards.counts, forwards.seconds)}, step, rest,
     )  # fmt: skip
@@ -243,22 +245,46 @@ def _shaped(replay: Replay, cell: Cell, whole: TreeShape, forwards: Forwards, st
     )  # fmt: skip
 
 
+def _learned(heat: float, allowed: float, shapes: int, found: dict[Rule, list[Shaped]]) -> list[Shaped]:
+    """`tilted` with a learned price: between the two prices, or exact and the dearest, that spend more and less than
+    ``allowed`` nats per token; at most what the cheapest price spends.
+    """
+    floor = ":floor=0" if heat > HEAT else ""
+    tried = [Exact(), *(parse_rule(f"tilted:{price:g}{floor}") for price in PRICES)]
+    made = []
+    for place in range(shapes):
+        points = sorted((found[rule][place] for rule in tried if rule in found), key=lambda point: point.nats)
+        above = next((number for number, point in enumerate(points) if point.nats > allowed), None)
+        made.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))
+    return made
+
+
+def _between(less: Shaped, more: Shaped, nats: float) -> Shaped:
+    share = (nats - less.nats) / (more.nats - less.nats)
+    numbers = {
+        each.name: (1 - share) * getattr(less, each.name) + share * getattr(more, each.name)
+        for each in fields(Shaped)
+        if each.name != "shape"
+    }
+    return replace(less, **numbers)
+
+
 def _rows(
-    rules: Sequence[Rule], shapes: Sequence[TreeShape], shaped: dict[Cell, Shaped], names: dict[Rule, str]
+    rules: Sequence[Rule],
+    shapes: Sequence[TreeShape],
+    shaped: dict[Cell, Shaped],
+    names: dict[Rule, str],
+    allowed: dict[str, float],
 ) -> list[Row]:
-    found = {}
-    for rule in rules:
-        cells = [shaped[rule, shape] for shape in shapes]
-        found[rule] = cells, max(cells, key=lambda cell: cell.tokens_per_second)
-    base = found[rules[0]][1]
+    """``allowed``: nats per token by heat; empty where learned prices are not forecast."""
+    by_rule = {rule: [shaped[rule, shape] for shape in shapes] for rule in rules}
+    found = {names.get(rule, rule.name): cells for rule, cells in by_rule.items()}
+    for name, heat in HEATS.items() if allowed else ():
+        found[name] = _learned(heat, allowed[f"{heat:g}"], len(shapes), by_rule)
+    fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in found.items()}
+    base = next(iter(fastest.values()))
     rows = [
-        Row(
-            names.get(rule, rule.name),
-            cells,
-            best,
-            best.tau / base.tau,
-            best.tokens_per_second / base.tokens_per_second,
-        )
-        for rule, (cells, best) in found.items()
+        Row(name, cells, best, best.tau / base.tau, best.tokens_per_second / base.tokens_per_second)
+        for (name, cells), best in zip(found.items(), fastest.values(), strict=True)
     ]
     return [rows[0], *sorted(rows[1:], key=lambda row: row.best.nats)]

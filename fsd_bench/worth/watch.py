@@ -17,7 +17,7 @@ from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
-YARDSTICKS = (0.3, 0.5, 0.8)  # temperatures
+YARDSTICKS = (0.2, 0.3, 0.5, 0.8)  # temperatures
 PROBED = (1, 2, 4, 8, 12, 16, 24, 32, 48)  # nodes
 
 
