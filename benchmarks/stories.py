@@ -58,11 +58,12 @@ ARMS: dict[str, Loss | str] = {
     "fsd:0.2": FsdLoss(threshold=0.2),
     "fsd:0.4": FsdLoss(threshold=0.4),
     "value:0.7": ValueLoss(0.7),
+    "kl_pq@0.8": "kl_pq",  # on the sampled texts alone: the greedy ones run in loops
+    "value:0.7@0.8": ValueLoss(0.7),
 }
-KNOWS_THE_RULE = ("fsd:0.2", "fsd:0.4", "value:0.7")
-GREEDY = ("tilted:0.7:floor=0", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3")
+GREEDY = ("tilted:1:floor=0", "fuzzy:js:0.3:novel=3", "tilted:0.7:floor=0", "typical:novel=3")
 SAMPLED = ("exact", "fuzzy:js:0.3", "tilted:0.4:floor=0")  # at temperature 0.8
-EVERYONE = ("tilted:0.7:floor=0", "fuzzy:js:0.3:novel=3")  # what all drafters are judged by; the rest: --finalists
+EVERYONE = GREEDY[:3]  # what all drafters are judged by; the rest: --finalists
 
 
 def make_answers(args: argparse.Namespace) -> None:
@@ -84,14 +85,20 @@ def make_answers(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace, arm: str, seed: int, lr: float) -> dict[str, Any]:
     """Train one drafter, export it to --work; its figures on held-out training beginnings."""
     seed_everything(seed, verbose=False)
+    knows_the_rule = arm.startswith(("fsd", "value"))
     module = LMModule(
         args.target, args.drafter, loss=ARMS[arm], loss_vocab_size=4096, seed=seed, eval_rules=[],
-        unroll_steps=4 if arm in KNOWS_THE_RULE else 1,
+        unroll_steps=4 if knows_the_rule else 1,
         optimizer=lambda params: AdamW(params, lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
         lr_scheduler=lambda optimizer: WarmupCosine(optimizer, args.steps // 10),
     )  # fmt: skip
+    texts = args.work / "answers.jsonl"
+    if "@" in arm:
+        lines = texts.read_text().splitlines(keepends=True)
+        texts = texts.with_name("answers-sampled.jsonl")
+        texts.write_text("".join(line for line in lines if json.loads(line)["temperature"] > 0))
     data = AnswersDataModule(
-        [str(args.work / "answers.jsonl")], validation_fraction=0.06, max_length=192, batch_tokens=args.batch_tokens,
+        [str(texts)], validation_fraction=0.06, max_length=192, batch_tokens=args.batch_tokens,
         features=str(args.work / "features"), seed=seed,
     )  # fmt: skip
     trainer = Trainer(
@@ -141,7 +148,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     settings = [(rule, 0.0) for rule in GREEDY] + [(rule, 0.8) for rule in SAMPLED]
     for name, path in drafters.items():
         record[name] = {"exact": once(f"replay {name}", judge.replay, path)}
-    for chain, name, (rule, temperature) in itertools.product(args.chains, drafters, settings):
+    for chain, (rule, temperature), name in itertools.product(args.chains, settings, drafters):
         if name.split()[0] in args.finalists or (chain == args.chains[0] and rule in EVERYONE):
             key = f"{name} {rule} {temperature:g} {chain}"
             made = once(key, judge.decoded, drafters[name], rule, temperature, chain)
