@@ -116,4 +116,5 @@ def _digest(*parts: bytes) -> str:
 
 def _reason(error: Exception) -> str:
     output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-    return output.splitlines()[0] if output else str(error)
+    lines = output.splitlines()
+    return next((line for line in lines if "error" in line), lines[0]) if lines else str(error)

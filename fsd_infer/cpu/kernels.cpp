@@ -637,7 +637,7 @@ inline __m512 terms(__m512 a, __m512 b) {
   const __mmask16 no_q = _mm512_cmp_ps_mask(b, _mm512_set1_ps(ZERO), _CMP_LE_OQ);
   const __m512 infinite = _mm512_set1_ps(INFINITY);
   if (KIND == TV) return _mm512_mul_ps(_mm512_set1_ps(.5f), _mm512_abs_ps(_mm512_sub_ps(p, q)));
-  if (KIND == KL) return _mm512_mask_mov_ps(_mm512_mul_ps(q, gap), no_p & ~no_q, infinite);
+  if (KIND == KL_QP) return _mm512_mask_mov_ps(_mm512_mul_ps(q, gap), no_p & ~no_q, infinite);
   if (KIND == KL_PQ) return _mm512_mask_mov_ps(_mm512_mul_ps(p, _mm512_sub_ps(none, gap)), no_q & ~no_p, infinite);
   // softplus(±gap) = max(±gap, 0) + ln(1 + e^-|gap|)
   const __m512 rest = log_of_1_plus(exponential(_mm512_sub_ps(none, _mm512_abs_ps(gap))));
@@ -679,7 +679,7 @@ float divergence(const P* p, int64_t columns, const Q* q, int64_t drafted, const
     if (ids) mass = _mm512_add_ps(mass, exponential(a));
   }
   float total = _mm512_reduce_add_ps(sum);
-  if (ids && KIND != KL) total += std::max(0.f, 1.f - _mm512_reduce_add_ps(mass)) * (KIND == JS ? LN2 / 2 : .5f);
+  if (ids && KIND != KL_QP) total += std::max(0.f, 1.f - _mm512_reduce_add_ps(mass)) * (KIND == JS ? LN2 / 2 : .5f);
   const float high = KIND == JS ? LN2 : KIND == TV ? 1.f : INFINITY;
   return total != total ? total : std::min(std::max(total, 0.f), high);
 }
