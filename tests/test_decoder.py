@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fsd_infer
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape, load_drafter
+from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
@@ -67,6 +68,25 @@ def test_text_prompts_stop_strings_and_defaults(decoder: FuzzyDecoder) -> None:
     assert stop not in decoder.tokenizer.decode(cut.sequences[0][:-1])
     with pytest.raises(FsdError, match="empty"):
         decoder.generate("  ", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_path_of_a_prompt(count: int) -> None:
+    """Calls from ``generate`` to the model's forward, as docs/house.md has them: for prompts, then for rounds."""
+    found: list[list[str]] = []
+
+    def note(*_: Any) -> None:
+        stack = [step for step in traceback.extract_stack() if "/fsd_infer/" in step.filename]
+        found.append([step.name for step in stack if not step.name.startswith("<")])
+
+    target = Target(tiny_model("llama"))
+    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    assert target.cache_bytes_per_token  # a forward of its own
+    target.model.register_forward_pre_hook(note)
+    decoder.generate(tiny_prompts()[:count], max_new_tokens=2, do_sample=False)
+    request, model = ["generate", "decode_request", "decode"], ["forward", "_forward"]
+    rounds = [[*request, "verify", *model]]
+    assert found == [[*request, "prefill", "read_prompts", "_read", *model]] * count + rounds
 
 
 def test_fuzzy_accepts_more_on_the_real_model(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:

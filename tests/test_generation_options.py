@@ -206,7 +206,6 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
     for given, words in (
         (dict(inputs=ids, inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds: give token ids"),
         (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds: give token ids"),
-        (dict(inputs=ids, assistant_model=model), "assistant_model: give the small model as drafter"),
         (dict(inputs=ids, position_ids=torch.arange(5)[None] + 3), "position_ids"),
         (dict(inputs=ids, past_key_values=past), "past_key_values: give the whole text as ids"),
     ):
@@ -216,6 +215,25 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
     assert made[0, 5:].tolist() == theirs(model, do_sample=False, max_new_tokens=4)
 
 
+def test_what_generate_keeps_from_a_loop(model: Any, decoder: FuzzyDecoder) -> None:
+    """It hands on neither ``streamer`` nor ``assistant_model``, so no loop can see them. A version that does will have
+    them refused by name.
+    """
+    ids, kept = torch.tensor([PROMPT]), _Recorder()
+    hook: dict[str, Any] = dict(drafter=decoder.drafter)
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=4)
+    made = model.generate(ids, streamer=kept, custom_generate=fsd_infer.generate, **hook, **options)
+    assert made[0, 5:].tolist() == theirs(model, **options)
+    assert kept.pieces == [[PROMPT]] and not kept.ended, "it is handed on now: see the docstring of fsd_infer.generate"
+    config = GenerationConfig(**options)
+    for handed, words in (
+        (dict(streamer=kept), "streamer: give it as stream_to"),
+        (dict(assistant_model=model), "assistant_model: give the small model as drafter"),
+    ):
+        with pytest.raises(FsdError, match=words):
+            fsd_infer.generate(model, ids, generation_config=config, **handed, **hook)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -223,7 +241,14 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds"),
         (dict(custom_generate="owner/repository"), "custom_generate"),
         (dict(max_new_tokens=0), "max_new_tokens"),
-        (dict(max_new_tokens="many"), "transformers refuses these options"),
+        (dict(max_new_tokens="many"), "max_new_tokens must be a whole number, got 'many'"),
+        (dict(max_time="soon"), "max_time must be a number, got 'soon'"),
+        (
+            dict(generation_config=GenerationConfig(do_sample=True, num_return_sequences=10**6)),
+            "num_return_sequences must be at most",
+        ),
+        (dict(suppress_tokens="none"), r"transformers refuses these options \(max_new_tokens, suppress_tokens\)"),
+        (dict(negative_prompt_ids=torch.ones(1, 1)), "unknown option 'negative_prompt_ids'"),
         (dict(do_sample=True, temperature=-1.0), "transformers refuses these options"),
         (dict(sequence_bias={(10**9,): 1.0}), "SequenceBiasLogitsProcessor fails"),
         (dict(do_sample=True, top_k=1.5), "transformers refuses these options"),
@@ -273,7 +298,7 @@ class _Fails(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("door", ["decoder", "streamer", "stream_to"])
+@pytest.mark.parametrize("door", ["decoder", "stream_to"])
 def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder: FuzzyDecoder) -> None:
     hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter)
 
@@ -281,7 +306,7 @@ def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder
         options = {"do_sample": False, "max_new_tokens": LENGTH, **options}
         if door == "decoder":
             return decoder.generate(PROMPT, streamer=streamer, **options).sequences[0]
-        return model.generate(torch.tensor([PROMPT]), **{door: streamer}, **hook, **options)[0, len(PROMPT) :].tolist()
+        return model.generate(torch.tensor([PROMPT]), stream_to=streamer, **hook, **options)[0, len(PROMPT) :].tolist()
 
     streamer = _Recorder()
     tokens = run(streamer)
@@ -294,23 +319,29 @@ def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder
         with pytest.raises((RuntimeError, FsdError), match=error):
             run(failing, **options)
         assert failing.ended == 1, "whoever waits for the text must not wait for ever"
-    with pytest.raises(FsdError, match="streamer and stream_to"):
-        model.generate(torch.tensor([PROMPT]), streamer=_Recorder(), stream_to=_Recorder(), **hook)
 
 
-@pytest.mark.parametrize("argument", ["streamer", "stream_to"])
-def test_text_streamers_show_the_whole_answer(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_streamer_and_on_tokens_share_an_answer(decoder: FuzzyDecoder) -> None:
+    streamer, told = _Recorder(), []
+    ends = decoder.generate(
+        PROMPT, streamer=streamer, on_tokens=lambda row, new: told.extend(new) or len(told) > 3, max_new_tokens=LENGTH
+    )
+    assert [[PROMPT], *([token] for token in told)] == streamer.pieces
+    assert ends.sequences == [told] and 3 < len(told) < LENGTH
+
+
+def test_text_streamers_show_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer()
     model = tiny_model("llama", vocab_size=len(tokenizer))
     ids = torch.tensor([tokenizer("the cat sat").input_ids])
     options: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
     hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter="lookup")
     expected = tokenizer.decode(model.generate(ids, **options)[0, ids.shape[1] :])
-    model.generate(ids, **{argument: TextStreamer(tokenizer, skip_prompt=True)}, **hook, **options)
+    model.generate(ids, stream_to=TextStreamer(tokenizer, skip_prompt=True), **hook, **options)
     assert capsys.readouterr().out == expected + "\n"
 
     arriving = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=model.generate, args=(ids,), kwargs={argument: arriving, **hook, **options})
+    thread = threading.Thread(target=model.generate, args=(ids,), kwargs={"stream_to": arriving, **hook, **options})
     thread.start()
     assert "".join(arriving) == expected
     thread.join()

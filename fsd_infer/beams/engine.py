@@ -280,10 +280,8 @@ class _Beams:
 
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
         """[M, T] a prompt with M texts of one length after it, as ``generate`` shows them."""
-        padded = self.request.padded_prompts
-        prompt = torch.tensor(self.request.prompts[row]) if padded is None else padded[row]
-        whole = torch.cat([prompt.expand(len(texts), -1), prompt.new_tensor(texts).view(len(texts), -1)], 1)
-        return to_device(whole, self.device)
+        prompts = self.request.padded_prompts or self.request.prompts
+        return to_device(torch.tensor([[*prompts[row], *text] for text in texts]), self.device)
 
     def _stops(self, row: int, texts: list[list[int]]) -> list[bool]:
         assert self.request.criteria is not None

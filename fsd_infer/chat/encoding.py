@@ -77,7 +77,7 @@ def read_prompts(path: str | Path) -> Iterator[PromptRow]:
 def need_tokenizer(tokenizer: Any, target: str) -> Any:
     """The tokenizer of a target. Raises FsdError if it has none."""
     if tokenizer is None:
-        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, prompts are text.")
+        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, or give prompts as token ids.")
     return tokenizer
 
 

@@ -10,26 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers import GenerationConfig, PreTrainedModel
 
 from fsd_infer.beams import BeamOptions
-from fsd_infer.chat.conversations import check_text
-from fsd_infer.chat.encoding import encode_chat, encode_text
+from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.cpu.ops import speed_up
-from fsd_infer.decoder.custom_generate import chosen_rules, decode_prepared, ending
+from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.engine import Outcome
 from fsd_infer.engine.stats import GenerationStats, RowRecord
-from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.request.options import check_overrides
+from fsd_infer.errors import FsdError
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
-from fsd_infer.targets.token_ids import left_pad, pad_id
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -188,21 +183,18 @@ class FuzzyDecoder:
         if not items:
             raise FsdError("the prompt is empty: give at least one token.")
         if isinstance(items[0], Mapping):
-            return encode_chat(self._need_tokenizer(), items)  # type: ignore[arg-type]
+            return encode_chat(need_tokenizer(self.target.tokenizer, self.target.name), items)  # type: ignore[arg-type]
+        size = self.target.vocab_size
         for token in items:
-            if (
-                not isinstance(token, Integral)
-                or isinstance(token, bool)
-                or not 0 <= int(token) < self.target.vocab_size
-            ):
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < size:
                 raise FsdError(
-                    f"a prompt's token ids are whole numbers from 0 to {self.target.vocab_size - 1}, got {token!r}: "
+                    f"a prompt's token ids are whole numbers from 0 to {size - 1}, got {token!r}: "
                     "encode it with the target's own tokenizer."
                 )
         return [int(token) for token in items]  # type: ignore[call-overload]
 
     def _encode_text(self, text: str, chat: bool | None) -> list[int]:
-        tokenizer = self._need_tokenizer()
+        tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
         if not text.strip():
             raise FsdError("the prompt is empty: give some text.")
         if chat or (chat is None and tokenizer.chat_template):
@@ -256,14 +248,15 @@ class FuzzyDecoder:
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
         with ending(streamer), self.target.lock:
-            outcome = self._decode(
-                [self.encode(prompt, chat) for prompt in _as_list(prompts)],
-                dict(generation_config=generation_config, **overrides),
-                drafter=self.drafter if drafter is None else drafter,
-                rules=chosen_rules(rule),
-                seed=seed,
+            ids = [self.encode(prompt, chat) for prompt in _as_list(prompts)]
+            outcome = decode_request(
+                self.target,
+                self.drafter if drafter is None else drafter,
+                rule,
+                *prepare(self.target, ids, generation_config, overrides),
                 streamer=streamer,
                 on_tokens=on_tokens,
+                seed=seed,
                 measure_log_likelihood=measure_log_likelihood,
                 max_cache_bytes=max_cache_bytes,
                 beam_options=beam_options,
@@ -271,68 +264,6 @@ class FuzzyDecoder:
             tokenizer = self.target.tokenizer
             texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
         return Generation(outcome.sequences, texts, outcome.stats, outcome.records, outcome.scores)
-
-    def _decode(self, ids: list[list[int]], options: dict[str, Any], **arguments: Any) -> Outcome:
-        """Let transformers prepare the options, then decode; arguments as of :func:`decode_prepared`."""
-        if not ids:
-            raise FsdError("no prompts: give at least one.")
-        known = vars(GenerationConfig())  # ids may be tensors there, other arguments stay what they are
-        options = {
-            name: value.tolist() if isinstance(value, Tensor) and name in known else value
-            for name, value in options.items()
-        }
-        check_overrides(options)
-        options = self._stop_strings(options)
-        if options.get("temperature") == 0:  # transformers refuses 0; everyone means greedy by it
-            options.update(do_sample=False, temperature=None)
-        model = self.target.model
-        input_ids, attention_mask = left_pad(ids, pad_id(model.generation_config), self.target.device)
-        outcomes: list[Outcome] = []
-        prepared = False
-
-        def loop(model: Any, input_ids: Tensor, **request: Any) -> Tensor:
-            nonlocal prepared
-            prepared = True
-            outcomes.append(decode_prepared(self.target, input_ids=input_ids, **request, **arguments))
-            return input_ids
-
-        try:
-            model.generate(input_ids, attention_mask=attention_mask, custom_generate=loop, **options)
-        except Exception as error:
-            if isinstance(error, FsdError) or prepared and not _by_transformers(error):
-                raise
-            raise FsdError(f"transformers refuses these options: {shortened(error)}") from error
-        return outcomes[0]
-
-    def _stop_strings(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Stop strings as a stopping criterion: transformers does not hand the tokenizer to custom loops."""
-        config = options.get("generation_config")
-        named = [options.get("stop_strings")]
-        named += [getattr(each, "stop_strings", None) for each in (config, self.target.model.generation_config)]
-        stop = next((strings for strings in named if strings), None)
-        if stop is None:
-            return options
-        stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
-            raise FsdError(f"stop_strings must be one text, or a list of texts, none of them empty; got {stop!r:.60}.")
-        for text in stop:
-            check_text(text, "stop_strings")
-        criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(self._need_tokenizer(), list(stop)))
-        return {**options, "stop_strings": None, "stopping_criteria": criteria}
-
-    def _need_tokenizer(self) -> Any:
-        if self.target.tokenizer is None:
-            raise ModelLoadError(f"{self.target.name} has no tokenizer: pass token ids, or add its tokenizer files.")
-        return self.target.tokenizer
-
-
-def _by_transformers(error: BaseException) -> bool:
-    """Was it raised in transformers' own code, as its logits processors do for options of a wrong type?"""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.")
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -48,8 +48,7 @@ class Request:
         generator: randomness; None for torch's global generator.
         on_tokens: called with (row, tokens) as soon as tokens of an answer are final; what is true of its result ends
             the answer there.
-        padded_prompts: the prompts as processors and criteria are to see them (left-padded by ``generate``), on the
-            CPU, or None.
+        padded_prompts: the prompts as processors and criteria are to see them, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         max_cache_bytes: most that the key-value caches may take; None: what is free.
     """
@@ -62,7 +61,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
     on_tokens: Callable[[int, list[int]], object] | None = None
-    padded_prompts: list[Tensor] | None = None
+    padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
     max_cache_bytes: int | None = None
 
@@ -349,9 +348,8 @@ class _Batch:
 
     def _text(self, row: int) -> Tensor:
         """The row's text as ``generate`` would show it to processors and criteria, [T] on the CPU."""
-        padded = self.request.padded_prompts
-        prompt = torch.tensor(self.request.prompts[row]) if padded is None else padded[row]
-        return torch.cat([prompt, prompt.new_tensor(self.records[row].tokens)])
+        prompts = self.request.padded_prompts or self.request.prompts
+        return torch.tensor([*prompts[row], *self.records[row].tokens])
 
     def _advance(self, tokens: Tensor, features: Tensor, counts: Tensor, roots: Tensor) -> None:
         """Drop rows whose answer ended, then show the drafter the rest's new tokens [B, K] with their features."""

@@ -7,9 +7,12 @@ somebody has looked at what it does.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -51,15 +54,21 @@ _INSTEAD = {
     "past_key_values": "give the whole text as ids",
     "streamer": "give it as stream_to",
 }
-# transformers loops as often, or copies the prompt as often, before anything is checked
-_MOST = {"no_repeat_ngram_size": 2**16, "encoder_no_repeat_ngram_size": 2**16, "num_return_sequences": 2**12}
-# arguments of ``generate`` beside the configuration that FuzzyDecoder.generate hands on
-_ARGUMENTS = frozenset(
-    """
-    generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn negative_prompt_ids
-    negative_prompt_attention_mask
-    """.split()
+# fields that are whole numbers, and what more than is refused: transformers loops as often before anything is checked
+_WHOLE: dict[str, float] = {
+    **dict.fromkeys("max_length max_new_tokens min_length min_new_tokens num_beams".split(), math.inf),
+    **dict.fromkeys("no_repeat_ngram_size encoder_no_repeat_ngram_size".split(), 2**16),
+    "num_return_sequences": 2**12,
+}
+_NUMBERS = frozenset(
+    "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty "
+    "encoder_repetition_penalty".split()
 )
+# of the processors that keep the prompts, with the values that mean none
+_READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
+# arguments of ``generate`` beside the configuration that FuzzyDecoder.generate takes
+_LISTS = ("logits_processor", "stopping_criteria")
+_ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
 # what ``generate`` prepares for any loop
 _PREPARED = frozenset("attention_mask position_ids past_key_values cache_position logits_to_keep use_cache".split())
 
@@ -75,12 +84,13 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
     """Raise FsdError for the first field that would not be honoured.
 
     Args:
-        config: as ``generate`` has prepared it.
+        config: as ``generate`` has filled it in.
         own: the model's.
     """
     eos_ids(config)
-    if isinstance(config.num_beams, int) and config.num_beams < 1:
-        raise FsdError(f"num_beams must be at least 1, got {config.num_beams}.")
+    for name in ("num_beams", "num_return_sequences"):
+        if (getattr(config, name) or 1) < 1:
+            raise FsdError(f"{name} must be at least 1, got {getattr(config, name)}.")
     blank = GenerationConfig()
     defaults = {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
     for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
@@ -92,38 +102,53 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         raise refusal(name, value)
 
 
-def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Raise FsdError for a keyword argument that is neither in the configuration nor an argument to hand on, and for a
-    number that would take all memory or time.
+def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Keyword arguments -> (fields of the configuration, arguments for logits processors, stopping criteria).
+
+    Raises FsdError for an argument that is unknown or of another kind.
     """
-    known = _ARGUMENTS | vars(GenerationConfig()).keys()
-    for name, value in overrides.items():
-        # a "paged" cache would not come to our loop
-        if name in _INSTEAD and name not in known or name == "cache_implementation" and value is not None:
-            raise refusal(name, value)
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
-    for name in ("logits_processor", "stopping_criteria"):
-        found = overrides.get(name)
+    known = vars(GenerationConfig()).keys() | _ARGUMENTS
+    for name in overrides.keys() - known:
+        if name in _INSTEAD:
+            raise refusal(name, overrides[name])
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
+    others = {name: overrides.get(name) for name in _ARGUMENTS}
+    for name in _LISTS:
+        found = others[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
             raise FsdError(f"{name} is a list of callables, as transformers has them; got {found!r:.60}.")
-    config = overrides.get("generation_config")
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise FsdError(f"generation_config is a GenerationConfig, got {type(config).__name__}.")
-    for source in (overrides, vars(config or GenerationConfig())):
-        for name, most in _MOST.items():
-            size = source.get(name)
-            if isinstance(size, (int, float)) and size > most:
-                raise FsdError(f"{name} must be at most {most}, got {repr(size)[:60]}.")
+    # ids may be tensors in fields of the configuration
+    fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in _ARGUMENTS}
+    if fields.get("temperature") == 0:  # transformers refuses 0; everyone means greedy by it
+        fields.update(do_sample=False, temperature=None)
+    return fields, others, others.pop("stopping_criteria") or []
 
 
-def check_inputs(input_ids: Tensor, mask: Tensor, model_inputs: Mapping[str, Any]) -> None:
-    """Raise FsdError for inputs of the model other than the ids [B, T] that the mask [B, T] keeps."""
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Raise FsdError for fields of the configuration that are no numbers, or would take all memory or time."""
+    for name in values.keys() & (_WHOLE.keys() | _NUMBERS):
+        value, kind = values[name], Integral if name in _WHOLE else Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            expected = "whole number" if name in _WHOLE else "number"
+            raise FsdError(f"{name} must be a {expected}, got {value!r:.60}.")
+        if name in _WHOLE and value > _WHOLE[name]:
+            raise FsdError(f"{name} must be at most {_WHOLE[name]}, got {value!r:.60}.")
+
+
+def reads_prompts(config: GenerationConfig) -> bool:
+    """Does a processor that ``generate`` makes of this configuration keep the prompts or their padding?"""
+    return any(getattr(config, name) not in (None, neutral) for name, neutral in _READ_PROMPTS.items())
+
+
+def check_inputs(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
+    """Which of the ids [B, T] count, [B, T]. Raises FsdError for inputs of the model other than these ids."""
     for name, value in model_inputs.items():
         if name not in _PREPARED and value is not None and value is not False:
             raise refusal(name, value)
+    mask = model_inputs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
         raise FsdError(f"attention_mask has shape {list(mask.shape)}, but the ids have {list(input_ids.shape)}.")
     past = model_inputs.get("past_key_values")
@@ -134,3 +159,4 @@ def check_inputs(input_ids: Tensor, mask: Tensor, model_inputs: Mapping[str, Any
         counted = mask.long().cumsum(-1) - 1
         if not bool(((positions == counted) | ~mask.bool()).all()):
             raise refusal("position_ids", positions)
+    return mask

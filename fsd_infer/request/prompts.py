@@ -63,7 +63,10 @@ def read_prompts(
     """
     known = known or [None] * len(tokens)
     if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
-        return _read_in_turn(target, cache, tokens, lengths, known)
+        prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
+        read = [_read(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
+        padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
+        return torch.cat(padded), torch.cat([logits for _, logits in read])
     features, logits = _read(target, cache, to_device(tokens, target.device))
     if int(lengths.min()) < tokens.shape[1]:  # the model computed logits at the end of the longest only
         target.check_lm_head()
@@ -90,15 +93,3 @@ def _read(target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None
         logits, read = target.forward(chunk, slots, visible, cache, keep=1)
         features.append(read)
     return torch.cat(features, 1), logits
-
-
-def _read_in_turn(
-    target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor, known: Sequence[Prefix | None]
-) -> tuple[Tensor, Tensor]:
-    """One prompt after the other."""
-    features, logits = [], []
-    for row, (length, start) in enumerate(zip(lengths.tolist(), known, strict=True)):
-        read, last = _read(target, cache.row(row), to_device(tokens[row : row + 1, :length], target.device), start)
-        features.append(F.pad(read, (0, 0, 0, tokens.shape[1] - length)))
-        logits.append(last)
-    return torch.cat(features), torch.cat(logits)

@@ -14,11 +14,15 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 
 
-def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, T] of rows of any lengths, padded on the left."""
+def left_padded(rows: Sequence[Sequence[int]], pad: int) -> list[list[int]]:
+    """Rows of any lengths, padded on the left to one length."""
     longest = max(len(row) for row in rows)
-    tokens = [[pad] * (longest - len(row)) + list(row) for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return [[pad] * (longest - len(row)) + list(row) for row in rows]
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """:func:`left_padded` as ids and mask [B, T] on a device."""
+    tokens, mask = left_padded(rows, pad), left_padded([[1] * len(row) for row in rows], 0)
     return to_device(torch.tensor(tokens), device), to_device(torch.tensor(mask), device)
 
 

@@ -1,0 +1,218 @@
+"""The one place that makes a :class:`.Request` of what transformers' ``generate`` takes, for both doors.
+
+``FuzzyDecoder.generate`` prepares its options by transformers' own methods (:func:`prepare`); to the loop that is given
+to ``generate`` as ``custom_generate`` they come prepared. Then both call :func:`request_of` and :func:`decode_request`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from fsd_infer.beams import BeamOptions, decode_beams
+from fsd_infer.chat.conversations import check_text
+from fsd_infer.chat.encoding import need_tokenizer
+from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
+from fsd_infer.drafters import Drafter
+from fsd_infer.engine import Outcome, Request, decode
+from fsd_infer.errors import FsdError, ModelLoadError, shortened
+from fsd_infer.request.options import check_config, check_numbers, reads_prompts, split_options
+from fsd_infer.rules import RuleLike, parse_rules
+from fsd_infer.targets.target import Target
+from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
+
+OnTokens = Callable[[int, list[int]], object]
+
+
+def prepare(
+    target: Target, prompts: list[list[int]], given: GenerationConfig | None, overrides: Mapping[str, Any]
+) -> tuple[Request, GenerationConfig]:
+    """A request, and its configuration filled in, by the methods that ``generate`` calls (transformers 5.16 to 5.23).
+
+    Args:
+        target: whose configuration fills in what is left open.
+        prompts: token ids, without padding.
+        given: a configuration, or None.
+        overrides: fields of the configuration, ``logits_processor``, ``stopping_criteria`` and
+            ``prefix_allowed_tokens_fn``.
+
+    Raises:
+        FsdError: no prompt; an option that is unknown, of no sense or not honoured.
+    """
+    if not prompts:
+        raise FsdError("no prompts: give at least one.")
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
+    model = target.model
+    fields, processing, stopping = split_options(overrides)
+    sources = (vars(model.generation_config), {} if given is None else vars(given), fields)
+    stated = {name: value for source in sources for name, value in source.items() if value is not None}
+    check_numbers(stated)
+    length = max(map(len, prompts))
+    try:
+        config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
+        check_config(config, model.generation_config)
+        _check_stop_strings(config, target)
+        model._prepare_special_tokens(config, True, device=target.device, batch_size=len(prompts))
+        config = model._prepare_generated_length(
+            config, "max_length" not in stated, "min_length" not in stated, "input_ids", length, inputs_tensor=None
+        )
+        model._validate_generated_length(config, length, "max_length" not in stated)
+        pad = pad_id(config)
+        ids, mask = left_pad(prompts, pad, target.device) if reads_prompts(config) else (None, None)
+        processors = model._get_logits_processor(
+            config, length, ids, device=target.device, model_kwargs={"attention_mask": mask}, **processing
+        )
+        criteria = model._get_stopping_criteria(config, stopping, target.tokenizer)
+    except FsdError:
+        raise
+    except Exception as error:
+        asked = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
+        raise FsdError(f"transformers refuses these options ({asked}): {shortened(error)}") from error
+    if (config.num_beams or 1) == 1:
+        prompts = [prompt for prompt in prompts for _ in range(config.num_return_sequences or 1)]
+    padded = left_padded(prompts, pad) if any(len(prompt) < length for prompt in prompts) else None
+    return request_of(prompts, padded, config, processors, criteria), config
+
+
+def request_of(
+    prompts: list[list[int]],
+    padded: list[list[int]] | None,
+    config: GenerationConfig,
+    processors: LogitsProcessorList | None,
+    criteria: StoppingCriteriaList | None,
+) -> Request:
+    """A request of what ``generate`` prepares for a loop.
+
+    Args:
+        prompts: token ids without padding, a list per answer; for beams a list per prompt.
+        padded: the same as processors and criteria see them, all of one length; None: they are of one length.
+        config: with every field that was left open filled in.
+        processors, criteria: the configuration's and the user's. Lengths and ends of answers are read off the criteria.
+
+    Raises:
+        FsdError: answers have no bound.
+    """
+    limits = [one.max_length for one in criteria or [] if isinstance(one, MaxLengthCriteria)]
+    if not limits:
+        raise FsdError("no length limit: give max_new_tokens or max_length.")
+    if not all(isinstance(limit, Integral) for limit in limits):
+        raise FsdError(f"max_new_tokens and max_length must be whole numbers, got a limit of {min(limits)} tokens.")
+    ends = [one.eos_token_id for one in criteria or [] if isinstance(one, EosTokenCriteria)]
+    others = [one for one in criteria or [] if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
+    return Request(
+        prompts=prompts,
+        max_new_tokens=int(min(limits)) - len((padded or prompts)[0]),
+        greedy=not config.do_sample,
+        processors=processors,
+        criteria=StoppingCriteriaList(others),
+        eos_token_ids=frozenset(torch.cat(ends).tolist() if ends else ()),
+        padded_prompts=padded,
+    )
+
+
+def decode_request(
+    target: Target,
+    drafter: Drafter,
+    rule: RuleLike,
+    request: Request,
+    config: GenerationConfig,
+    *,
+    streamer: Any = None,
+    on_tokens: OnTokens | None = None,
+    seed: int | None = None,
+    measure_log_likelihood: bool = False,
+    max_cache_bytes: int | None = None,
+    beam_options: BeamOptions | None = None,
+) -> Outcome:
+    """Decode a request with its configuration; the caller ends the streamer. Options: see ``FuzzyDecoder.generate``.
+
+    Raises:
+        FsdError: an argument of no sense; and as :func:`fsd_infer.engine.decode`.
+    """
+    if not isinstance(drafter, Drafter):
+        raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter makes one of a name.")
+    target, model = drafter.target or target, target.model
+    if target.model is not model:
+        raise ModelLoadError("the drafter was made for another model object than the one that generates.")
+    if max_cache_bytes is not None and (isinstance(max_cache_bytes, bool) or not isinstance(max_cache_bytes, int)):
+        raise FsdError(f"max_cache_bytes is a whole number of bytes, got {max_cache_bytes!r:.60}.")
+    if config.do_sample and seed is None and target.is_shared_out:
+        raise FsdError("the target is shared out over processes, which must draw the same: give all of them one seed.")
+    if isinstance(rule, str) and rule == CALIBRATED:
+        temperature = config.temperature if config.do_sample else 0.0
+        rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
+    rules = parse_rules(rule)
+    beams, answers = config.num_beams or 1, config.num_return_sequences or 1
+    if beams == 1 and beam_options is not None:
+        raise FsdError("beam_options are about beams: set num_beams to more than 1, or leave them out.")
+    if streamer is not None and len(request.prompts) > 1:
+        raise FsdError("a streamer shows one answer: pass one prompt.")
+    request = replace(
+        request,
+        generator=_generator(seed, target.device),
+        on_tokens=on_tokens if streamer is None else _streamed(streamer, on_tokens),
+        measure_log_likelihood=measure_log_likelihood,
+        max_cache_bytes=max_cache_bytes,
+    )
+    if beams > 1:
+        return decode_beams(target, drafter, rules, request, config, beam_options)
+    if streamer is not None:
+        streamer.put(torch.tensor(request.padded_prompts or request.prompts))
+    return decode(target, drafter, rules[0] if len(rules) == 1 else [r for r in rules for _ in range(answers)], request)
+
+
+def _streamed(streamer: Any, on_tokens: OnTokens | None) -> OnTokens:
+    """``on_tokens`` that also shows the tokens to a streamer, one by one."""
+
+    def tell(row: int, tokens: list[int]) -> object:
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        return on_tokens is not None and on_tokens(row, tokens)
+
+    return tell
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[None]:
+    """End the streamer whatever happens: one that hands its text to another thread must not let it wait for ever.
+
+    Raises FsdError for what is no streamer.
+    """
+    if streamer is not None and not (
+        callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
+    ):
+        raise FsdError(f"a streamer has put() and end(), as those of transformers; got {type(streamer).__name__}.")
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def _check_stop_strings(config: GenerationConfig, target: Target) -> None:
+    """Raise FsdError for stop strings that are no texts, or that nothing could find."""
+    texts = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
+    if not texts:
+        return
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
+        raise FsdError(f"stop_strings must be one text, or a list of texts, none of them empty; got {texts!r:.60}.")
+    for text in texts:
+        check_text(text, "stop_strings")
+    need_tokenizer(target.tokenizer, target.name)
+
+
+def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """A generator of that seed; None without one."""
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise FsdError(f"seed must be a whole number of at most 64 bits, got {seed!r}.")
+    return torch.Generator(device=device).manual_seed(seed)
