@@ -133,7 +133,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, kind):
             expected = "whole number" if name in _WHOLE else "number"
             raise FsdError(f"{name} must be a {expected}, got {value!r:.60}.")
-        if name in _WHOLE and int(value) > _WHOLE[name]:
+        if name in _WHOLE and value > _WHOLE[name]:  # type: ignore[operator]
             raise FsdError(f"{name} must be at most {_WHOLE[name]}, got {value!r:.60}.")
 
 
