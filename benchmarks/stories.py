@@ -63,7 +63,7 @@ ARMS: dict[str, Loss | str] = {
 }
 GREEDY = ("tilted:1:floor=0", "fuzzy:js:0.3:novel=3", "tilted:0.7:floor=0", "typical:novel=3")
 SAMPLED = ("exact", "fuzzy:js:0.3", "tilted:0.4:floor=0")  # at temperature 0.8
-EVERYONE = GREEDY[:3]  # what all drafters are judged by; the rest: --finalists
+EVERYONE = GREEDY[:2]  # what all drafters are judged by; the rest: --finalists
 
 
 def make_answers(args: argparse.Namespace) -> None:
@@ -140,17 +140,20 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         once(f"train {name_of('kl_pq', 0, lr)}", train, args, "kl_pq", 0, lr)
     lr = max(args.lr, key=lambda lr: done[f"train {name_of('kl_pq', 0, lr)}"]["val_agreement_0"])
     pairs = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
+    if args.as_it_is:
+        pairs = [pair for pair in pairs if f"train {name_of(*pair, lr)}" in done]
     for arm, seed in tqdm(pairs, desc="drafters"):
         once(f"train {name_of(arm, seed, lr)}", train, args, arm, seed, lr)
     judge = Judge(args)
     drafters = {"public": args.drafter, **{f"{a} {s}": str(args.work / name_of(a, s, lr)) for a, s in pairs}}
     record: dict[str, Any] = {}
-    settings = [(rule, 0.0) for rule in GREEDY] + [(rule, 0.8) for rule in SAMPLED]
+    settings = [(rule, 0.0) for rule in EVERYONE] + [(rule, 0.8) for rule in SAMPLED] + [(r, 0.0) for r in GREEDY[2:]]
     for name, path in drafters.items():
         record[name] = {"exact": once(f"replay {name}", judge.replay, path)}
     for chain, (rule, temperature), name in itertools.product(args.chains, settings, drafters):
-        if name.split()[0] in args.finalists or (chain == args.chains[0] and rule in EVERYONE):
-            key = f"{name} {rule} {temperature:g} {chain}"
+        key = f"{name} {rule} {temperature:g} {chain}"
+        asked = name.split()[0] in args.finalists or (chain == args.chains[0] and rule in EVERYONE)
+        if key in done or asked and not args.as_it_is:
             made = once(key, judge.decoded, drafters[name], rule, temperature, chain)
             record[name].setdefault(f"{rule} at {temperature:g}", {})[str(chain)] = made
     trained = [value for key, value in done.items() if key.startswith("train ")]
@@ -213,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chains", type=int, nargs="+", default=[8, 4, 12], help="lengths (%(default)s)")
     finalists = ["public", "kl_pq", "value:0.7"]
     parser.add_argument("--finalists", nargs="+", default=finalists, help="judged by all rules and lengths")
+    parser.add_argument("--as-it-is", action="store_true", help="write the record of what is done, train nothing more")
     parser.add_argument(
         "--cost-ratio", type=float, default=0.05, help="a drafted token / a target forward (%(default)s)"
     )
