@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fsd_infer.chat.conversations import row_messages
+from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import DataError, FsdError
@@ -53,8 +53,7 @@ def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens:
         if len(found) == limit:
             break
         messages = row_messages(row.values, row.where)
-        asked: Any = [dict(turn) for turn in messages] if chat else messages[-1]["content"]
-        prompt = decoder.encode(asked, chat)
+        prompt = encode_chat(decoder.tokenizer, messages) if chat else decoder.encode(messages[-1]["content"], False)
         answer = decoder.generate(prompt, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0]
         found.append(Answered([*prompt, *answer], len(prompt)))
     if not found:
