@@ -1,10 +1,17 @@
-"""Drafters of stories judged on held-out beginnings: `exact` replayed on the target's text, other rules decoded."""
+"""Drafters of stories judged on held-out beginnings: `exact` replayed on the target's text, other rules decoded.
+
+    python -m benchmarks.judge_stories --target DIR --drafters PUBLIC DISTILLED --methods exact,4 exact,6 \
+        tilted:1:floor=0,8 --json benchmarks/results/stories-speed.json
+
+measures speed on a quiet machine: all methods and drafters take turns, prompt by prompt.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +20,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.beginnings import beginnings
+from benchmarks.recorded import record_main
+from fsd_bench.environment import environment
 from fsd_infer import FuzzyDecoder, TreeShape
+from fsd_infer.engine.stats import RowStats
 from fsd_infer.files import write_json
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of `exact`, replayed
@@ -94,3 +104,59 @@ def replayed(agreeing: Sequence[bool], chain: int) -> list[int]:
             kept += 1
         at += kept + 1
     return starts
+
+
+def speed(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """Speed of every drafter with every method (rule,chain), the turns interleaved, plain decoding beside."""
+    decoder = FuzzyDecoder.from_pretrained(args.target, "none")
+    prompts = [decoder.encode(text, chat=False) for text in beginnings("judge", args.prompts, seed=1)]
+    ways: dict[str, tuple[str, Any]] = {"plain": ("exact", decoder.drafter)}
+    for drafter in args.drafters:
+        for rule, _, chain in (method.rpartition(",") for method in args.methods):
+            shape = TreeShape(int(chain), 1, int(chain) + 1)
+            ways[f"{Path(drafter).name} {rule},{chain}"] = (rule, decoder.load_drafter(drafter, shape))
+    sampling = {"do_sample": False} if not args.temperature else {"do_sample": True, "temperature": args.temperature}
+    found: dict[str, list[RowStats]] = {name: [] for name in ways}
+    for number, prompt in enumerate([prompts[0], *prompts]):  # the first turn warms up
+        for name, (rule, drafter) in tqdm(ways.items(), desc=f"prompt {number} of {len(prompts)}", leave=False):
+            made = decoder.generate(
+                [prompt], rule, drafter=drafter, max_new_tokens=args.tokens, seed=number, top_k=0, top_p=1.0, **sampling
+            )
+            found[name] += [made.stats.rows[0]] * (number > 0)
+    methods = {name: _speeds(rows) for name, rows in found.items()}
+    return {"environment": environment(command), "temperature": args.temperature, "methods": methods}
+
+
+def _speeds(rows: Sequence[RowStats]) -> dict[str, float]:
+    tokens = sum(row.new_tokens for row in rows)
+    return {
+        "tokens_per_second": statistics.median(row.tokens_per_second for row in rows),
+        "tau": (tokens - len(rows)) / sum(row.target_forwards for row in rows),
+        "nats_per_token": sum(row.divergence_spent for row in rows) / tokens,
+        "repeated_4grams": statistics.fmean(row.repeated_4grams or 0.0 for row in rows),
+    }
+
+
+def speed_report(record: dict[str, Any]) -> str:
+    """A line per drafter and method."""
+    lines = [f"{name:45} " + "  ".join(f"{key} {value:.2f}" for key, value in found.items())
+             for name, found in record["methods"].items()]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge_stories", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="(%(default)s)")
+    parser.add_argument("--drafters", nargs="+", required=True, help="directories or hub ids")
+    parser.add_argument(
+        "--methods", nargs="+", default=["exact,4", "exact,6", "tilted:1:floor=0,8"], metavar="RULE,CHAIN"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
+    parser.add_argument("--prompts", type=int, default=16, help="(%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--json", type=Path, required=True, help="where the record goes")
+    return record_main("benchmarks.judge_stories", parser, speed, speed_report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         once(f"train {name_of('kl_pq', 0, lr)}", train, args, "kl_pq", 0, lr)
     lr = max(args.lr, key=lambda lr: done[f"train {name_of('kl_pq', 0, lr)}"]["val_agreement_0"])
     pairs = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
-    if args.as_it_is:
+    if args.as_is:
         pairs = [pair for pair in pairs if f"train {name_of(*pair, lr)}" in done]
     for arm, seed in tqdm(pairs, desc="drafters"):
         once(f"train {name_of(arm, seed, lr)}", train, args, arm, seed, lr)
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     for chain, (rule, temperature), name in itertools.product(args.chains, settings, drafters):
         key = f"{name} {rule} {temperature:g} {chain}"
         asked = name.split()[0] in args.finalists or (chain == args.chains[0] and rule in EVERYONE)
-        if key in done or asked and not args.as_it_is:
+        if key in done or asked:
             made = once(key, judge and judge.decoded, drafters[name], rule, temperature, chain)
             if made is not None:
                 record[name].setdefault(f"{rule} at {temperature:g}", {})[str(chain)] = made
@@ -197,7 +197,7 @@ def report(record: dict[str, Any]) -> str:
         taus += [{c: [one[rule][c]["tau"] for one in seeds] for c in seeds[0].get(rule, {})} for rule in rules]
         for by_chain in taus:
             best = max(((statistics.fmean(t) / (1 + ratio * int(c)), c) for c, t in by_chain.items()), default=(0, "-"))
-            cells.append(f"{best[0]:.3f} ({best[1]})")
+            cells.append(f"{best[0]:.3f} ({best[1]})" if best[0] else "")
         lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -221,10 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chains", type=int, nargs="+", default=[8, 4, 12], help="lengths (%(default)s)")
     finalists = ["public", "kl_pq", "value:0.7"]
     parser.add_argument("--finalists", nargs="+", default=finalists, help="judged by all rules and lengths")
-    parser.add_argument("--as-it-is", action="store_true", help="write the record of what is done, train nothing more")
     parser.add_argument("--as-is", action="store_true", help="a record of what is done, without the rest")
     parser.add_argument(
-        "--cost-ratio", type=float, default=0.05, help="a drafted token / a target forward (%(default)s)"
+        "--cost-ratio", type=float, default=0.06, help="a drafted token / a target forward (%(default)s)"
     )
     return record_main("benchmarks.stories", parser, run, report, argv)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,8 @@ def test_exact_is_replayed_as_it_decodes(toy: Toy, tmp_path: Path, monkeypatch: 
     assert decoded["nats_per_token"] == 0 and 1 < decoded["tau"]
     assert replayed["forwards"][str(chain)] == decoded["forwards"]
     assert replayed["tau"][str(chain)] == pytest.approx(decoded["tau"])
+    record = tmp_path / "speed.json"
+    method = f"exact,{chain}"
+    words = ["--target", str(toy.target), "--drafters", str(toy.drafter), "--methods", method, "--tokens", "8"]
+    assert judge_stories.main([*words, "--json", str(record)]) == 0
+    assert json.loads(record.read_text())["methods"].keys() == {"plain", f"drafter {method}"}
