@@ -17,7 +17,7 @@ from fsd_bench.partial import PartialFile
 from fsd_bench.record import BenchPrompt, write_record
 from fsd_bench.report import bench_table, fitted_tables, head_trees, short_names
 from fsd_bench.schedule import group_prompts, take_turns
-from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.main import main
 from fsd_infer.cli.report import table
@@ -41,7 +41,8 @@ def record_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def record(toy: Toy, record_file: Path) -> dict[str, Any]:
     options = dict(repeat=2, log_likelihood=True, seed=5, command=["fsd-infer", "bench"])
-    return toy_run(toy, METHODS, json_path=record_file, **options)
+    chain = TreeShape.chain(5)  # left to itself a drafter as large as its target drafts nothing
+    return toy_run(toy, METHODS, json_path=record_file, tree=chain, **options)
 
 
 def test_the_file_holds_summaries_and_a_hash_per_answer(record: dict[str, Any], record_file: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.engine.drafts import Drafts, drafts_text
 from fsd_infer.files import jsonable
 from fsd_infer.rules import Exact, Rule, Tilted, Verification
@@ -72,7 +72,7 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
     target, small = Target(model), Target(tiny_model("llama", seed=3))
     chance: dict[str, Any] = dict(temperature=0.7, do_sample=True) if sampled else dict(do_sample=False)
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 3]]
-    made = FuzzyDecoder(target, LMDrafter(small, target, 3)).generate(
+    made = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(3))).generate(
         prompts, rule, max_new_tokens=12, seed=1, eos_token_id=None, **chance
     )
     for prompt, answer, row, record in zip(prompts, made.sequences, made.stats.rows, made.records, strict=True):
@@ -102,7 +102,7 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
 
 def test_mistakes_are_counted_by_proposer_and_depth() -> None:
     target = Target(tiny_model("llama"))
-    small = LMDrafter(Target(tiny_model("llama", seed=3)), target, 3)
+    small = LMDrafter(Target(tiny_model("llama", seed=3)), target, TreeShape.chain(3))
     drafter = GraftedDrafter(small, LookupDrafter(VOCAB), nodes=6)
     made = FuzzyDecoder(target, drafter).generate([[1, 2, 3, 1, 2, 3, 1, 2]], max_new_tokens=24, do_sample=False)
     facts = json.loads(json.dumps(jsonable(made.stats.to_dict())))

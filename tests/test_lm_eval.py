@@ -42,7 +42,7 @@ def toy(toy: Toy) -> Toy:
 
 @pytest.fixture(scope="module")
 def model(toy: Toy) -> FsdLM:
-    return FsdLM(str(toy.target), str(toy.drafter), "fuzzy:js:0.2", dtype="fp32", batch_size=3)
+    return FsdLM(str(toy.target), str(toy.drafter), "fuzzy:js:0.2", dtype="fp32", tree="5,1,6", batch_size=3)
 
 
 def asked(*args: Any) -> Any:
