@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsd_bench.planned import planned_target
+from fsd_bench.planned import Sizes, planned_target, sizes_of
 from fsd_bench.roofline import Part
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import usual_layers
@@ -25,31 +25,14 @@ LARGEST = GPUS[-1]
 
 
 @dataclass(frozen=True)
-class TargetFacts:
-    """What a recipe depends on.
+class TargetFacts(Sizes):
+    """What a recipe depends on; ``name`` is how the target is asked for.
 
     Attributes:
-        name: how the target is asked for: built-in name, directory or hub id.
-        family: transformers' ``model_type``.
-        parameters: number of weights, tied ones once.
-        hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, vocab_size: as in its config; the vocabulary
-            is the width of the logits.
-        positions: longest context, or None if the config does not say.
         scaled_norm: whether it has a final norm with a weight under the name the head reads.
         experts: whether it is a mixture of experts.
     """
 
-    name: str
-    family: str
-    parameters: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    positions: int | None = None
     scaled_norm: bool = True
     experts: bool = False
 
@@ -100,24 +83,9 @@ def facts_of(name: str) -> TargetFacts:
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     target = planned_target(name)
-    text = target.config
-    hidden, heads = target.hidden_size, int(text.num_attention_heads)
-    experts = any(getattr(text, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    return TargetFacts(
-        name=name,
-        family=text.model_type,
-        parameters=sum(parameter.numel() for parameter in target.model.parameters()),
-        hidden_size=hidden,
-        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
-        layers=int(text.num_hidden_layers),
-        heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or hidden // heads),
-        vocab_size=target.vocab_size,
-        positions=target.max_positions,
-        scaled_norm=getattr(getattr(target.decoder, "norm", None), "weight", None) is not None,
-        experts=experts,
-    )
+    experts = any(getattr(target.config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    scaled_norm = getattr(getattr(target.decoder, "norm", None), "weight", None) is not None
+    return TargetFacts(**{**vars(sizes_of(target)), "name": name}, scaled_norm=scaled_norm, experts=experts)
 
 
 def choose(facts: TargetFacts) -> Choices:
