@@ -132,13 +132,14 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
 
 def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: Verdict) -> Tensor | None:
     """:attr:`Verdict.allowed`. Stays on the device: nothing waits."""
+    learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).allowance is not Rule.allowance]
+    if not learned:
+        return None
     found: Tensor | None = None
     path = to_device(verdict.path, round.scores.device)
-    emitted = to_device(torch.arange(path.shape[1]) <= verdict.accepted[:, None], round.scores.device)
-    for rule, of_rule in rows.items():
-        index = to_device(torch.tensor(of_rule), round.scores.device)
-        if type(rule).allowance is Rule.allowance:
-            continue
+    emitted = to_device(torch.arange(path.shape[1]) <= verdict.accepted[:, None], path.device)
+    for rule, of_rule in learned:
+        index = to_device(torch.tensor(of_rule), path.device)
         nats = rule.allowance(at_nodes(round.scores[index], path[index]), round.greedy)
         if nats is not None:
             found = path.new_zeros(len(path), dtype=torch.float32) if found is None else found
