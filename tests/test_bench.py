@@ -174,7 +174,8 @@ def test_batches_keep_to_one_category_and_agree(toy: Toy) -> None:
 
 def test_sampled_runs_repeat_with_their_seed(toy: Toy) -> None:
     def hashes(seed: int) -> list[str]:
-        record = toy_run(toy, ["exact", "hf-generate"], temperature=1.0, limit=2, seed=seed, warmup=False)
+        options = dict(temperature=1.0, limit=2, seed=seed, warmup=False)
+        record = toy_run(toy, ["exact", "hf-generate"], tree=TreeShape.chain(3), **options)  # auto reads the clock
         return [runs[0]["tokens_sha256"] for row in record["prompts"] for runs in row["methods"].values()]
 
     assert hashes(1) == hashes(1) != hashes(2)
