@@ -2,7 +2,9 @@
 
     python -m benchmarks.beginnings train 1500 > beginnings.jsonl
 
-The two kinds share no template, name, animal, place, object or event: train on one, judge on the other.
+The kinds "train" and "judge" share no template, name, animal, place, object or event: train on one, judge on the other.
+"task" asks for a story with a character, an animal and an object of "judge", which IFEval's checker of keywords looks
+for: a drafter that cannot read instructions fails there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 WORDS: dict[str, dict[str, list[str]]] = {
     "train": {
@@ -68,11 +71,28 @@ def beginnings(kind: str, count: int, seed: int = 0) -> list[str]:
     return list(found)
 
 
+def tasks(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """``count`` rows that ask for a story with three things in it, with IFEval's check that they are there."""
+    words, draw, found = WORDS["judge"], random.Random(seed), {}
+    while len(found) < count:
+        child, animal, thing = (draw.choice(words[slot]) for slot in ("child", "animal", "thing"))
+        article = "an" if animal[0] in "aeiou" else "a"
+        text = f"This is a story for children about {article} {animal} called {child} and {thing}.\n\nOnce upon a time"
+        kept = [rf"\b{word}\b" for word in (animal, child, thing.split()[-1])]  # the checker searches for patterns
+        found[text] = {
+            "prompt": text, "source": "stories", "instruction_id_list": ["keywords:existence"] * len(kept),
+            "kwargs": [{"keywords": [word]} for word in kept],
+        }  # fmt: skip
+    return list(found.values())
+
+
 def main(args: Sequence[str] | None = None) -> None:
-    """Print rows of `beginnings`: KIND COUNT [SEED]."""
+    """Print rows of :func:`beginnings` or :func:`tasks`: KIND COUNT [SEED]."""
     kind, count, *seed = sys.argv[1:] if args is None else args
-    for text in beginnings(kind, int(count), *map(int, seed)):
-        print(json.dumps({"prompt": text, "source": "stories"}))
+    given = int(count), *map(int, seed)
+    told = [{"prompt": text, "source": "stories"} for text in beginnings(kind, *given)] if kind in WORDS else None
+    for row in tasks(*given) if told is None else told:
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 ``measure`` decodes every prompt with every rule on every rung and appends a line per rung and rule to a file; a killed
 run goes on there. Prompts are decoded in batches, so its seconds say nothing: speeds are computed from rounds.
-``record`` turns such files into a record and draws it.
+``forecast`` appends what `fsd-infer worth` forecasts for a rung from one run of exact decoding. ``record`` turns such
+files into a record and draws it.
 
 A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of the target, each entry of its weight
 matrices times 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens. The rule ``alone`` is the drafter
 answering by itself; between it and exact decoding lies routing, which sends a share of the prompts to either.
 
 Run: python -m benchmarks.ladder measure --prompts ifeval_dev.jsonl --rungs noise:0.08 --rules exact tilted --lines F
+     python -m benchmarks.ladder forecast --prompts ifeval_dev.jsonl --rungs noise:0.08 --rules --lines F
      python -m benchmarks.ladder record F [F ...] --record benchmarks/results/ladder.json --figure ladder.png
 """
 
@@ -29,6 +31,7 @@ from fsd_bench.environment import environment
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.runner import encode_row
 from fsd_bench.score import read_references
+from fsd_bench.worth import forecast
 from fsd_infer import FuzzyDecoder
 from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.drafters import Drafter, TreeShape
@@ -38,7 +41,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable
 from fsd_infer.targets.target import Target
 
-ALONE = "alone"
+ALONE, FORECAST = "alone", "forecast"
 
 
 def noisy_copy(target: Target, share: float, seed: int) -> Target:
@@ -108,10 +111,8 @@ class Ladder:
             self.decoder.target, [(prompt, answer[0]) for prompt, answer in zip(self.prompts, found)]
         )
         return {
-            "target": args.target, "rung": rung, "rule": rule, "temperature": args.temperature, "depth": args.depth,
-            "prompts": str(Path(args.prompts).name), "every": args.every, "tokens": args.tokens, "seed": args.seed,
+            **self.facts(rung, rule),
             "drafts": Drafts.pooled(stats.drafts for _, _, stats in found).summary() if rule == "exact" else None,
-            "environment": environment(),
             "rows": [
                 {
                     "length": len(tokens), "forwards": stats.target_forwards, "nats": stats.divergence_spent,
@@ -122,50 +123,74 @@ class Ladder:
             ],
         }  # fmt: skip
 
+    def facts(self, rung: str, rule: str) -> dict[str, Any]:
+        """What a line begins with."""
+        args = self.args
+        return {
+            "target": args.target, "rung": rung, "rule": rule, "temperature": args.temperature, "depth": args.depth,
+            "prompts": Path(args.prompts).name, "every": args.every, "tokens": args.tokens, "seed": args.seed,
+            "environment": environment(),
+        }  # fmt: skip
+
+    def forecast(self, rung: str, drafter: Drafter) -> dict[str, Any]:
+        """What each rule would emit on this rung, from exact's rounds. One row per prompt, so that lines are told apart
+        by their number.
+        """
+        args = self.args
+        made = forecast(
+            self.decoder, self.prompts, args.rules, drafter=drafter, temperature=args.temperature,
+            max_new_tokens=args.tokens, seed=args.seed, progress=True,
+        )  # fmt: skip
+        return {**self.facts(rung, FORECAST), "rows": [None] * len(self.rows), "forecast": made.to_dict()}
+
     def run(self) -> None:
         """Append what the file lacks."""
         args, path = self.args, Path(self.args.lines)
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         done = {(line["target"], line["rung"], line["rule"], line["temperature"], len(line["rows"])) for line in lines}
         path.parent.mkdir(parents=True, exist_ok=True)
+        rules = [FORECAST] if args.command == FORECAST else args.rules
         for rung in args.rungs:
             drafter: Drafter | None = None
-            for rule in args.rules:
+            for rule in rules:
                 if (args.target, rung, rule, args.temperature, len(self.rows)) in done:
                     continue
                 drafter = drafter or rung_of(rung, self.decoder, args.depth, args.seed)
                 if rule == ALONE and not isinstance(drafter, LMDrafter):
                     continue
+                line = self.forecast(rung, drafter) if rule == FORECAST else self.line(rung, drafter, rule)
                 with path.open("a") as file:
-                    file.write(json.dumps(jsonable(self.line(rung, drafter, rule))) + "\n")
+                    file.write(json.dumps(jsonable(line)) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or write the record. 2 after bad input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder", description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(required=True, dest="command")
-    measure = commands.add_parser("measure", help="decode, and append lines")
-    measure.add_argument("--target", default="smollm2-135m")
-    measure.add_argument("--rungs", nargs="+", required=True)
-    measure.add_argument("--rules", nargs="+", required=True)
-    measure.add_argument("--prompts", required=True)
-    measure.add_argument("--raw", action="store_true", help="continue prompts as they are, without the chat template")
-    measure.add_argument("--score", default="auto")
-    measure.add_argument("--every", type=int, default=1, help="take every n-th prompt")
-    measure.add_argument("--limit", type=int, default=10**6)
-    measure.add_argument("--tokens", type=int, default=96)
-    measure.add_argument("--depth", type=int, default=8)
-    measure.add_argument("--batch", type=int, default=48)
-    measure.add_argument("--temperature", type=float, default=0.0)
-    measure.add_argument("--seed", type=int, default=1)
-    measure.add_argument("--lines", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--target", default="smollm2-135m")
+    shared.add_argument("--rungs", nargs="+", required=True)
+    shared.add_argument("--rules", nargs="*", required=True, help="of a forecast: beside the usual ones")
+    shared.add_argument("--prompts", required=True)
+    shared.add_argument("--raw", action="store_true", help="continue prompts as they are, without the chat template")
+    shared.add_argument("--score", default="auto")
+    shared.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    shared.add_argument("--limit", type=int, default=10**6)
+    shared.add_argument("--tokens", type=int, default=96)
+    shared.add_argument("--depth", type=int, default=8)
+    shared.add_argument("--batch", type=int, default=48)
+    shared.add_argument("--temperature", type=float, default=0.0)
+    shared.add_argument("--seed", type=int, default=1)
+    shared.add_argument("--lines", required=True)
+    commands.add_parser("measure", help="decode, and append lines", parents=[shared])
+    commands.add_parser(FORECAST, help="append forecasts from one exact run each", parents=[shared])
     record = commands.add_parser("record", help="write the record and the picture")
     record.add_argument("lines", nargs="+", type=Path)
     record.add_argument("--record", type=Path, required=True)
     record.add_argument("--figure", type=Path)
     args = parser.parse_args(argv)
     try:
-        if args.command == "measure":
+        if args.command != "record":
             Ladder(args).run()
         else:
             made = write_ladder(args.lines, args.record)

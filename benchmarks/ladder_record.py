@@ -22,18 +22,43 @@ def write_ladder(files: Sequence[Path], path: Path) -> dict[str, Any]:
     """Every line beside exact decoding on its rung, with paired 95 % bootstrap intervals over prompts."""
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     exact = {_rung(line): line for line in lines if line["rule"] == "exact"}
+    forecasts = {_rung(line): line["forecast"] for line in lines if line["rule"] == "forecast"}
     rungs: dict[str, Any] = {}
     for key, base in exact.items():
+        rules = {
+            line["rule"]: compare(line, base) for line in lines if _rung(line) == key and line["rule"] != "forecast"
+        }
         rungs[" ".join(map(str, key))] = {
             **{name: base[name] for name in ("target", "rung", "temperature", "depth", "prompts", "every", "tokens")},
             "answers": len(base["rows"]),
             "drafts": base["drafts"],
             "environment": base["environment"],
-            "rules": {line["rule"]: compare(line, base) for line in lines if _rung(line) == key},
+            "rules": rules,
+            **({"forecast": forecast_rows(forecasts[key], base["depth"], rules)} if key in forecasts else {}),
         }
     made = {"bounds": BOUNDS, "rungs": rungs}
     write_record(path, jsonable(made))
     return made
+
+
+def forecast_rows(forecast: dict[str, Any], depth: int, measured: dict[str, Any]) -> dict[str, Any]:
+    """By rule: τ and nats forecast for chains of ``depth``, τ beside the measured one, and tokens per cost beside
+    exact's, each on its own best chain.
+    """
+    exact = forecast["rows"][0]["per_cost"]
+    found = {}
+    for row in forecast["rows"]:
+        (shaped,) = (s for s in row["shapes"] if s["shape"]["depth"] == depth and not s["shape"]["stop_below"])
+        tau = measured.get(row["rule"], {}).get("tau")
+        found[row["rule"]] = {
+            "tau": shaped["tau"],
+            "plain_tau": shaped["plain_tau"],
+            "nats_per_token": shaped["nats"],
+            "tau_ratio": shaped["tau"] / tau if tau else None,
+            "plain_tau_ratio": shaped["plain_tau"] / tau if tau else None,
+            "per_cost": {cost: value / exact[cost] for cost, value in row["per_cost"].items()},
+        }
+    return found
 
 
 def _rung(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import Asked, FuzzyRules
 from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
+from fsd_infer.rules.tilted import FIRST_PRICE
 from fsd_infer.tree import DraftTree
 from tests.simulated_device import SIM, SimulatedDevice
 
@@ -173,7 +174,9 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("rule", ["tilted:0.4:novel=2:floor=0.1", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1"])
+@pytest.mark.parametrize(
+    "rule", ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1"]
+)
 def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
     if rule.startswith("fly") and temperature:
         return
@@ -237,6 +240,35 @@ def test_budgets_live_in_slots() -> None:
     assert torch.equal(server.step(logits, [3]), logits), "after a preemption nothing is left"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_learned_price_follows_what_its_slot_has_spent(seed: int) -> None:
+    """As in the engine: step by step the same tokens, and the same nats beyond what is allowed."""
+    generator, asked = torch.Generator().manual_seed(seed), Params(0.0, {"rule": "tilted:novel=0:floor=0:heat=0.4"})
+    rule = Asked.of(asked).rule
+    server, text, overspent = Server(), [1, 2], torch.zeros(1)
+    for step in range(12):
+        drafts = torch.randint(0, V, (5,), generator=generator).tolist()
+        logits = torch.rand(6, V, generator=generator) * 2
+        if step == 0:
+            server.add(3, asked, text, drafts)
+        server.grow(3, text, drafts)
+        tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, V))
+        tree.q_index = torch.full((1, 6), -1)
+        round = Verification(tree, logits[None], logits[None], True, texts=Texts([text]), overspent=overspent)
+        verdict = rule(round)
+        count = int(verdict.accepted[0]) + 1
+        assert server.step(logits, [3]).argmax(-1).tolist()[:count] == verdict.tokens[0, :count].tolist()
+        text = text + verdict.tokens[0, :count].tolist()
+        assert verdict.allowed is not None
+        overspent = (overspent + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+        server.grow(3, text, [])
+        server.step(logits[:1], [3])  # accounts for the step before
+        torch.testing.assert_close(server.rules.overspent[3:4], overspent.float(), atol=1e-4, rtol=1e-4)
+    assert float(overspent) != 0
+    server.add(3, asked, [1, 2], [3])
+    assert float(server.rules.overspent[3]) == 0, "of the request before"
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -265,6 +297,12 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     assert Asked.of(Params()).rule == parse_rule("tilted:2:budget=4")
     for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0"):
         assert Asked.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
-    for rule in ("tilted:0.9:budget=1", "tilted:1:novel=0:budget=1", "typical", "tilted:2:floor=0:budget=1"):
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
+    assert Asked.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
+    for rule in ("tilted:heat=0.4", "tilted:4"):
+        with pytest.raises(ValueError, match="this server allows tilted"):
+            Asked.of(Params(extra_args={"rule": rule}))
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
+    for rule in ("tilted", "tilted:0.9:budget=1", "tilted:1:novel=0:budget=1", "typical", "tilted:2:floor=0:budget=1"):
         with pytest.raises(ValueError, match="this server allows"):
             Asked.of(Params(extra_args={"rule": rule}))

@@ -32,6 +32,7 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.integrations.vllm_step import Chains, Step
 from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
+from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
@@ -81,8 +82,6 @@ class Asked:
             raise ValueError(f"rule: this server allows {most}, stricter forms of it, and exact.")
         if rule.name in NEED_Q or getattr(rule, "gate", None) is not None:
             raise ValueError(f"rule: {rule.name!r} needs the drafter's distribution, which vLLM does not hand over.")
-        if getattr(rule, "heat", None) is not None:
-            raise ValueError("rule: heat needs what an answer has spent, which vLLM does not keep: give a price.")
         if extra.get("only_in") not in (None, "think"):
             raise ValueError('only_in: must be "think", or left out.')
         found = cls(rule, params.temperature == 0, extra.get("only_in") == "think")
@@ -104,6 +103,12 @@ class Asked:
 def no_looser(rule: Rule, most: Rule) -> bool:
     """Is ``rule`` the same as ``most``, exact, or a tilted rule that favours no more?"""
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
+        heat, most_heat = rule.learned_heat, most.learned_heat
+        if heat is None or most_heat is None:
+            if heat is not most_heat:
+                return False  # what a price spends and what a heat allows depend on the text
+        elif heat > most_heat:
+            return False
         within = math.inf if rule.budget is None else rule.budget
         novel = (0 < rule.novel <= most.novel) if most.novel else True
         limit = math.inf if most.budget is None else most.budget
@@ -144,6 +149,8 @@ class FuzzyRules(_Processor):
         self.temperature = torch.ones(slots, device=self.device)
         self.left = torch.full((slots,), math.inf, device=self.device)  # nats
         self.cost = torch.zeros(slots, self.nodes, device=self.device)  # of the last step's positions
+        self.allowed = torch.zeros_like(self.cost)  # what a learned price allows at them
+        self.overspent = torch.zeros(slots, device=self.device)  # nats beyond that so far
         self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text then
         self.ledger = Ledger(self.device)
 
@@ -160,8 +167,8 @@ class FuzzyRules(_Processor):
         return asked.lossy
 
     def apply_staged_writes(self) -> None:
-        """Bring new requests to the device. One that comes back after a preemption has no budget left: what it had
-        spent is not known any more."""
+        """Bring new requests to the device. After a preemption a request's spending is lost: it has no budget left, and
+        its learned price starts anew."""
         if not self.fresh:
             return
         self.kinds = list(dict.fromkeys(filter(None, self.asked)))
@@ -177,7 +184,8 @@ class FuzzyRules(_Processor):
         resumed = (self.states.prefill_len.gpu > self.states.prompt_len.gpu)[index] & budget.isfinite()
         self.temperature[index] = temperature
         self.left[index] = budget.masked_fill(resumed, 0.0)
-        self.cost.index_fill_(0, index, 0.0)
+        for kept in (self.cost, self.allowed, self.overspent):
+            kept.index_fill_(0, index, 0.0)
         self.seen[index] = self.states.total_len.gpu[index].long()
         self.fresh = {}
 
@@ -198,10 +206,14 @@ class FuzzyRules(_Processor):
             asked = self.kinds[number]
             if asked.greedy not in chains:  # what has been edited by now are other requests' rows
                 scores = step.scores(logits, None if asked.greedy else temperature)
-                chains[asked.greedy] = Chains(step, scores, asked.greedy)
-            mine = step.drafted & (kind == number)[:, None]
+                chains[asked.greedy] = Chains(step, scores, asked.greedy, self.overspent[step.slot])
+            here = (kind == number)[:, None].expand(step.shape)
             if asked.thinking_only:
-                mine = mine & step.thinking(*self.thinking)
+                here = here & step.thinking(*self.thinking)
+            mine = step.drafted & here
+            allowance = asked.rule.allowance(chains[asked.greedy].round.scores, asked.greedy)
+            if allowance is not None:
+                self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
             lift, cost = chains[asked.greedy].lifted(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
@@ -210,13 +222,15 @@ class FuzzyRules(_Processor):
         return logits
 
     def _settle(self, step: Step) -> None:
-        """Take what the last step spent, at the positions whose tokens were emitted, out of the budgets."""
+        """Account for what the last step spent, and was allowed, at the positions whose tokens were emitted."""
         slot, total = step.slot, step.texts.lengths
         emitted = (total - self.seen[slot])[:, None]
         places = torch.arange(self.nodes, device=self.device)
-        spent = self.cost[slot].masked_fill(places >= emitted, 0.0).sum(1)
+        spent, allowed = (kept[slot].masked_fill(places >= emitted, 0.0).sum(1) for kept in (self.cost, self.allowed))
         self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
+        self.overspent[slot] = (self.overspent[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
         self.cost.index_fill_(0, slot, 0.0)
+        self.allowed.index_fill_(0, slot, 0.0)
         self.seen[slot] = total
         self.ledger.add(spent, emitted[:, 0].clamp_max(self.nodes) * (self.kind[slot] >= 0))
 

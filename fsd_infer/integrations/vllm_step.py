@@ -113,14 +113,16 @@ class Chains(Evidence):
         step: the drafts.
         scores: [B, N, V] ln p up to a constant; at temperature 0 raw logits.
         greedy: temperature 0.
+        overspent: [B] see :class:`Verification`.
     """
 
-    def __init__(self, step: Step, scores: Tensor, greedy: bool) -> None:
+    def __init__(self, step: Step, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
         batch, nodes = step.shape
         tree = DraftTree.chain(step.tokens.clamp_min(0), scores.new_empty(batch, 0, scores.shape[-1]))
         tree.q_index = torch.full_like(step.tokens, -1)  # vLLM does not say what its drafter's distribution was
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
-        super().__init__(Verification(tree, scores, scores, greedy, uniforms, texts=step.texts), lazy=False)
+        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
+        super().__init__(round, lazy=False)
         self.drafted = step.drafted
 
     @cached_property
