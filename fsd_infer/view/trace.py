@@ -1,0 +1,116 @@
+"""What every round of one answer drafted, verified and emitted, as JSON values for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.chat.pieces import token_pieces
+from fsd_infer.divergence import divergence
+from fsd_infer.engine.ngrams import kinds
+from fsd_infer.engine.rounds import Round
+from fsd_infer.rules import Source
+
+SOURCES = {"lookup": "memory", "recycle": "recycle"}  # proposers by their names; all others: "head"
+
+
+class Trace:
+    """Rounds of one answer.
+
+    Args:
+        tokenizer: of the target.
+        prompt: token ids.
+        proposers: names of what the drafter is made of, see :attr:`.Drafter.proposers`.
+
+    Attributes:
+        rounds: what :meth:`add` made, in order; the first is the prefill, without nodes.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], proposers: Sequence[str]) -> None:
+        self.tokenizer, self.prompt = tokenizer, list(prompt)
+        self.proposers = [SOURCES.get(name, "head") for name in proposers]
+        self.tokens: list[int] = []
+        self.rounds: list[dict[str, Any]] = []
+
+    def add(self, round: Round) -> dict[str, Any]:
+        """A round of the answer: seconds by phase, the tree's nodes, the emitted tokens."""
+        log_p = round.logits.float().log_softmax(-1)
+        log_q = _draft_log_probs(round, log_p.shape[-1])
+        first = len(self.tokens)
+        self.tokens += round.tokens
+        made = {
+            **{name: round.seconds.get(name, 0.0) for name in ("draft", "target", "rule")},
+            "nodes": self._nodes(round, log_p, log_q) if self.rounds else [],
+            "tokens": self._emitted(round, log_p, log_q, first),
+        }
+        if not self.rounds:
+            made["target"] = round.seconds.get("prefill", 0.0)
+        self.rounds.append(made)
+        return made
+
+    def _nodes(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
+        """Every node with what target and drafter say of it after its parent. The root comes first."""
+        accepted = round.path[: len(round.tokens)]
+        found = []
+        for node, (token, parent) in enumerate(zip(round.nodes, round.parents, strict=True)):
+            known = log_q.get(parent)
+            found.append(
+                {
+                    "text": token_pieces(self.tokenizer, [round.nodes[parent], token])[-1],
+                    "parent": parent,
+                    "lnp": float(log_p[parent, token]) if node else 0.0,
+                    "lnq": None if known is None or not node else _finite(known[token]),
+                    "source": self.proposers[round.proposers[node]] if node else None,
+                    "accepted": node in accepted,
+                }
+            )
+        return found
+
+    def _emitted(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor], first: int) -> list[dict[str, Any]]:
+        pieces = token_pieces(self.tokenizer, self.tokens)
+        new_or_not = kinds(self.prompt, self.tokens)
+        js = divergence("js")
+        found = []
+        for step, token in enumerate(round.tokens):
+            node, place = round.path[step], first + step
+            own, known = log_p[node], log_q.get(node)
+            best = int(own.argmax())
+            drafted = round.sources[step] != Source.TARGET
+            proposer = round.proposers[round.path[step + 1]] if drafted and step + 1 < len(round.path) else None
+            found.append(
+                {
+                    "text": pieces[place],
+                    "source": "target" if proposer is None else self.proposers[proposer],
+                    "lossy": round.sources[step] == Source.GATE,
+                    "lnp": _finite(own[token]),
+                    "rank": 1 + int((own > own[token]).sum()),
+                    "best": token_pieces(self.tokenizer, [*self.tokens[max(place - 1, 0) : place], best])[-1],
+                    "best_lnp": float(own[best]),
+                    "lnq": None if known is None else _finite(known[token]),
+                    "js": None if known is None else float(js(own[None], known[None])[0]),
+                    "nats": round.spent[step],
+                    "copied": new_or_not[place] == "copied",
+                    "repeated": new_or_not[place] == "repeated",
+                }
+            )
+        return found
+
+
+def _draft_log_probs(round: Round, vocabulary: int) -> dict[int, Tensor]:
+    """By inner node the drafter's log-probabilities [V], -inf outside its vocabulary; nothing where it gave none."""
+    found = {}
+    for node, row in enumerate(round.q_index):
+        if row >= 0:
+            log_q = round.q_logits[row].float().log_softmax(-1)
+            if round.draft_ids is not None:
+                log_q = torch.full((vocabulary,), -torch.inf).index_copy(0, round.draft_ids.cpu(), log_q.cpu())
+            found[node] = log_q.to(round.logits.device)
+    return found
+
+
+def _finite(value: Tensor) -> float | None:
+    number = float(value)
+    return number if number > -1e30 else None
