@@ -7,10 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
@@ -100,7 +104,12 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
         (asked(rule="nonsense"), 400, "nonsense"),
         (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
         (asked(temperature=-1), 400, "temperature"),
-        (asked(n=2), 400, "n: "),
+        (asked(n=0), 400, "n: "),
+        (asked(tools=[]), 400, "tools: this server does not support it"),
+        (asked(response_format={"type": "json_object"}), 400, "response_format.type: "),
+        (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
+        (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
+        (asked(model="another"), 404, "model 'another' is not here"),
         ({"max_tokens": 4}, 400, "messages"),
         (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
         (b'{"messages": [', 400, "the body is no JSON"),
@@ -152,12 +161,12 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(toy_decoder: FuzzyDecode
 
     batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
     aborted, waiting, late, more = (make_job(toy_decoder, new, slow) for new in (24, 24, 3, 24))
-    batcher.submit(aborted)
+    batcher.submit([aborted])
     assert started.wait(30)
-    batcher.submit(waiting)
-    batcher.submit(late)
-    with pytest.raises(UnavailableError, match="2 requests are waiting"):
-        batcher.submit(more)
+    batcher.submit([waiting])
+    batcher.submit([late])
+    with pytest.raises(UnavailableError, match="2 answers are waiting"):
+        batcher.submit([more])
     aborted.cancelled = waiting.cancelled = True
     go.set()
     assert ended.wait(30)
@@ -178,15 +187,15 @@ def test_a_server_that_stops_ends_answers_at_once(toy_decoder: FuzzyDecoder) -> 
 
     running, waiting = (make_job(toy_decoder, 40, tell) for _ in range(2))
     batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
-    batcher.submit(running)
-    batcher.submit(waiting)
+    batcher.submit([running])
+    batcher.submit([waiting])
     queued.set()
     assert begun.wait(60)
     batcher.close()
     assert told == [running, waiting] and running.reason == "length" and len(running.ids) < 40
     assert isinstance(waiting.reason, UnavailableError)
     with pytest.raises(UnavailableError, match="stopping"):
-        batcher.submit(waiting)
+        batcher.submit([waiting])
 
 
 def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
@@ -205,3 +214,101 @@ def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
         bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
         found = list(pool.map(lambda body: client.post("/v1/completions", json=body).status_code, bodies))
     assert found == [400, 200, 200, 400]
+
+
+SAID = {  # a value for every field that is honoured
+    "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_completion_tokens": 4, "max_tokens": 4, "model": "", "n": 2,
+    "presence_penalty": 0.5, "seed": 3, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
+    "temperature": 0.5, "top_p": 0.9, "user": "me", "messages": [{"role": "user", "content": "the cat"}],
+    "prompt": "the cat",
+}  # fmt: skip
+NEUTRAL = {  # accepted where it changes nothing, and another value
+    "best_of": (1, 2), "echo": (False, True), "suffix": ("", "x"), "modalities": (["text"], ["audio"]),
+    "response_format": ({"type": "text"}, {"type": "json_object"}), "service_tier": ("auto", "flex"),
+    "store": (False, True), "tool_choice": ("none", "auto"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path: str, repo_root: Path) -> None:
+    """Of the fields that the openai client knows none is ignored, and the page on serving names each."""
+    kind = chat_params if path == CHAT else completion_params
+    base = asked() if path == CHAT else {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
+    page = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
+    for name in get_type_hints(kind.CompletionCreateParamsNonStreaming):
+        assert f"`{name}`" in page, f"docs/serving.md does not name {name}"
+        if name in ("logprobs", "top_logprobs"):
+            tried = [({"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}, 200)]
+        elif name in SAID:
+            tried = [({name: SAID[name]}, 200)]
+        elif name in NEUTRAL:
+            tried = [({name: value}, status) for value, status in zip(NEUTRAL[name], (200, 400))]
+        else:
+            tried = [({name: "x"}, 400)]
+        for fields, status in tried:
+            found = client.post(path, json={**base, **fields})
+            assert found.status_code == status, (name, found.text)
+            assert status == 200 or name in found.json()["error"]["message"]
+
+
+def test_several_answers_are_those_of_their_seeds(client: TestClient) -> None:
+    body = {"prompt": "the cat sat", "max_tokens": 6, "temperature": 1.0, "rule": "exact"}
+    alone = [client.post("/v1/completions", json={**body, "seed": seed}).json()["choices"][0] for seed in (5, 6)]
+    both = client.post("/v1/completions", json={**body, "seed": 5, "n": 2}).json()
+    assert [choice["text"] for choice in both["choices"]] == [choice["text"] for choice in alone]
+    assert [choice["index"] for choice in both["choices"]] == [0, 1]
+    with client.stream("POST", "/v1/completions", json={**body, "seed": 5, "n": 2, "stream": True}) as response:
+        lines = [json.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line]
+    for index, choice in enumerate(alone):
+        own = [line["choices"][0] for line in lines if line["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in own) == choice["text"] and own[-1]["finish_reason"]
+
+
+def test_log_probabilities_are_the_target_s(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
+    """By a forward of the target's own over prompt and answer; the same in a stream."""
+    body = asked(rule="tilted:0.5:novel=0", logprobs=True, top_logprobs=3)
+    choice = client.post(CHAT, json=body).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    tokenizer, model = toy_decoder.tokenizer, toy_decoder.target.model
+    out = toy_decoder.generate("the cat sat on the mat", "tilted:0.5:novel=0", max_new_tokens=8, temperature=0)
+    prompt, answer = toy_decoder.encode("the cat sat on the mat"), out.sequences[0]
+    with torch.inference_mode():
+        log_p = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    assert [entry["token"] for entry in entries] == [tokenizer.decode([token]) for token in answer]
+    wanted = log_p[torch.arange(len(answer)), torch.tensor(answer)].tolist()
+    assert [entry["logprob"] for entry in entries] == pytest.approx(wanted, abs=1e-4)
+    for entry, row in zip(entries, log_p, strict=True):
+        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
+        lines = [json.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line]
+    streamed_entries = [entry for line in lines for entry in line["choices"][0]["logprobs"]["content"]]
+    assert [entry["token"] for entry in streamed_entries] == [entry["token"] for entry in entries]
+    plain = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2})
+    found = plain.json()["choices"][0]["logprobs"]
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) and found["text_offset"][0] == 0
+
+
+def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
+    """Greedy answers beside a loop of the target's own; what the prompt says is not penalised."""
+    prompt = toy_decoder.encode("the cat sat on the mat", chat=False)
+    model = toy_decoder.target.model
+    with torch.inference_mode():
+        first = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    fields = {"logit_bias": {str(first): -3.5}, "presence_penalty": 0.7, "frequency_penalty": 1.1}
+    answer: list[int] = []
+    for _ in range(10):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0, -1].float()
+        logits = logits.clone()
+        for token in set(answer):
+            logits[token] -= 0.7 + 1.1 * answer.count(token)
+        logits[first] -= 3.5
+        answer.append(int(logits.argmax()))
+    others = [toy_decoder.encode("the end of it is there", chat=False), prompt]
+    bodies = [{"prompt": ids, "max_tokens": 10, "temperature": 0, "rule": "exact", **fields} for ids in [*others, prompt]]
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies))
+    eos = toy_decoder.target.model.generation_config.eos_token_id
+    ends = [place + 1 for place, token in enumerate(answer) if token == eos]
+    wanted = toy_decoder.tokenizer.decode(answer[: min(ends, default=10)], skip_special_tokens=True)
+    assert texts[1] == texts[2] == wanted

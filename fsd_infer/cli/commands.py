@@ -18,7 +18,7 @@ from typing import Any
 
 from fsd_infer.cli.run import needed
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.files import jsonable
+from fsd_infer.files import jsonable, writable, write_text
 
 LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
 
@@ -34,6 +34,7 @@ def generate(args: argparse.Namespace) -> int:
     rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder knows where that one lies
     options = request_options(args)
     models = _decoder_options(args)
+    page = None if args.html is None else writable(args.html, "--html")
     prompt = check_text(read_prompt(args), "the prompt")
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)
@@ -43,11 +44,13 @@ def generate(args: argparse.Namespace) -> int:
 
         if decoder.tokenizer is not None:
             streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    trace = None if page is None else _trace(decoder, decoder.encode(prompt, False if args.raw else None))
     out = decoder.generate(
         prompt,
         rule,
         seed=args.seed,
         streamer=streamer,
+        on_round=None if trace is None else lambda row, round: trace.add(round),
         chat=False if args.raw else None,
         max_cache_bytes=args.max_cache_gib,
         **options,
@@ -63,8 +66,21 @@ def generate(args: argparse.Namespace) -> int:
         print(report.legend(colour))
     elif streamer is None:
         print(out.texts[0])
+    if page is not None:
+        from fsd_infer.view.html import answers_page
+
+        write_text(page, answers_page({args.rule: trace.rounds}))
     print(report.stats_line(out.stats), file=sys.stderr)
     return 0
+
+
+def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
+    """Of one answer, for the page. Raises FsdError for a target without a tokenizer."""
+    from fsd_infer.chat.encoding import need_tokenizer
+    from fsd_infer.view.trace import Trace
+
+    tokenizer = need_tokenizer(decoder.tokenizer, decoder.target.name)
+    return Trace(tokenizer, prompt, decoder.drafter.proposers)
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,8 +106,8 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
         raise FsdError(f"--temperature must be 0 or above and finite, got {args.temperature}.")
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.num_beams > 1:
-        for option in ("stream", "show_accepted"):
-            if getattr(args, option):
+        for option in ("stream", "show_accepted", "html"):
+            if getattr(args, option, None):
                 raise FsdError(f"--{option.replace('_', '-')} shows one growing answer: leave --num-beams out.")
         options["num_beams"] = args.num_beams
         if args.beam_options is not None:

@@ -111,6 +111,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--stream", action="store_true", help="print words as they come")
     output.add_argument("--json", action="store_true", help="print one record: text, tokens, their sources, statistics")
     output.add_argument("--show-accepted", action="store_true", help="mark every token by where it came from")
+    output.add_argument("--html", metavar="FILE", help="write a page: tokens by source, draft trees, time per round")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="of --show-accepted")
 
 

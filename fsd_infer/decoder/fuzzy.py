@@ -20,6 +20,7 @@ from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import give_back
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import RuleLike
@@ -214,6 +215,7 @@ class FuzzyDecoder:
         seed: int | None = None,
         streamer: Any = None,
         on_tokens: Callable[[int, list[int]], object] | None = None,
+        on_round: Callable[[int, Round], None] | None = None,
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
@@ -234,6 +236,7 @@ class FuzzyDecoder:
             streamer: a transformers streamer (one prompt only).
             on_tokens: called with (prompt's place, new tokens) as soon as they are final; a true result ends that
                 answer.
+            on_round: called with (prompt's place, a :class:`.Round`) before the round's tokens; for those who look on.
             chat: see :meth:`encode`.
             measure_log_likelihood: also record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
@@ -256,6 +259,7 @@ class FuzzyDecoder:
                 *prepare(self.target, ids, generation_config, overrides),
                 streamer=streamer,
                 on_tokens=on_tokens,
+                on_round=on_round,
                 seed=seed,
                 measure_log_likelihood=measure_log_likelihood,
                 max_cache_bytes=max_cache_bytes,

@@ -21,7 +21,7 @@ from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.encoding import need_tokenizer
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
 from fsd_infer.drafters import Drafter
-from fsd_infer.engine import Outcome, Request, decode
+from fsd_infer.engine import Outcome, Request, Round, decode
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.request.options import check_config, check_numbers, reads_prompts, split_options
 from fsd_infer.rules import RuleLike, parse_rules
@@ -29,6 +29,7 @@ from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
 
 OnTokens = Callable[[int, list[int]], object]
+OnRound = Callable[[int, Round], None]
 
 
 def prepare(
@@ -127,6 +128,7 @@ def decode_request(
     *,
     streamer: Any = None,
     on_tokens: OnTokens | None = None,
+    on_round: OnRound | None = None,
     seed: int | None = None,
     measure_log_likelihood: bool = False,
     max_cache_bytes: int | None = None,
@@ -151,6 +153,8 @@ def decode_request(
         rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
     rules = parse_rules(rule)
     beams, answers = config.num_beams or 1, config.num_return_sequences or 1
+    if beams > 1 and on_round is not None:
+        raise FsdError("on_round is about single answers: leave num_beams out.")
     if beams == 1 and beam_options is not None:
         raise FsdError("beam_options are about beams: set num_beams to more than 1, or leave them out.")
     if streamer is not None and len(request.prompts) > 1:
@@ -159,6 +163,7 @@ def decode_request(
         request,
         generator=_generator(seed, target.device),
         on_tokens=on_tokens if streamer is None else _streamed(streamer, on_tokens),
+        on_round=on_round,
         measure_log_likelihood=measure_log_likelihood,
         max_cache_bytes=max_cache_bytes,
     )

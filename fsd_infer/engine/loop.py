@@ -22,6 +22,7 @@ from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.learning import LearningSession
 from fsd_infer.drafters.online import Law
 from fsd_infer.drafters.shape import AUTO
+from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
@@ -46,6 +47,7 @@ class Request:
             their ``scores`` are None.
         eos_token_ids: tokens that end an answer.
         generator: randomness; None for torch's global generator.
+        on_round: called with (row, round) before ``on_tokens``, if anyone looks on.
         on_tokens: called with (row, tokens) as soon as tokens of an answer are final; what is true of its result ends
             the answer there.
         padded_prompts: the prompts as processors and criteria are to see them, left-padded; None: without padding.
@@ -60,6 +62,7 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
+    on_round: Callable[[int, Round], None] | None = None
     on_tokens: Callable[[int, list[int]], object] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
@@ -154,6 +157,7 @@ class _Batch:
         self.clock = clock_of(self.device)
         self.prefill_seconds = 0.0
         self.known_tokens = 0  # of the prompts, that an earlier request had read
+        self.phases_shown: list[dict[str, float]] = [{} for _ in range(count)]
         self.features_read: list[list[Tensor]] = [[] for _ in range(count)]  # of the request's rows, if they are kept
 
     @property
@@ -171,6 +175,8 @@ class _Batch:
         self._keep_features(features, self.lengths)
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._verdict(tree, logits)
+        if self.request.on_round is not None:
+            self.clock.lap("prefill")
         self._emit(tree, verdict, logits)
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
@@ -200,6 +206,8 @@ class _Batch:
     def apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
         """Let each row's rule choose; emit what it accepted."""
         verdict = self._verdict(tree, logits)
+        if self.request.on_round is not None:
+            self.clock.lap("rule")
         for row in self.rows:
             self.records[row].target_forwards += 1
         self._emit(tree, verdict, logits)
@@ -306,8 +314,31 @@ class _Batch:
             if log_p is not None:
                 record.log_likelihoods += log_p[index][:new]
             record.decode_seconds = elapsed if self.prefill_seconds else 0.0
+            if self.request.on_round is not None:
+                self.request.on_round(row, self._round(index, tree, verdict, logits, record.tokens[start:]))
             if self.request.on_tokens is not None and self.request.on_tokens(row, record.tokens[start:]):
                 record.finish_reason = record.finish_reason or "stop"
+
+    def _round(self, index: int, tree: DraftTree, verdict: Verdict, logits: Tensor, tokens: list[int]) -> Round:
+        """What happened to one row of the batch."""
+        nodes = [node for node in range(tree.tokens.shape[1]) if node not in tree.padding[index]]
+        proposer = (lambda node: 0) if tree.rows is None else tree.rows[index].proposer
+        phases = self.clock.phases()
+        known, self.phases_shown[index] = self.phases_shown[index], phases
+        return Round(
+            nodes=tree.tokens[index, nodes].tolist(),
+            parents=tree.parents[index, nodes].tolist(),
+            proposers=[proposer(node) for node in nodes],
+            q_index=tree.q_index[index, nodes].tolist(),
+            q_logits=tree.q_logits[index],
+            draft_ids=tree.draft_ids,
+            logits=logits[index],
+            path=verdict.path[index].tolist(),
+            tokens=tokens,
+            sources=verdict.sources[index, : len(tokens)].tolist(),
+            spent=verdict.spent[index, : len(tokens)].tolist(),
+            seconds={name: seconds - known.get(name, 0.0) for name, seconds in phases.items()},
+        )
 
     def _finish_reason(self, row: int, token: int) -> str | None:
         """Why the answer ends with its newest token, or None."""

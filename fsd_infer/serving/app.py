@@ -1,4 +1,4 @@
-"""The HTTP side of `fsd-infer serve`: OpenAI's completions and chat completions, and what operators ask for."""
+"""The HTTP side of `fsd-infer serve`: OpenAI's completions and chat completions, the page, what operators ask for."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import asyncio
 import json
 import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from pydantic import BaseModel, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
+from fsd_infer.files import jsonable
 from fsd_infer.rules import parse_rule
+from fsd_infer.serving.adjust import Adjustment
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
+from fsd_infer.serving.fields import UNSUPPORTED, Asked, ChatAsked, CompletionAsked, ViewAsked
+from fsd_infer.serving.replies import Reply
+from fsd_infer.view.html import server_page
+from fsd_infer.view.trace import Trace
 
-Told = asyncio.Queue[tuple[str, "Job | None"]]  # new text, and the job when it is over
+Said = tuple[int, Any, bool]  # which answer, what is new of it, is it over
 
 
 @dataclass(frozen=True)
@@ -45,40 +50,6 @@ class Limits:
     max_new_tokens: int = 4096
     max_bytes: int = 1 << 20
     seconds: float = 600.0
-
-
-class Asked(BaseModel):
-    """What both kinds of completion share. Fields that are not named here are ignored, as other servers do."""
-
-    model: str = ""
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    seed: int | None = Field(None, ge=0)
-    n: int = Field(1, ge=1, le=1)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] = {}
-    rule: str | None = None
-    vllm_xargs: dict[str, Any] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_left_out(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
-
-
-class CompletionAsked(Asked):
-    """POST /v1/completions."""
-
-    prompt: str | list[int]
-
-
-class ChatAsked(Asked):
-    """POST /v1/chat/completions."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
 
 
 class BodyLimit:
@@ -135,7 +106,8 @@ class Service:
         router = APIRouter()
         router.add_api_route("/metrics", self.prometheus)
         router.add_api_route("/v1/models", self.models)
-        for path, route in (("/v1/completions", self.completions), ("/v1/chat/completions", self.chat)):
+        posts = {"/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/view/decode": self.view}
+        for path, route in posts.items():
             router.add_api_route(path, route, methods=["POST"], response_model=None)
         return router
 
@@ -155,6 +127,27 @@ class Service:
         messages = [{**message, **_joined(message.get("content"))} for message in asked.messages]
         return await self.answer(asked, messages, True, request)
 
+    async def page(self) -> HTMLResponse:
+        headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+        return HTMLResponse(server_page(self.rule), headers=headers)
+
+    async def view(self, asked: ViewAsked, request: Request) -> Response:
+        """The rounds of one answer, as they are decoded."""
+        said: asyncio.Queue[Said] = asyncio.Queue()
+        whole = CompletionAsked(prompt=asked.prompt, **asked.model_dump(exclude={"prompt"}))
+        (job,) = self.jobs(whole, asked.prompt, None)
+        trace = Trace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
+        tell = self.teller(said)
+        job.on_round = lambda round: tell(0, trace.add(round), None)
+        job.tell = lambda text, done: None if done is None else tell(0, None, done)
+        self.submit([job])
+
+        async def events() -> AsyncIterator[str]:
+            async for _, round in self.parts([job], said, request):
+                yield _event(round)
+
+        return StreamingResponse(_guarded(events()), media_type="text/event-stream")
+
     async def malformed(self, request: Request, error: Exception) -> JSONResponse:
         """The answer to a body that is no such request."""
         assert isinstance(error, RequestValidationError)
@@ -163,66 +156,94 @@ class Service:
         where = ".".join(map(str, first["loc"][1:]))
         if first["type"] == "json_invalid":
             return _error(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
+        if first["type"] == UNSUPPORTED:
+            return _error(400, f"{where}: this server does not support it. Leave it out; docs/serving.md lists what it does.")
+        if first["type"] == "value_error":
+            return _error(400, str(first["ctx"]["error"]))
         if not where:
             return _error(400, "the body must be a JSON object, with the header Content-Type: application/json.")
         return _error(400, f"{where}: {first['msg']}")
 
     async def answer(self, asked: Asked, prompt: Any, is_chat: bool, request: Request) -> Response:
-        job, told = self.submit(asked, prompt, is_chat)
-        reply = _Reply(self.decoder.target.name, is_chat)
-        parts = self.parts(job, told, request)
+        """One request's answers, streamed or whole. Raises HTTPException."""
+        if asked.model not in ("", self.decoder.target.name):
+            raise HTTPException(404, f"model {asked.model!r:.80} is not here: this server has {self.decoder.target.name!r}.")
+        said: asyncio.Queue[Said] = asyncio.Queue()
+        jobs = self.jobs(asked, prompt, is_chat)
+        tell = self.teller(said)
+        for index, job in enumerate(jobs):
+            job.tell = partial(tell, index)
+        self.submit(jobs)
+        reply = Reply(self.decoder.target.name, is_chat, jobs)
+        parts = self.parts(jobs, said, request)
         if asked.stream:
-            with_usage = bool(asked.stream_options.get("include_usage"))
-            return StreamingResponse(_events(parts, reply, job, with_usage), media_type="text/event-stream")
+            events = _events(parts, reply, asked.stream_options.include_usage)
+            return StreamingResponse(_guarded(events), media_type="text/event-stream")
         try:
-            text = "".join([part async for part in parts])
+            async for _ in parts:
+                pass
         except Exception as error:
             status = 503 if isinstance(error, UnavailableError) else 400 if isinstance(error, FsdError) else 500
-            raise HTTPException(status, _said(error)) from error
-        return JSONResponse(reply.whole(text, job))
+            raise HTTPException(status, _message(error)) from error
+        return JSONResponse(jsonable(reply.whole()))
 
-    def submit(self, asked: Asked, prompt: Any, is_chat: bool) -> tuple[Job, Told]:
-        """The job, queued, and where its text arrives. Raises HTTPException."""
-        told: Told = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def tell(text: str, done: Job | None) -> None:
-            if done is not None and done.stats is not None:
-                self.metrics.add(done.stats)
-            loop.call_soon_threadsafe(told.put_nowait, (text, done))
-
+    def jobs(self, asked: Asked, prompt: Any, is_chat: bool | None) -> list[Job]:
+        """A job per answer, not queued. Raises HTTPException for what cannot be decoded."""
         try:
-            job = _job(self.decoder, asked, prompt, is_chat, self.rule, self.limits)
-            job.tell = tell
-            self.batcher.submit(job)
-        except UnavailableError as error:
-            self.metrics.requests.labels("refused").inc()
-            raise HTTPException(503, str(error)) from error
+            return _jobs(self.decoder, asked, prompt, is_chat, self.rule, self.limits)
         except FsdError as error:
             self.metrics.requests.labels("malformed").inc()
             raise HTTPException(400, str(error)) from error
-        return job, told
 
-    async def parts(self, job: Job, told: Told, request: Request) -> AsyncIterator[str]:
-        """New text until the end; a client that went away cancels the job. Raises what made it fail."""
+    def teller(self, said: asyncio.Queue[Said]) -> Callable[[int, Any, Job | None], None]:
+        """Puts what the decoding thread says into the queue of the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def tell(index: int, new: Any, done: Job | None) -> None:
+            if done is not None and done.stats is not None:
+                self.metrics.add(done.stats)
+            loop.call_soon_threadsafe(said.put_nowait, (index, new, done is not None))
+
+        return tell
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue all of them or none. Raises HTTPException."""
         try:
-            while True:
+            self.batcher.submit(jobs)
+        except UnavailableError as error:
+            self.metrics.requests.labels("refused").inc()
+            raise HTTPException(503, str(error)) from error
+
+    async def parts(
+        self, jobs: Sequence[Job], said: asyncio.Queue[Said], request: Request
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """What is new of which answer, until all are over: at its end None. A client that went away cancels the jobs.
+        Raises what made one fail.
+        """
+        running = len(jobs)
+        try:
+            while running:
                 try:
-                    text, done = await asyncio.wait_for(told.get(), 0.25)
+                    index, new, over = await asyncio.wait_for(said.get(), 0.25)
                 except asyncio.TimeoutError:
-                    text, done = "", None
-                if done is not None:
-                    if isinstance(done.reason, Exception):
-                        raise done.reason
+                    if await request.is_disconnected():
+                        return
+                    continue
+                if new:
+                    yield index, new
+                if over:
+                    reason = jobs[index].reason
+                    if isinstance(reason, Exception):
+                        raise reason
+                    running -= 1
+                    yield index, None
+                elif await request.is_disconnected():
                     return
-                if await request.is_disconnected():
-                    return
-                if text:
-                    yield text
         finally:
-            job.cancelled = job.reason is None
-            outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
-            self.metrics.requests.labels(outcome).inc()
+            for job in jobs:
+                job.cancelled = job.reason is None
+                outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
+                self.metrics.requests.labels(outcome).inc()
 
 
 def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None = None, api_key: str = "") -> FastAPI:
@@ -259,6 +280,7 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, service.malformed)
     app.add_api_route("/health", _health)
+    app.add_api_route("/", service.page)
     app.include_router(service.routes(), dependencies=[Depends(check_key)])
     return app
 
@@ -273,78 +295,56 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     return _error(error.status_code, str(error.detail), headers)
 
 
-async def _events(parts: AsyncIterator[str], reply: _Reply, job: Job, with_usage: bool) -> AsyncIterator[str]:
-    """A stream's text."""
+async def _events(parts: AsyncIterator[tuple[int, Any]], reply: Reply, with_usage: bool) -> AsyncIterator[str]:
+    async for index, text in parts:
+        yield reply.event(index, text or "", None if text else str(reply.jobs[index].reason))
+    if with_usage:
+        yield reply.usage_event()
+
+
+async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """A stream with its end. The status has been sent: what goes wrong now is said in the stream."""
     try:
-        async for text in parts:
-            yield reply.event(text, None)
-        yield reply.event("", str(job.reason))
-        if with_usage:
-            yield reply.usage_event(job)
-    except Exception as error:  # the status has been sent: say it in the stream
-        yield f"data: {json.dumps({'error': {'message': _said(error)}})}\n\n"
+        async for event in events:
+            yield event
+    except Exception as error:
+        yield _event({"error": {"message": _message(error)}})
     yield "data: [DONE]\n\n"
 
 
-def _job(decoder: FuzzyDecoder, asked: Asked, prompt: Any, is_chat: bool, rule: str, limits: Limits) -> Job:
+def _event(what: Any) -> str:
+    return f"data: {json.dumps(jsonable(what))}\n\n"
+
+
+def _jobs(
+    decoder: FuzzyDecoder, asked: Asked, prompt: Any, is_chat: bool | None, rule: str, limits: Limits
+) -> list[Job]:
     """Raises FsdError for what cannot be decoded."""
     ids = decoder.encode(prompt, chat=is_chat if isinstance(prompt, str) else None)
     room = decoder.target.max_positions
-    most = asked.max_completion_tokens or asked.max_tokens or limits.max_new_tokens
+    most = asked.most_tokens or limits.max_new_tokens
     if room is not None and len(ids) >= room:
         raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}.")
-    named = asked.rule or asked.vllm_xargs.get("rule") or rule
     greedy = asked.temperature == 0
-    sampling: dict[str, Any] = {"do_sample": not greedy, "top_k": None, "seed": asked.seed}
-    sampling.update(temperature=None, top_p=None) if greedy else sampling.update(
-        temperature=asked.temperature, top_p=asked.top_p
-    )
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    deadline = time.monotonic() + limits.seconds
-    new = min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids))
-    return Job(
-        ids, parse_rule(named), sampling, new, [text for text in stop if text], deadline, lambda text, done: None
-    )
-
-
-@dataclass
-class _Reply:
-    """OpenAI's envelopes."""
-
-    model: str
-    is_chat: bool
-
-    def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.begun = False
-
-    def _envelope(self, choice: dict[str, Any] | None, chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
-        choices = [] if choice is None else [{"index": 0, "logprobs": None, **choice}]
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-    def event(self, text: str, reason: str | None) -> str:
-        """A part of a stream."""
-        role = {} if self.begun else {"role": "assistant"}
-        self.begun = True
-        delta = {**role, **({"content": text} if text else {})}
-        part: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": text}
-        return f"data: {json.dumps(self._envelope({**part, 'finish_reason': reason}, True))}\n\n"
-
-    def usage_event(self, job: Job) -> str:
-        """The part of a stream that follows the last one, for clients that ask for it."""
-        return f"data: {json.dumps({**self._envelope(None, True), 'usage': self._usage(job)})}\n\n"
-
-    @staticmethod
-    def _usage(job: Job) -> dict[str, int]:
-        counts = {"prompt_tokens": len(job.prompt), "completion_tokens": len(job.ids)}
-        return {**counts, "total_tokens": sum(counts.values())}
-
-    def whole(self, text: str, job: Job) -> dict[str, Any]:
-        """An answer that is not streamed."""
-        part: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return {**self._envelope({**part, "finish_reason": str(job.reason)}, False), "usage": self._usage(job)}
+    sampling: dict[str, Any] = {"do_sample": not greedy, "top_k": None, "temperature": None, "top_p": None}
+    if not greedy:
+        sampling.update(temperature=asked.temperature, top_p=asked.top_p)
+    adjustment = Adjustment(tuple(asked.logit_bias.items()), asked.presence_penalty, asked.frequency_penalty)
+    adjustment.check(decoder.target.vocab_size)
+    return [
+        Job(
+            prompt=ids,
+            rule=parse_rule(asked.rule or asked.vllm_xargs.rule or rule),
+            sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},
+            max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
+            stop=[text for text in asked.stop if text],
+            deadline=time.monotonic() + limits.seconds,
+            tell=lambda text, done: None,
+            adjustment=adjustment,
+            alternatives=asked.logprobs_asked,
+        )
+        for index in range(asked.n)
+    ]
 
 
 def _joined(content: Any) -> dict[str, str]:
@@ -358,5 +358,5 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, FsdError) else "the server failed; its log says why."

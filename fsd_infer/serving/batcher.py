@@ -11,15 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Rule
+from fsd_infer.serving.adjust import Adjust, Adjustment
 
 log = logging.getLogger(__name__)
 
 
 class UnavailableError(FsdError):
     """The server takes no more requests now: too many wait, or it is stopping."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token of an answer: its text, its log-probability under the target, and the likeliest tokens with theirs."""
+
+    text: str
+    value: float
+    best: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass
@@ -34,6 +45,10 @@ class Job:
         stop: texts that end the answer, and are not part of it.
         deadline: by ``time.monotonic``; then the answer ends as if its length were reached.
         tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
+        adjustment: of the logits; jobs share a batch only if it is the same.
+        alternatives: how many of the likeliest tokens :attr:`logprobs` name; None: no log-probabilities.
+        on_round: called in the decoding thread with every round.
+        logprobs: of the answer's tokens, by the target's own logits, without temperature, bias and penalties.
         text: the answer so far.
         tokens: its length.
         reason: "stop", "length", or why it failed (an exception); None while it runs.
@@ -48,6 +63,10 @@ class Job:
     stop: Sequence[str]
     deadline: float
     tell: Callable[[str, Job | None], None]
+    adjustment: Adjustment = Adjustment()
+    alternatives: int | None = None
+    on_round: Callable[[Round], None] | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     text: str = ""
     reason: str | Exception | None = None
@@ -69,6 +88,22 @@ class Job:
         if self.reason or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
             self._show(whole)
         return bool(self.reason) or self.cancelled
+
+    @property
+    def key(self) -> object:
+        """Jobs with the same key may be decoded together."""
+        return self.sampling, self.adjustment
+
+    def watch(self, round: Round, tokenizer: Any) -> None:
+        """Takes a round, before its tokens."""
+        if self.on_round is not None:
+            self.on_round(round)
+        if self.alternatives is not None:
+            rows = round.logits[round.path[: len(round.tokens)]].float().log_softmax(-1)
+            for row, token in zip(rows, round.tokens, strict=True):
+                values, ids = row.topk(min(self.alternatives, len(row)))
+                best = tuple((tokenizer.decode([i]), v) for i, v in zip(ids.tolist(), values.tolist()))
+                self.logprobs.append(Logprob(tokenizer.decode([token]), float(row[token]), best))
 
     def finish(self, reason: str | Exception, tokenizer: Any = None) -> None:
         """The answer is complete, or failed."""
@@ -101,14 +136,16 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, daemon=True, name="decode")
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises UnavailableError."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs, all or none. Raises UnavailableError."""
         with self._changed:
             if self._closed:
                 raise UnavailableError("the server is stopping.")
-            if len(self.waiting) >= self.max_queue:
-                raise UnavailableError(f"{self.max_queue} requests are waiting: try again later.")
-            self.waiting.append(job)
+            if len(self.waiting) + len(jobs) > self.max_queue:
+                raise UnavailableError(
+                    f"{len(self.waiting)} answers are waiting, and at most {self.max_queue} may: try again later."
+                )
+            self.waiting.extend(jobs)
             self._changed.notify()
 
     def stop(self) -> None:
@@ -139,7 +176,7 @@ class Batcher:
             first = self.waiting[0]
             # seeds make answers reproducible, and a batch would draw in another order
             alone = first.sampling.get("seed") is not None
-            batch = [job for job in self.waiting if job.sampling == first.sampling][: 1 if alone else self.max_batch]
+            batch = [job for job in self.waiting if job.key == first.key][: 1 if alone else self.max_batch]
             for job in batch:
                 self.waiting.remove(job)
             self._running = [job for job in batch if not job.cancelled]
@@ -148,12 +185,17 @@ class Batcher:
     def _decode(self, batch: list[Job]) -> None:
         if not batch:
             return
+        tokenizer, adjustment = self.decoder.tokenizer, batch[0].adjustment
+        watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
+        start = max(len(job.prompt) for job in batch)  # prompts are padded to the longest for processors
         try:
             found = self.decoder.generate(
                 [job.prompt for job in batch],
                 [job.rule for job in batch],
                 max_new_tokens=max(job.max_new_tokens for job in batch),
-                on_tokens=lambda row, ids: batch[row].grow(ids, self.decoder.tokenizer),
+                on_tokens=lambda row, ids: batch[row].grow(ids, tokenizer),
+                on_round=(lambda row, round: batch[row].watch(round, tokenizer)) if watched else None,
+                logits_processor=[Adjust(adjustment, start)] if adjustment else None,
                 **batch[0].sampling,
             )
         except Exception as error:
@@ -168,7 +210,7 @@ class Batcher:
             return
         for job, stats in zip(batch, found.stats.rows, strict=True):
             job.stats = stats
-            job.finish(stats.finish_reason, self.decoder.tokenizer)
+            job.finish(stats.finish_reason, tokenizer)
 
 
 def _overlap(text: str, stop: str) -> int:
