@@ -278,14 +278,19 @@ def test_log_probabilities_are_the_target_s(client: TestClient, toy_decoder: Fuz
     wanted = log_p[torch.arange(len(answer)), torch.tensor(answer)].tolist()
     assert [entry["logprob"] for entry in entries] == pytest.approx(wanted, abs=1e-4)
     for entry, row in zip(entries, log_p, strict=True):
-        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(
+            row.topk(3).values.tolist(), abs=1e-4
+        )
     with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
         lines = [json.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line]
     streamed_entries = [entry for line in lines for entry in line["choices"][0]["logprobs"]["content"]]
     assert [entry["token"] for entry in streamed_entries] == [entry["token"] for entry in entries]
     plain = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2})
     found = plain.json()["choices"][0]["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) and found["text_offset"][0] == 0
+    assert (
+        len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"])
+        and found["text_offset"][0] == 0
+    )
 
 
 def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
@@ -305,9 +310,13 @@ def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyD
         logits[first] -= 3.5
         answer.append(int(logits.argmax()))
     others = [toy_decoder.encode("the end of it is there", chat=False), prompt]
-    bodies = [{"prompt": ids, "max_tokens": 10, "temperature": 0, "rule": "exact", **fields} for ids in [*others, prompt]]
+    bodies = [
+        {"prompt": ids, "max_tokens": 10, "temperature": 0, "rule": "exact", **fields} for ids in [*others, prompt]
+    ]
     with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies))
+        texts = list(
+            pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies)
+        )
     eos = toy_decoder.target.model.generation_config.eos_token_id
     ends = [place + 1 for place, token in enumerate(answer) if token == eos]
     wanted = toy_decoder.tokenizer.decode(answer[: min(ends, default=10)], skip_special_tokens=True)

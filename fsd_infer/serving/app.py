@@ -144,7 +144,8 @@ class Service:
 
         async def events() -> AsyncIterator[str]:
             async for _, round in self.parts([job], said, request):
-                yield _event(round)
+                if round is not None:
+                    yield _event(round)
 
         return StreamingResponse(_guarded(events()), media_type="text/event-stream")
 
@@ -157,7 +158,9 @@ class Service:
         if first["type"] == "json_invalid":
             return _error(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
         if first["type"] == UNSUPPORTED:
-            return _error(400, f"{where}: this server does not support it. Leave it out; docs/serving.md lists what it does.")
+            return _error(
+                400, f"{where}: this server does not support it. Leave it out; docs/serving.md lists what it does."
+            )
         if first["type"] == "value_error":
             return _error(400, str(first["ctx"]["error"]))
         if not where:
@@ -167,7 +170,9 @@ class Service:
     async def answer(self, asked: Asked, prompt: Any, is_chat: bool, request: Request) -> Response:
         """One request's answers, streamed or whole. Raises HTTPException."""
         if asked.model not in ("", self.decoder.target.name):
-            raise HTTPException(404, f"model {asked.model!r:.80} is not here: this server has {self.decoder.target.name!r}.")
+            raise HTTPException(
+                404, f"model {asked.model!r:.80} is not here: this server has {self.decoder.target.name!r}."
+            )
         said: asyncio.Queue[Said] = asyncio.Queue()
         jobs = self.jobs(asked, prompt, is_chat)
         tell = self.teller(said)

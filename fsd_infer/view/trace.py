@@ -33,18 +33,17 @@ class Trace:
         self.tokenizer, self.prompt = tokenizer, list(prompt)
         self.proposers = [SOURCES.get(name, "head") for name in proposers]
         self.tokens: list[int] = []
+        self._shown = 0  # characters of their text that were handed out
         self.rounds: list[dict[str, Any]] = []
 
     def add(self, round: Round) -> dict[str, Any]:
         """A round of the answer: seconds by phase, the tree's nodes, the emitted tokens."""
         log_p = round.logits.float().log_softmax(-1)
         log_q = _draft_log_probs(round, log_p.shape[-1])
-        first = len(self.tokens)
-        self.tokens += round.tokens
         made = {
             **{name: round.seconds.get(name, 0.0) for name in ("draft", "target", "rule")},
             "nodes": self._nodes(round, log_p, log_q) if self.rounds else [],
-            "tokens": self._emitted(round, log_p, log_q, first),
+            "tokens": self._emitted(round, log_p, log_q),
         }
         if not self.rounds:
             made["target"] = round.seconds.get("prefill", 0.0)
@@ -69,20 +68,21 @@ class Trace:
             )
         return found
 
-    def _emitted(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor], first: int) -> list[dict[str, Any]]:
-        pieces = token_pieces(self.tokenizer, self.tokens)
+    def _emitted(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
+        before = len(self.tokens)
+        pieces = [self._piece(token) for token in round.tokens]
         new_or_not = kinds(self.prompt, self.tokens)
         js = divergence("js")
         found = []
         for step, token in enumerate(round.tokens):
-            node, place = round.path[step], first + step
+            node, place = round.path[step], before + step
             own, known = log_p[node], log_q.get(node)
             best = int(own.argmax())
             drafted = round.sources[step] != Source.TARGET
             proposer = round.proposers[round.path[step + 1]] if drafted and step + 1 < len(round.path) else None
             found.append(
                 {
-                    "text": pieces[place],
+                    "text": pieces[step],
                     "source": "target" if proposer is None else self.proposers[proposer],
                     "lossy": round.sources[step] == Source.GATE,
                     "lnp": _finite(own[token]),
@@ -97,6 +97,15 @@ class Trace:
                 }
             )
         return found
+
+    def _piece(self, token: int) -> str:
+        """What the next token adds to the text. One that ends inside a character adds nothing."""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        piece, self._shown = text[self._shown :], len(text)
+        return piece
 
 
 def _draft_log_probs(round: Round, vocabulary: int) -> dict[int, Tensor]:

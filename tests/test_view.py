@@ -1,0 +1,219 @@
+"""The page that shows decoding: its numbers are the decoder's, its text is only text, and it works in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+
+from fsd_infer import FuzzyDecoder, TreeShape
+from fsd_infer.cli.main import main
+from fsd_infer.rules import RULES, parse_rule
+from fsd_infer.serving.app import Limits, make_app
+from fsd_infer.view.html import KNOBS, answers_page, server_page
+from fsd_infer.view.trace import Trace
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)></script><b>&amp;\u2028"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def decoder(toy: Any, toy_decoder: FuzzyDecoder) -> FuzzyDecoder:
+    """With a tree of its own: `auto` may draft nothing for models as small as these."""
+    return FuzzyDecoder(toy_decoder.target, toy_decoder.load_drafter(str(toy.drafter), TreeShape(4, 3, 9)))
+
+
+@pytest.mark.parametrize("drafter", ["head", "lookup"])
+def test_a_trace_says_what_the_target_and_the_statistics_say(decoder: FuzzyDecoder, drafter: str) -> None:
+    """Log-probabilities beside a plain forward over the answer; trees whose accepted paths are the emitted tokens."""
+    used = decoder.drafter if drafter == "head" else decoder.load_drafter("lookup")
+    prompt = decoder.encode("the cat sat on the mat the cat sat on the", chat=False)
+    trace = Trace(decoder.tokenizer, prompt, used.proposers)
+    out = decoder.generate(
+        [prompt], "tilted:0.05:novel=0:floor=0", drafter=used, max_new_tokens=40, temperature=0,
+        on_round=lambda row, round: trace.add(round),
+    )  # fmt: skip
+    tokens = [token for round in trace.rounds for token in round["tokens"]]
+    answer, record, stats = out.sequences[0], out.records[0], out.stats.rows[0]
+    text = "".join(token["text"] for token in tokens)  # without the beginning of a character at the end
+    assert text.rstrip("\ufffd") == out.texts[0].rstrip("\ufffd") and len(trace.rounds) == 1 + stats.target_forwards
+    with torch.inference_mode():
+        logits = decoder.target.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    log_p = logits.float().log_softmax(-1)
+    wanted = log_p[torch.arange(len(answer)), torch.tensor(answer)]
+    assert [token["lnp"] for token in tokens] == pytest.approx(wanted.tolist(), abs=1e-4)
+    ranks = [1 + int((row > value).sum()) for row, value in zip(log_p, wanted)]
+    assert [token["rank"] for token in tokens] == ranks
+    assert sum(token["nats"] for token in tokens) == pytest.approx(stats.divergence_spent, abs=1e-6)
+    assert [token["lossy"] for token in tokens] == [source == 2 for source in record.sources]
+    kind = {"head": "head", "lookup": "memory"}[drafter]
+    assert {token["source"] for token in tokens} <= {kind, "target"} and any(t["source"] == kind for t in tokens)
+    for round in trace.rounds[1:]:
+        accepted = [node for node in round["nodes"][1:] if node["accepted"]]
+        assert len(accepted) >= len(round["tokens"]) - 1
+        emitted = [token["lnp"] for token in round["tokens"]][: len(accepted)]
+        assert [node["lnp"] for node in accepted][: len(emitted)] == pytest.approx(emitted, abs=1e-5)
+        assert all(node["parent"] < place for place, node in enumerate(round["nodes"][1:], start=1))
+
+
+def test_a_page_runs_its_own_script_and_shows_text_as_text() -> None:
+    token = {"text": HOSTILE, "source": "target", "lossy": False}
+    page = answers_page({"exact": [{"nodes": [], "tokens": [token]}]})
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy and f"script-src 'sha256-{digest}'" in policy[1] and "default-src 'none'" in policy[1]
+    assert "connect-src 'none'" in policy[1] and "connect-src 'self'" in server_page("exact")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert "<" not in data and json.loads(data)["answers"][0]["rounds"][0]["tokens"][0]["text"] == HOSTILE
+    assert not re.findall(r"(?:src|href)=", page.replace(data, "")) and "innerHTML" not in page
+    assert len(page.splitlines()) < 600
+
+
+def test_the_slider_names_rules_that_parse() -> None:
+    """At both ends and at first; a rule without a knob needs no parameter."""
+    for name in RULES.names():
+        if name in KNOBS:
+            parameter, low, high, first = KNOBS[name]
+            for value in (low, high, first):
+                parse_rule(f"{name}:{parameter}={value:g}")
+        else:
+            parse_rule(name)
+
+
+def test_generate_writes_a_page(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--target", str(toy.target), "--drafter", str(toy.drafter), "--dtype", "fp32"]
+    asked = ["generate", "--prompt", "the cat sat", "--max-new-tokens", "8", *models]
+    assert main([*asked, "--html", str(tmp_path / "new" / "answer.html")]) == 0
+    text = capsys.readouterr().out.strip()
+    (data,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / "new" / "answer.html").read_text(), re.DOTALL)
+    (answer,) = json.loads(data)["answers"]
+    shown = "".join(token["text"] for round in answer["rounds"] for token in round["tokens"])
+    assert answer["title"] == "exact" and shown.strip("\ufffd\n ") == text.strip("\ufffd\n ")
+    assert main([*asked, "--html", str(tmp_path)]) == 2 and "--html" in capsys.readouterr().err
+
+
+# in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: install it from the distribution's packages")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install 'fsd-toolkit[browser]'")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Serving:
+    """The application on the loopback, in a thread."""
+
+    def __init__(self, decoder: FuzzyDecoder) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        app = make_app(decoder, "tilted", Limits(max_new_tokens=64))
+        self.server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            self.thread.join(0.02)
+
+    def stop(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+
+
+@pytest.fixture
+def page(browser: Any, decoder: FuzzyDecoder) -> Iterator[tuple[Any, Serving]]:
+    """The server's page; no error in its console is expected."""
+    serving = Serving(decoder)
+    opened = browser.new_page(viewport={"width": 390, "height": 800})  # a phone
+    errors: list[str] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.goto(f"http://127.0.0.1:{serving.port}/")
+    yield opened, serving
+    opened.close()
+    serving.stop()
+    assert not errors
+
+
+def test_load_stream_click_compare(page: tuple[Any, Serving], decoder: FuzzyDecoder) -> None:
+    opened, _ = page
+    wide = opened.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 390, "the page is wider than a phone"
+    opened.fill("#prompt", "the cat sat on the mat")
+    opened.select_option("#rule", "tilted")
+    opened.fill("#spec", "tilted:0.5:novel=0")
+    opened.fill("#tokens", "16")
+    opened.click("#go")
+    opened.locator("#go:enabled").wait_for()
+    answers = opened.locator(".answer")
+    assert answers.count() == 2 and not opened.locator("#message").is_visible()
+    for place, rule in enumerate(("exact", "tilted:0.5:novel=0")):
+        wanted = decoder.generate("the cat sat on the mat", rule, max_new_tokens=16, temperature=0)
+        if rule == "exact":
+            assert answers.nth(place).text_content().rstrip("\ufffd") == wanted.texts[0].rstrip("\ufffd")
+        assert re.search(r"τ\s*\d", opened.locator(".numbers").nth(place).inner_text())
+    answers.nth(1).focus()
+    opened.keyboard.press("ArrowDown")
+    assert opened.locator("#tree-title").inner_text().startswith("Round 1 of tilted") or opened.locator(
+        "#tree-title"
+    ).inner_text().startswith("Round 2 of tilted")
+    assert opened.locator("#tree svg .node").count() > 1 and "rank under the target" in opened.inner_text("#facts")
+    opened.locator(".answer").nth(0).locator(".token").nth(0).click()
+    assert "Round 0 of exact" in opened.inner_text("#tree-title")
+    assert opened.locator("#time svg").count() == 2
+
+
+def test_what_a_server_refuses_is_said(page: tuple[Any, Serving]) -> None:
+    opened, serving = page
+    opened.fill("#spec", "tilted:-1")
+    opened.fill("#tokens", "4")
+    opened.click("#go")
+    opened.wait_for_selector("#message:not([hidden])")
+    assert "price must be at least" in opened.inner_text("#message")
+    serving.stop()
+    opened.click("#go")
+    opened.locator("#go:enabled").wait_for()
+    assert opened.inner_text("#message")
+
+
+def test_a_stream_that_breaks_off_is_said(page: tuple[Any, Serving]) -> None:
+    opened, _ = page
+    opened.route(
+        "**/view/decode", lambda route: route.fulfill(status=200, body='data: {"tokens": [], "nodes": []}\n\n')
+    )
+    opened.click("#go")
+    opened.wait_for_selector("#message:not([hidden])")
+    assert "before the answer was complete" in opened.inner_text("#message")
+
+
+def test_hostile_text_stays_text(browser: Any, tmp_path: Path) -> None:
+    numbers = {"lnp": -0.5, "rank": 1, "best": HOSTILE, "best_lnp": -0.5, "lnq": None, "js": None, "nats": 0.0}
+    token = {"text": HOSTILE, "source": "head", "lossy": True, "copied": False, "repeated": False, **numbers}
+    node = {"text": HOSTILE, "parent": 0, "lnp": -0.5, "lnq": -1.0, "source": "head", "accepted": True}
+    times = {"draft": 0.1, "target": 0.1, "rule": 0.1}
+    rounds = [{**times, "nodes": [], "tokens": [token]}, {**times, "nodes": [node, node], "tokens": [token]}]
+    (tmp_path / "page.html").write_text(answers_page({HOSTILE: rounds}), encoding="utf-8")
+    opened = browser.new_page(color_scheme="dark")
+    alerts: list[str] = []
+    opened.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+    opened.goto((tmp_path / "page.html").as_uri())
+    opened.locator(".token").nth(1).click()
+    assert opened.title() == "Speculative decoding, token by token" and not alerts
+    assert opened.locator(".token").nth(0).text_content() == HOSTILE and opened.locator("img, b").count() == 0
+    opened.close()
