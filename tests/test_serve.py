@@ -106,7 +106,14 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
         (asked(temperature=-1), 400, "temperature"),
         (asked(n=0), 400, "n: "),
         (asked(tools=[]), 400, "tools: this server does not support it"),
-        (asked(response_format={"type": "json_object"}), 400, "response_format.type: "),
+        (asked(response_format={"type": "json_schema"}), 400, "response_format"),
+        (
+            asked(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+            400,
+            "schema cannot",
+        ),
+        (asked(guided_regex="("), 400, "regular expression cannot be followed"),
+        (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
         (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
         (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
         (asked(model="another"), 404, "model 'another' is not here"),
@@ -224,7 +231,7 @@ SAID = {  # a value for every field that is honoured
 }  # fmt: skip
 NEUTRAL = {  # accepted where it changes nothing, and another value
     "best_of": (1, 2), "echo": (False, True), "suffix": ("", "x"), "modalities": (["text"], ["audio"]),
-    "response_format": ({"type": "text"}, {"type": "json_object"}), "service_tier": ("auto", "flex"),
+    "response_format": ({"type": "text"}, {"type": "xml"}), "service_tier": ("auto", "flex"),
     "store": (False, True), "tool_choice": ("none", "auto"),
 }  # fmt: skip
 

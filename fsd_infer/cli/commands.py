@@ -33,6 +33,7 @@ def generate(args: argparse.Namespace) -> int:
 
     rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder knows where that one lies
     options = request_options(args)
+    guide = _guide(args)
     models = _decoder_options(args)
     page = None if args.html is None else writable(args.html, "--html")
     prompt = check_text(read_prompt(args), "the prompt")
@@ -53,6 +54,7 @@ def generate(args: argparse.Namespace) -> int:
         on_round=None if trace is None else lambda row, round: trace.add(round),
         chat=False if args.raw else None,
         max_cache_bytes=args.max_cache_gib,
+        guide=guide,
         **options,
     )
     record, tokens = out.records[0], out.sequences[0]
@@ -66,7 +68,7 @@ def generate(args: argparse.Namespace) -> int:
         print(report.legend(colour))
     elif streamer is None:
         print(out.texts[0])
-    if page is not None:
+    if page is not None and trace is not None:
         from fsd_infer.view.html import answers_page
 
         write_text(page, answers_page({args.rule: trace.rounds}))
@@ -131,11 +133,22 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def _guide(args: argparse.Namespace) -> Any:
+    """What the answer must be, or None."""
+    if args.schema is None and args.regex is None:
+        return None
+    from fsd_infer.request.guide import Guide
+
+    return Guide.regex(args.regex) if args.schema is None else Guide.json_schema(read_text(args.schema))
+
+
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt's text. Raises DataError for a file that cannot be read."""
-    if args.prompt is not None:
-        return args.prompt
-    named = args.prompt_file
+    return args.prompt if args.prompt is not None else read_text(args.prompt_file)
+
+
+def read_text(named: str) -> str:
+    """A text file, "-" for standard input. Raises DataError for one that cannot be read."""
     try:
         if named == "-":
             text = sys.stdin.read(LONGEST_PROMPT + 1)

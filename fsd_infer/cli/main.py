@@ -101,6 +101,9 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--top-p", type=real_number, metavar="P")
     request.add_argument("--top-k", type=positive, metavar="K")
     request.add_argument("--seed", type=whole_number(0, MOST_SEED))
+    guided = request.add_mutually_exclusive_group()
+    guided.add_argument("--schema", metavar="FILE", help="answer in JSON of this schema")
+    guided.add_argument("--regex", metavar="PATTERN", help="answer with what this regular expression matches")
     request.add_argument(
         "--max-cache-gib",
         type=gibibytes,

@@ -23,9 +23,11 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError
+from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
+from fsd_infer.targets.token_ids import eos_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -205,6 +207,15 @@ class FuzzyDecoder:
             raise FsdError("the prompt encodes to no tokens: give some text.")
         return ids
 
+    def _follow(self, guide: Guide, prompts: list[list[int]], eos: frozenset[int]) -> GuideProcessor:
+        """For answers to these prompts, as processors see them: padded to the longest."""
+        if not eos:
+            raise FsdError(
+                "structured answers end with the target's end-of-text token, and it has none: set eos_token_id."
+            )
+        tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
+        return GuideProcessor(guide, tokenizer, self.target.vocab_size, eos, max(map(len, prompts), default=0))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | Tensor,
@@ -220,6 +231,8 @@ class FuzzyDecoder:
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
         beam_options: BeamOptions | None = None,
+        schema: Mapping[str, Any] | str | None = None,
+        guide: Guide | None = None,
         **overrides: Any,
     ) -> Generation:
         """Decode one prompt or a batch of prompts of any lengths.
@@ -241,6 +254,8 @@ class FuzzyDecoder:
             measure_log_likelihood: also record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
             beam_options: with ``num_beams`` > 1, how beams are drafted.
+            schema: answers are JSON of this schema: short for ``guide=Guide.json_schema(schema)``.
+            guide: what answers must be, see :class:`.Guide`. The law is the rule's beside the masked target.
             overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``num_beams`` ... as in transformers.
 
         Raises:
@@ -252,6 +267,12 @@ class FuzzyDecoder:
         """
         with ending(streamer), self.target.lock:
             ids = [self.encode(prompt, chat) for prompt in _as_list(prompts)]
+            guide = guide if schema is None else Guide.json_schema(schema)
+            if guide is not None:
+                config = generation_config or self.target.model.generation_config
+                ends = eos_ids(GenerationConfig(eos_token_id=overrides.get("eos_token_id", config.eos_token_id)))
+                followed = self._follow(guide, ids, frozenset(ends))
+                overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
             outcome = decode_request(
                 self.target,
                 self.drafter if drafter is None else drafter,

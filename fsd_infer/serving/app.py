@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -108,7 +108,7 @@ class Service:
         router.add_api_route("/v1/models", self.models)
         posts = {"/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/view/decode": self.view}
         for path, route in posts.items():
-            router.add_api_route(path, route, methods=["POST"], response_model=None)
+            router.add_api_route(path, cast(Any, route), methods=["POST"], response_model=None)
         return router
 
     async def prometheus(self) -> PlainTextResponse:
@@ -336,6 +336,11 @@ def _jobs(
         sampling.update(temperature=asked.temperature, top_p=asked.top_p)
     adjustment = Adjustment(tuple(asked.logit_bias.items()), asked.presence_penalty, asked.frequency_penalty)
     adjustment.check(decoder.target.vocab_size)
+    guides = asked.guides
+    if len(guides) > 1:
+        raise FsdError(
+            "an answer follows one of response_format, guided_json, guided_regex and guided_grammar: name one."
+        )
     return [
         Job(
             prompt=ids,
@@ -346,6 +351,7 @@ def _jobs(
             deadline=time.monotonic() + limits.seconds,
             tell=lambda text, done: None,
             adjustment=adjustment,
+            guide=guides[0] if guides else None,
             alternatives=asked.logprobs_asked,
         )
         for index in range(asked.n)

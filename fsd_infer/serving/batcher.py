@@ -14,6 +14,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
+from fsd_infer.request.guide import Guide
 from fsd_infer.rules import Rule
 from fsd_infer.serving.adjust import Adjust, Adjustment
 
@@ -46,6 +47,7 @@ class Job:
         deadline: by ``time.monotonic``; then the answer ends as if its length were reached.
         tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
         adjustment: of the logits; jobs share a batch only if it is the same.
+        guide: what the answer must be, the same for a batch.
         alternatives: how many of the likeliest tokens :attr:`logprobs` name; None: no log-probabilities.
         on_round: called in the decoding thread with every round.
         logprobs: of the answer's tokens, by the target's own logits, without temperature, bias and penalties.
@@ -64,6 +66,7 @@ class Job:
     deadline: float
     tell: Callable[[str, Job | None], None]
     adjustment: Adjustment = Adjustment()
+    guide: Guide | None = None
     alternatives: int | None = None
     on_round: Callable[[Round], None] | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -92,7 +95,7 @@ class Job:
     @property
     def key(self) -> object:
         """Jobs with the same key may be decoded together."""
-        return self.sampling, self.adjustment
+        return self.sampling, self.adjustment, self.guide
 
     def watch(self, round: Round, tokenizer: Any) -> None:
         """Takes a round, before its tokens."""
@@ -195,6 +198,7 @@ class Batcher:
                 max_new_tokens=max(job.max_new_tokens for job in batch),
                 on_tokens=lambda row, ids: batch[row].grow(ids, tokenizer),
                 on_round=(lambda row, round: batch[row].watch(round, tokenizer)) if watched else None,
+                guide=batch[0].guide,
                 logits_processor=[Adjust(adjustment, start)] if adjustment else None,
                 **batch[0].sampling,
             )

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fsd_infer.request.guide import Guide
+
 UNSUPPORTED = "extra_forbidden"  # pydantic's name for a field that is not declared here
 
 
@@ -18,12 +20,37 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class TextFormat(BaseModel):
-    """``response_format`` that asks for nothing."""
+class Schema(BaseModel):
+    """``json_schema`` of a ``response_format``. ``strict`` changes nothing: schemas are always followed."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+    rules: dict[str, Any] = Field({}, alias="schema")
+
+
+class Format(BaseModel):
+    """``response_format``."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Format:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('response_format: "json_schema" goes with the type "json_schema", and with no other.')
+        return self
+
+    @property
+    def guide(self) -> Guide | None:
+        """Raises FsdError for a schema that cannot be followed."""
+        if self.json_schema is not None:
+            return Guide.json_schema(self.json_schema.rules)
+        return Guide.json_object() if self.type == "json_object" else None
 
 
 class VllmArguments(BaseModel):
@@ -59,6 +86,9 @@ class Asked(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     user: str = Field("", max_length=512)
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
     rule: str | None = None
     vllm_xargs: VllmArguments = VllmArguments()
 
@@ -71,6 +101,16 @@ class Asked(BaseModel):
     def most_tokens(self) -> int | None:
         """Of the answer, if the request says so."""
         return self.max_tokens
+
+    @property
+    def guides(self) -> list[Guide]:
+        """What answers must be. Raises FsdError for what cannot be followed."""
+        makers = (
+            (self.guided_json, Guide.json_schema),
+            (self.guided_regex, Guide.regex),
+            (self.guided_grammar, Guide.lark),
+        )
+        return [make(asked) for asked, make in makers if asked is not None]  # type: ignore[operator]
 
     @property
     def logprobs_asked(self) -> int | None:
@@ -99,7 +139,7 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    response_format: TextFormat = TextFormat(type="text")
+    response_format: Format = Format(type="text")
     modalities: list[Literal["text"]] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     store: Literal[False] = False
@@ -108,6 +148,11 @@ class ChatAsked(Asked):
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def guides(self) -> list[Guide]:
+        format = self.response_format.guide
+        return [*super().guides, *([] if format is None else [format])]
 
     @property
     def logprobs_asked(self) -> int | None:
