@@ -105,12 +105,9 @@ class Asked(BaseModel):
     @property
     def guides(self) -> list[Guide]:
         """What answers must be. Raises FsdError for what cannot be followed."""
-        makers = (
-            (self.guided_json, Guide.json_schema),
-            (self.guided_regex, Guide.regex),
-            (self.guided_grammar, Guide.lark),
-        )
-        return [make(asked) for asked, make in makers if asked is not None]  # type: ignore[operator]
+        found = [] if self.guided_json is None else [Guide.json_schema(self.guided_json)]
+        found += [] if self.guided_regex is None else [Guide.regex(self.guided_regex)]
+        return found + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
 
     @property
     def logprobs_asked(self) -> int | None:
