@@ -13,6 +13,8 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
@@ -20,6 +22,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
+from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
 
 CHAT = "/v1/chat/completions"
 
@@ -256,6 +259,26 @@ def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path:
             found = client.post(path, json={**base, **fields})
             assert found.status_code == status, (name, found.text)
             assert status == 200 or name in found.json()["error"]["message"]
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    [*(CompletionAsked.model_fields | ChatAsked.model_fields), *ViewAsked.model_fields, "tools", "metadata", ""]
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([CHAT, "/v1/completions", "/view/decode"]), st.dictionaries(FIELDS, ANYTHING, max_size=4))
+def test_no_body_makes_the_server_fail(client: TestClient, path: str, fields: dict[str, Any]) -> None:
+    base = asked(max_tokens=2) if path == CHAT else {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
+    found = client.post(path, content=json.dumps({**base, **fields}), headers={"Content-Type": "application/json"})
+    assert found.status_code in (200, 400, 404, 413), found.text
+    assert found.status_code == 200 or found.json()["error"]["message"]
+    assert "the server failed" not in found.text
 
 
 def test_several_answers_are_those_of_their_seeds(client: TestClient) -> None:
