@@ -4,16 +4,19 @@
     python -m benchmarks.compare_checkouts ../before . --json speed.json
 
 A benchmark in isolated mode (``fsd-infer bench --isolate``) of ``old RULE`` and ``new RULE``: ratios of speed over
-blocks with intervals, accepted lengths, and how many answers agree. Only names that have been public since the first
-release are used, so any two commits can be compared. Both run in this process's environment.
+blocks with intervals, accepted lengths, and how many answers agree. With ``--batch 8`` each call gets eight prompts,
+and a rate is the whole batch's. Only names that have been public since the first release are used, so any two commits
+can be compared. Both run in this process's environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,20 +40,23 @@ def serve_checkout(words: Sequence[str]) -> None:
         shape = "auto" if tree == ["auto"] else TreeShape(*map(int, tree))
         decoder = FuzzyDecoder.from_pretrained(target, drafter, dtype=torch.bfloat16, device="cpu", tree=shape)
 
-        def answer(prompt: list[int], new: int, temperature: float, seed: int) -> dict[str, Any]:
+        def answer(prompts: list[list[int]], new: int, temperature: float, seed: int) -> dict[str, Any]:
             options = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
             start = time.perf_counter()
-            out = decoder.generate([prompt], rule, max_new_tokens=new, seed=seed, **options)
-            seconds, row = time.perf_counter() - start, out.stats.rows[0]
-            return {
-                "seconds": seconds, "first": out.stats.prefill_seconds, "tokens": out.sequences[0],
-                "stopped": row.finish_reason == "stop", "forwards": row.target_forwards,
-                "verified": row.new_tokens - 1,
-            }  # fmt: skip
+            out = decoder.generate(prompts, rule, max_new_tokens=new, seed=seed, **options)
+            seconds = time.perf_counter() - start
+            answers = [
+                {
+                    "tokens": tokens, "stopped": row.finish_reason == "stop", "forwards": row.target_forwards,
+                    "verified": row.new_tokens - 1,
+                }
+                for tokens, row in zip(out.sequences, out.stats.rows)
+            ]  # fmt: skip
+            return {"seconds": seconds, "first": out.stats.prefill_seconds, "answers": answers}
 
         return answer, {"by": "checkout", "commit": commit(Path(checkout)), "drafter_name": Path(drafter).name}
 
-    serve(load)
+    serve(load, batches=True)
 
 
 def commit(checkout: Path) -> str:
@@ -63,6 +69,14 @@ def label(rule: str) -> str:
     return rule.replace(":", " ")
 
 
+def one_category(source: Path, directory: Path) -> Path:
+    """A file of the same name whose rows share a category, since batches keep to one: so all of them are full."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    file = directory / source.name
+    file.write_text("".join(json.dumps({**row, "category": "all"}) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("old", type=Path, help="a checkout of this repository")
@@ -72,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default="shipped+lookup", help="of all rules but plain (%(default)s)")
     parser.add_argument("--tree", nargs="+", default=["5", "6", "16"], help="DEPTH WIDTH NODES or auto (%(default)s)")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
-    parser.add_argument("--limit", type=int, default=24, help="prompts (%(default)s)")
-    parser.add_argument("--every", type=int, default=10, help="each so-many-th row (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts of a call (%(default)s)")
+    parser.add_argument("--limit", type=int, help="prompts (default: 24 times N)")
+    parser.add_argument("--every", type=int, help="each so-many-th row (default: 10 divided by N)")
     parser.add_argument("--tokens", type=int, default=64, help="new ones per answer (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--blocks", type=int, default=6, help="of prompts (%(default)s)")
@@ -96,12 +111,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = [sys.executable, str(Path(__file__).resolve()), "--serve", *words]
             methods.append(f"{which} {label(rule)}=command:{shlex.join(command)}")
     partial = args.json and args.json.with_name(args.json.name + ".partial.jsonl")
-    record = run(
-        args.prompts, methods, target=args.target, limit=args.limit, every=args.every, max_new_tokens=args.tokens,
-        temperature=args.temperature, isolate=args.blocks, threads=args.threads, progress=True,
-        baselines=[f"old {label(rule)}" for rule in rules],
-        json_path=args.json, resume=bool(partial and partial.exists()),
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        record = run(
+            args.prompts if args.batch == 1 else one_category(args.prompts, Path(directory)), methods,
+            target=args.target, limit=args.limit or 24 * args.batch, every=args.every or max(1, 10 // args.batch),
+            batch_size=args.batch, max_new_tokens=args.tokens, temperature=args.temperature, isolate=args.blocks,
+            threads=args.threads, progress=True, baselines=[f"old {label(rule)}" for rule in rules],
+            json_path=args.json, resume=bool(partial and partial.exists()),
+        )  # fmt: skip
     print(bench_table(record))
     if args.json:  # nothing of this machine
         settings = {**record["settings"], "methods": list(record["methods"]), "target": Path(args.target).name}

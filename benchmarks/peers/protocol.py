@@ -8,16 +8,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Answer = Callable[[list[int], int, float, int], dict[str, Any]]
+Answer = Callable[[Any, int, float, int], dict[str, Any]]
 
 
-def serve(load: Callable[[], tuple[Answer, dict[str, Any]]]) -> None:
-    """Load, then answer one prompt at a time until standard input ends.
+def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = False) -> None:
+    """Load, then answer one prompt or one batch at a time until standard input ends.
 
     Args:
         load: returns the function (prompt's token ids, new tokens, temperature, seed) -> an answer, and what a record
             says about the method. An answer has ``seconds``, ``first`` (seconds until the first new token),
             ``tokens`` or else ``text`` and ``count``, and ``stopped``; with drafts also ``verified`` and ``forwards``.
+        batches: the function takes a list of prompts, and returns ``seconds``, ``first`` and ``answers``.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
@@ -38,13 +39,17 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]]) -> None:
             continue
         options = question["options"]
         temperature = (options.get("temperature") or 1.0) if options.get("do_sample") else 0.0
-        if len(question["prompts"]) > 1:
+        prompts = question["prompts"]
+        if len(prompts) > 1 and not batches:
             reply({"error": "answers one prompt at a time: --batch-size 1."})
             continue
-        run = answer(question["prompts"][0], options["max_new_tokens"], temperature, question["seed"])
-        one = {
-            "tokens": run.get("tokens"), "text": run.get("text"), "counted": run.get("count", 0),
-            "finish_reason": "stop" if run["stopped"] else "length",
-            "target_forwards": run.get("forwards"), "verified_tokens": run.get("verified"),
-        }  # fmt: skip
-        reply({"seconds": run["seconds"], "prefill_seconds": run["first"], "answers": [one]})
+        run = answer(prompts if batches else prompts[0], options["max_new_tokens"], temperature, question["seed"])
+        answers = [
+            {
+                "tokens": one.get("tokens"), "text": one.get("text"), "counted": one.get("count", 0),
+                "finish_reason": "stop" if one["stopped"] else "length",
+                "target_forwards": one.get("forwards"), "verified_tokens": one.get("verified"),
+            }
+            for one in (run["answers"] if batches else [run])
+        ]  # fmt: skip
+        reply({"seconds": run["seconds"], "prefill_seconds": run["first"], "answers": answers})

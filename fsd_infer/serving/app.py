@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -25,6 +25,8 @@ from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
+
+Told = asyncio.Queue[tuple[str, "Job | None"]]  # new text, and the job when it is over
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,109 @@ class Metrics:
         self.nats.inc(stats.divergence_spent)
 
 
+class Service:
+    """The routes, which share a batcher and its metrics. Arguments as of :func:`make_app`."""
+
+    def __init__(self, decoder: FuzzyDecoder, rule: str, limits: Limits) -> None:
+        self.decoder, self.rule, self.limits = decoder, rule, limits
+        self.batcher = Batcher(decoder, limits.max_batch, limits.max_queue)
+        self.metrics = Metrics(self.batcher)
+
+    def routes(self) -> APIRouter:
+        """Those that need a key where there is one."""
+        router = APIRouter()
+        router.add_api_route("/metrics", self.prometheus)
+        router.add_api_route("/v1/models", self.models)
+        for path, route in (("/v1/completions", self.completions), ("/v1/chat/completions", self.chat)):
+            router.add_api_route(path, route, methods=["POST"], response_model=None)
+        return router
+
+    async def prometheus(self) -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(self.metrics.registry))
+
+    async def models(self) -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": [{"id": self.decoder.target.name, "object": "model", "owned_by": "fsd-infer"}],
+        }
+
+    async def completions(self, asked: CompletionAsked, request: Request) -> Response:
+        return await self.answer(asked, asked.prompt, False, request)
+
+    async def chat(self, asked: ChatAsked, request: Request) -> Response:
+        messages = [{**message, **_joined(message.get("content"))} for message in asked.messages]
+        return await self.answer(asked, messages, True, request)
+
+    async def malformed(self, request: Request, error: Exception) -> JSONResponse:
+        """The answer to a body that is no such request."""
+        assert isinstance(error, RequestValidationError)
+        self.metrics.requests.labels("malformed").inc()
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][1:]))
+        if first["type"] == "json_invalid":
+            return _error(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
+        if not where:
+            return _error(400, "the body must be a JSON object, with the header Content-Type: application/json.")
+        return _error(400, f"{where}: {first['msg']}")
+
+    async def answer(self, asked: Asked, prompt: Any, is_chat: bool, request: Request) -> Response:
+        job, told = self.submit(asked, prompt, is_chat)
+        reply = _Reply(self.decoder.target.name, is_chat)
+        parts = self.parts(job, told, request)
+        if asked.stream:
+            with_usage = bool(asked.stream_options.get("include_usage"))
+            return StreamingResponse(_events(parts, reply, job, with_usage), media_type="text/event-stream")
+        try:
+            text = "".join([part async for part in parts])
+        except Exception as error:
+            status = 503 if isinstance(error, UnavailableError) else 400 if isinstance(error, FsdError) else 500
+            raise HTTPException(status, _said(error)) from error
+        return JSONResponse(reply.whole(text, job))
+
+    def submit(self, asked: Asked, prompt: Any, is_chat: bool) -> tuple[Job, Told]:
+        """The job, queued, and where its text arrives. Raises HTTPException."""
+        told: Told = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str, done: Job | None) -> None:
+            if done is not None and done.stats is not None:
+                self.metrics.add(done.stats)
+            loop.call_soon_threadsafe(told.put_nowait, (text, done))
+
+        try:
+            job = _job(self.decoder, asked, prompt, is_chat, self.rule, self.limits)
+            job.tell = tell
+            self.batcher.submit(job)
+        except UnavailableError as error:
+            self.metrics.requests.labels("refused").inc()
+            raise HTTPException(503, str(error)) from error
+        except FsdError as error:
+            self.metrics.requests.labels("malformed").inc()
+            raise HTTPException(400, str(error)) from error
+        return job, told
+
+    async def parts(self, job: Job, told: Told, request: Request) -> AsyncIterator[str]:
+        """New text until the end; a client that went away cancels the job. Raises what made it fail."""
+        try:
+            while True:
+                try:
+                    text, done = await asyncio.wait_for(told.get(), 0.25)
+                except asyncio.TimeoutError:
+                    text, done = "", None
+                if done is not None:
+                    if isinstance(done.reason, Exception):
+                        raise done.reason
+                    return
+                if await request.is_disconnected():
+                    return
+                if text:
+                    yield text
+        finally:
+            job.cancelled = job.reason is None
+            outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
+            self.metrics.requests.labels(outcome).inc()
+
+
 def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None = None, api_key: str = "") -> FastAPI:
     """The application.
 
@@ -136,125 +241,49 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     limits = limits or Limits()
     if decoder.tokenizer is None:
         raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files.")
-    batcher = Batcher(decoder, limits.max_batch, limits.max_queue)
-    metrics = Metrics(batcher)
+    service = Service(decoder, rule, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(batcher.close)
+        await asyncio.to_thread(service.batcher.close)
 
-    async def check(request: Request) -> None:
+    async def check_key(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if api_key and not secrets.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "wrong or missing API key.")
 
     app = FastAPI(title="fsd-infer serve", lifespan=lifespan)
-    app.state.batcher = batcher
+    app.state.batcher = service.batcher
     app.add_middleware(BodyLimit, most=limits.max_bytes)
-    guarded = [Depends(check)]
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        headers = {"Retry-After": "1"} if error.status_code == 503 else None
-        return _error(error.status_code, str(error.detail), headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        metrics.requests.labels("malformed").inc()
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"][1:]))
-        if first["type"] == "json_invalid":
-            return _error(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
-        if not where:
-            return _error(400, "the body must be a JSON object, with the header Content-Type: application/json.")
-        return _error(400, f"{where}: {first['msg']}")
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/metrics", dependencies=guarded)
-    async def prometheus() -> PlainTextResponse:
-        return PlainTextResponse(generate_latest(metrics.registry))
-
-    @app.get("/v1/models", dependencies=guarded)
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": decoder.target.name, "object": "model", "owned_by": "fsd-infer"}]}
-
-    @app.post("/v1/completions", dependencies=guarded)
-    async def completions(asked: CompletionAsked, request: Request) -> Response:
-        return await answer(asked, asked.prompt, False, request)
-
-    @app.post("/v1/chat/completions", dependencies=guarded)
-    async def chat(asked: ChatAsked, request: Request) -> Response:
-        messages = [{**message, **_joined(message.get("content"))} for message in asked.messages]
-        return await answer(asked, messages, True, request)
-
-    async def answer(asked: Asked, prompt: Any, is_chat: bool, request: Request) -> Response:
-        told: asyncio.Queue[tuple[str, Job | None]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        try:
-            job = _job(decoder, asked, prompt, is_chat, rule, limits)
-
-            def tell(text: str, done: Job | None) -> None:
-                if done is not None and done.stats is not None:
-                    metrics.add(done.stats)
-                loop.call_soon_threadsafe(told.put_nowait, (text, done))
-
-            job.tell = tell
-            batcher.submit(job)
-        except UnavailableError as error:
-            metrics.requests.labels("refused").inc()
-            raise HTTPException(503, str(error)) from error
-        except FsdError as error:
-            metrics.requests.labels("malformed").inc()
-            raise HTTPException(400, str(error)) from error
-        reply = _Reply(decoder.target.name, is_chat)
-
-        async def parts() -> AsyncIterator[str]:
-            """New text until the end; a client that went away cancels the job."""
-            try:
-                while True:
-                    try:
-                        text, done = await asyncio.wait_for(told.get(), 0.25)
-                    except asyncio.TimeoutError:
-                        text, done = "", None
-                    if done is not None:
-                        if isinstance(done.reason, Exception):
-                            raise done.reason
-                        return
-                    if await request.is_disconnected():
-                        return
-                    if text:
-                        yield text
-            finally:
-                job.cancelled = job.reason is None
-                outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
-                metrics.requests.labels(outcome).inc()
-
-        if asked.stream:
-
-            async def events() -> AsyncIterator[str]:
-                try:
-                    async for text in parts():
-                        yield reply.event(text, None)
-                    yield reply.event("", str(job.reason))
-                    if asked.stream_options.get("include_usage"):
-                        yield reply.usage_event(job)
-                except Exception as error:  # the status has been sent: say it in the stream
-                    yield f"data: {json.dumps({'error': {'message': _said(error)}})}\n\n"
-                yield "data: [DONE]\n\n"
-
-            return StreamingResponse(events(), media_type="text/event-stream")
-        try:
-            text = "".join([part async for part in parts()])
-        except Exception as error:
-            status = 503 if isinstance(error, UnavailableError) else 400 if isinstance(error, FsdError) else 500
-            raise HTTPException(status, _said(error)) from error
-        return JSONResponse(reply.whole(text, job))
-
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, service.malformed)
+    app.add_api_route("/health", _health)
+    app.include_router(service.routes(), dependencies=[Depends(check_key)])
     return app
+
+
+async def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    headers = {"Retry-After": "1"} if error.status_code == 503 else None
+    return _error(error.status_code, str(error.detail), headers)
+
+
+async def _events(parts: AsyncIterator[str], reply: _Reply, job: Job, with_usage: bool) -> AsyncIterator[str]:
+    """A stream's text."""
+    try:
+        async for text in parts:
+            yield reply.event(text, None)
+        yield reply.event("", str(job.reason))
+        if with_usage:
+            yield reply.usage_event(job)
+    except Exception as error:  # the status has been sent: say it in the stream
+        yield f"data: {json.dumps({'error': {'message': _said(error)}})}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 def _job(decoder: FuzzyDecoder, asked: Asked, prompt: Any, is_chat: bool, rule: str, limits: Limits) -> Job:
