@@ -30,7 +30,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.commands.doctor import Doctor
 from fsd_train.commands.feeding import at_step
 
-TARGET, DTYPES = "smollm2-135m", {"fp32": torch.float32, "bf16": torch.bfloat16}
+TARGET, DTYPES = "smollm2-135m", {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def torchao(kind: str, **options: Any) -> Callable[[], Any]:
@@ -113,7 +113,7 @@ def measure(
             decoder = FuzzyDecoder.from_pretrained(target.model, "none", target.tokenizer, pack=kind == "plain")
             decoder.drafter = decoder.load_drafter(str(head_dir), TreeShape(5, 6, 16))
             found[name] = follows(decoder, prompts, args.max_new_tokens)
-        doctor = Doctor(Target(target.model, target.tokenizer), load_head(head_dir).to(torch.bfloat16), rows)
+        doctor = Doctor(Target(target.model, target.tokenizer), load_head(head_dir), rows)
         found["agreement"] = [doctor.feeding.agreement(at_step(step)) for step in range(3)]
         found["precision"] = target.precision
     except Exception as error:  # a library that is not there, or refuses

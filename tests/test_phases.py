@@ -38,10 +38,13 @@ def test_outside_the_phase_each_token_is_the_targets_own(rule: str) -> None:
     model, prompt = tiny_model("llama"), [5, 9, 11]
     target = Target(model)
     drafter = LMDrafter(Target(tiny_model("llama", seed=1)), target, TreeShape(4, 2, 8))
-    free = decode(target, drafter, parse_rule(rule), Request([prompt], 64)).sequences[0]
-    opening, closing = list(dict.fromkeys(free))[1:3]  # tokens of such an answer
+    opening = decode(target, drafter, parse_rule("exact"), Request([prompt], 4)).sequences[0][2]
+    phased = parse_rule(f"{rule}:only_in=think")
+    target.tokenizer = Vocabulary(opening, 96)
+    free = decode(target, drafter, phased, Request([prompt], 64)).sequences[0]
+    closing = next(token for token in free[8:] if token != opening)  # ends the phase soon
     target.tokenizer = Vocabulary(opening, closing)
-    record = decode(target, drafter, parse_rule(f"{rule}:only_in=think"), Request([prompt], 96)).records[0]
+    record = decode(target, drafter, phased, Request([prompt], 96)).records[0]
     states = [in_phase([*prompt, *record.tokens[:place]], opening, closing) for place in range(len(record.tokens))]
     assert any(states) and not all(states)
     for place, lossy in enumerate(states):

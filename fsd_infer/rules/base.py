@@ -73,6 +73,8 @@ class Rule:
     def describe(self) -> dict[str, object]:
         """What every record of a run stores: name, parameters, units."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
+        if self.only_in is None:
+            values.pop("only_in", None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 

@@ -324,9 +324,10 @@ def load_target(
         _check_size(source, config, trust_remote_code)
         if "quantization_config" in options:
             options["quantization_config"] = quantization_config(options["quantization_config"])
-        quantised = method_of(options.get("quantization_config")) or method_of(config)
-        if quantised is not None:
-            check_quantization(quantised, place, stored=method_of(config) is not None)
+        stored = method_of(config) is not None
+        quantised = stored or method_of(options.get("quantization_config")) is not None
+        if quantised:
+            check_quantization(config if stored else options["quantization_config"], place, stored)
             options.setdefault("device_map", {"": str(place)})
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -343,7 +344,7 @@ def load_target(
     _check_loaded(source, model, loaded[1])
     model.requires_grad_(False)
     if adapter is not None:
-        add_adapter(model, adapter, merge=quantised is None)
+        add_adapter(model, adapter, merge=not quantised)
     placed = "device_map" in options or "tp_plan" in options
     return model.eval() if placed else model.eval().to(place), tokenizer
 

@@ -60,16 +60,22 @@ def _quantization(config: Any) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def check_quantization(method: str, device: torch.device, stored: bool = True) -> None:
-    """Raise ModelLoadError for a method that this device has no products for.
+def check_quantization(config: Any, device: torch.device, stored: bool = True) -> None:
+    """Raise ModelLoadError for weights that this device has no products for.
 
     Args:
-        method: as of :func:`method_of`.
+        config: as of :func:`method_of`.
         device: of the target.
         stored: the weights are quantised in their files, not at load.
     """
-    if device.type != "cpu":
+    method, found = method_of(config), _quantization(config)
+    if device.type != "cpu" or method is None:
         return
+    if method == "torchao" and _torchao_kind(found.get("quant_type")) == "Int4WeightOnlyConfig":
+        raise ModelLoadError(
+            "torchao's Int4WeightOnlyConfig has products for GPUs only, and the target is on a CPU: use "
+            "IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)), or another device."
+        )
     if method in NEED_GPU:
         raise ModelLoadError(
             f"weights quantised by {method!r} need a GPU for {NEED_GPU[method]}, and the target is on a CPU: use "
