@@ -82,7 +82,8 @@ class Planned:
     @cached_property
     def read_weights(self) -> int:
         """Of the target in a forward: of embeddings that are no LM head too, a row per token is next to nothing."""
-        table, head = self.target.model.get_input_embeddings().weight, self.target.lm_head_weight
+        model = self.target.model
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         return self.weights - (0 if table is head else table.numel())
 
     @property

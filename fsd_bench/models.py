@@ -28,6 +28,7 @@ class ModelOptions:
     tree: TreeShape | str | None = None
     cuda_graphs: bool = False
     quantize: bool = True
+    target_kwargs: dict[str, Any] | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -49,7 +50,7 @@ class ModelOptions:
         """The target, with a drafter of this name."""
         return FuzzyDecoder.from_pretrained(
             self.target, drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree,
-            cuda_graphs=self.cuda_graphs, quantize=self.quantize, pack=pack,
+            cuda_graphs=self.cuda_graphs, quantize=self.quantize, pack=pack, **(self.target_kwargs or {}),
         )  # fmt: skip
 
 
@@ -90,7 +91,10 @@ class Models:
     def reference(self) -> tuple[Any, Any]:
         """(model, tokenizer) as transformers loads them."""
         self.reference_loaded = True
-        return load_target(self.options.target, dtype=self.options.dtype, device=self.options.device)
+        return load_target(
+            self.options.target, dtype=self.options.dtype, device=self.options.device,
+            **(self.options.target_kwargs or {}),
+        )  # fmt: skip
 
     def scorer(self) -> Target:
         """A target for teacher-forced forwards, whichever model is loaded."""

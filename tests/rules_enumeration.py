@@ -47,6 +47,21 @@ RULES = {
     "fuzzy:js:inf:novel=1": {"kind": "fuzzy", "threshold": math.inf, "novel": 1},
     "draft-only:novel=1": {"kind": "draft-only", "novel": 1},
     "exact:block=true": {"kind": "exact"},
+    "fuzzy:js:inf:only_in=1..2": {"kind": "fuzzy", "threshold": math.inf, "phases": True},
+    "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": {
+        "kind": "fuzzy-strict",
+        "threshold": 0.3,
+        "budget": 0.3,
+        "phases": True,
+    },
+    "draft-only:only_in=1..2": {"kind": "draft-only", "phases": True},
+    "tilted:0.5:novel=1:only_in=1..2": {
+        "kind": "tilted",
+        "threshold": math.inf,
+        "price": 0.5,
+        "novel": 1,
+        "phases": True,
+    },
 }
 
 
@@ -66,6 +81,7 @@ class Enumeration:
     Args:
         toy: the models.
         kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
+        phases: exact but where the last of the tokens 1 and 2 is a 1.
         divergence, threshold, gate_on, rate, budget, price, floor, novel: the rule's parameters.
     """
 
@@ -81,7 +97,9 @@ class Enumeration:
         price: float = 1.0,
         floor: float = 0.0,
         novel: int = 0,
+        phases: bool = False,
     ) -> None:
+        self.phases = phases
         self.toy, self.kind, self.rate, self.budget = toy, kind, rate, budget
         self.price, self.floor, self.novel = price, floor, novel
         raw_p, raw_q = toy.p.double(), toy.full_q().double()
@@ -150,6 +168,8 @@ class Enumeration:
             "draft-only": [(1.0, True)],
         }.get(self.kind, [(1.0, bool(self.wants[context]))])
         if self.kind != "tilted" and self.tree_at(place[0]).q_index[0, place[1]] < 0:  # no q, so no gate opens
+            opens = [(1.0, False)]
+        if self.phases and [token for token in text if token in (1, 2)][-1:] != [1]:
             opens = [(1.0, False)]
         found: Kernel = []
         for weight, gate in opens:

@@ -140,7 +140,7 @@ class Toy:
             greedy=greedy,
             uniforms=torch.rand(*where.shape, 3, generator=generator),
             process_draft=self.process_draft if changed else None,
-            texts=Texts(tree.tokens[:, :1].tolist() if answers is None else answers),
+            texts=Texts(tree.tokens[:, :1].tolist() if answers is None else answers, markers={"1..2": (1, 2)}),
         )
 
     def process_draft(self, tree: DraftTree) -> Tensor:
@@ -205,7 +205,7 @@ def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
     # tokens beyond LENGTH, cut off here, must not use up a budget that a row is charged for
     left = torch.full((rows,), math.inf if rule.budget is None else rule.budget, dtype=torch.float64)
     answers: list[list[int]] = [[] for _ in range(rows)]
-    looks = bool(getattr(rule, "novel", 0))
+    looks = bool(getattr(rule, "novel", 0) or rule.only_in)
     while bool((length < LENGTH).any()):
         active = (length < LENGTH).nonzero().squeeze(-1)
         so_far = [answers[row] for row in active.tolist()] if looks else None

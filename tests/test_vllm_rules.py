@@ -200,16 +200,19 @@ def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
         ("eagle", "think", [9, 2], [3, 4], [3, 4, 7]),  # 9 and 10 are the tags
         ("eagle", "think", [9, 10, 2], [3, 4], [7, 7, 7]),
         ("eagle", "think", [9, 2], [10, 4], [10, 7, 7]),
+        ("eagle", "<think>..</think>", [9, 2], [3, 4], [3, 4, 7]),
+        ("eagle", "plan", [9, 2], [3, 4], [7, 7, 7]),  # the model has no such tokens
     ],
 )
 def test_which_drafts_are_favoured(
     method: str, only_in: str | None, text: list[int], drafts: list[int], choices: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(vllm, "_thinking_tokens", lambda model: (9, 10))
+    monkeypatch.setattr(vllm, "_vocabulary", lambda model: {"<think>": 9, "</think>": 10})
     server, logits = Server(method=method), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    server.add(0, Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0", "only_in": only_in}), text, drafts)
+    rule = "tilted:0.1:novel=0:floor=0" + (f":only_in={only_in}" if only_in else "")
+    server.add(0, Params(0.0, {"rule": rule}), text, drafts)
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
 
@@ -278,7 +281,8 @@ def test_a_learned_price_follows_what_its_slot_has_spent(seed: int) -> None:
         (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
         (Params(0.7, {"rule": "tilted"}, top_k=5), "top_p = 1, top_k = 0 and min_p = 0"),
         (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
-        (Params(extra_args={"rule": "tilted", "only_in": "code"}), 'only_in: must be "think"'),
+        (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
+        (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(params: Params, message: str) -> None:

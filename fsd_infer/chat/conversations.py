@@ -22,7 +22,7 @@ SPEAKERS = {
     "function_response": "tool",
 }
 ANSWERS = ("response", "completion")
-PROMPT_FIELDS = ("messages", "conversations", "prompt", "question", "turns", "instruction", "input", *ANSWERS)
+PROMPT_FIELDS = ("messages", "conversations", "data", "prompt", "question", "turns", "instruction", "input", *ANSWERS)
 
 
 class Message(TypedDict):
@@ -73,11 +73,11 @@ def check_messages(messages: Any, where: str = "messages", field: str = "message
 def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     """The conversation a row asks to be answered.
 
-    Reads, in this order: ``messages``; ``conversations`` (ShareGPT: ``from`` and ``value``, or ``role`` and
-    ``content``); ``prompt`` (text or a list of turns), ``question``, ``turns`` (the first one) or ``instruction`` (an
-    ``input`` that is not empty stands below it). A final assistant turn is a reference answer and is dropped; the turns
-    before it stay, earlier answers included. Assistant turns before the first user turn answer nothing and are left
-    out. A field that is null counts as absent.
+    Reads, in this order: ``messages``; ``data`` (UltraChat: texts in turn, the user's first); ``conversations``
+    (ShareGPT: ``from`` and ``value``, or ``role`` and ``content``); ``prompt`` (text or a list of turns), ``question``,
+    ``turns`` (the first one) or ``instruction`` (an ``input`` that is not empty stands below it). A final assistant
+    turn is a reference answer and is dropped; the turns before it stay, earlier answers included. Assistant turns
+    before the first user turn answer nothing and are left out. A field that is null counts as absent.
 
     Args:
         row: one row of a prompt file.
@@ -104,7 +104,9 @@ def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list
     """
     exchanges: list[tuple[list[Message], list[Message]]]
     first = row_messages(row, where)  # checks the fields, and that there is something to answer
-    if all(row.get(name) is None for name in ("messages", "conversations", "prompt", "question")) and row.get("turns"):
+    if all(row.get(name) is None for name in ("messages", "data", "conversations", "prompt", "question")) and row.get(
+        "turns"
+    ):
         exchanges = [(first, [])]
         for text in row["turns"][1:]:
             if _text(text, where, "turns").strip():
@@ -145,13 +147,18 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
 
 
 def row_questions(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """The turns of ``messages`` or ``conversations`` that are not answers; empty for rows of another form."""
+    """The turns of ``messages``, ``data`` or ``conversations`` that are not answers; empty for rows of another form."""
     return [turn for turn in _turns(row, where) or [] if turn["role"] != "assistant"]
 
 
 def _turns(row: Mapping[str, Any], where: str) -> list[Message] | None:
     if row.get("messages") is not None:
         return check_messages(row["messages"], where)
+    if isinstance(row.get("data"), list) and all(isinstance(text, str) for text in row["data"]):  # UltraChat's
+        roles = ("user", "assistant")
+        return check_messages(
+            [{"role": roles[number % 2], "content": text} for number, text in enumerate(row["data"])], where, "data"
+        )
     if row.get("conversations") is not None:
         return check_messages(_named(row["conversations"], where), where, "conversations")
     return None

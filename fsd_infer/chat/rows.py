@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsd_infer.chat.hub_rows import HubRows, is_hub_name
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json, read_json
 
@@ -41,17 +42,20 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     """Yields the rows of a data file or directory.
 
     Args:
-        path: a .parquet file; a directory of `Dataset.save_to_disk` (of several splits, ``train`` is read); a
-            directory that holds .parquet files, itself or in a folder ``data`` (where their names begin with a split's
-            name, those of ``train`` are read); a .json file of an array of objects; any other file is taken for JSON
-            lines, gzip-compressed or not.
+        path: a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`); a .parquet file; a directory of
+            `Dataset.save_to_disk` (of several splits, ``train`` is read); a directory that holds .parquet files, itself
+            or in a folder ``data`` (where their names begin with a split's name, those of ``train`` are read); a .json
+            file of an array of objects; any other file is taken for JSON lines, gzip-compressed or not.
 
     Raises:
         DataError: nothing there, a file that cannot be read, no split ``train`` among several, a line that is not a
             JSON object, or a package that reading it needs is not installed.
     """
     path = Path(path)
-    if os.path.isdir(path):  # pathlib's own tests raise errors for names that are too long
+    if is_hub_name(path):
+        for number, values in enumerate(HubRows.parse(str(path)).rows(), start=1):
+            yield Row(path, number, values)
+    elif os.path.isdir(path):  # pathlib's own tests raise errors for names that are too long
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             yield from _saved_rows(path)
             return
@@ -96,8 +100,11 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_digest(path: str | Path) -> str:
-    """SHA-256 of a data file, or of the names and contents of a directory's files, in hexadecimal."""
+    """SHA-256 of a data file, of the names and contents of a directory's files, or of a Hub dataset's name and commit,
+    in hexadecimal."""
     path = Path(path)
+    if is_hub_name(path):
+        return HubRows.parse(str(path)).digest(str(path))
     if not path.is_dir():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     whole = hashlib.sha256()

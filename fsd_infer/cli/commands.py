@@ -91,7 +91,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
     return dict(
         target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
-        cuda_graphs=args.cuda_graphs, quantize=not args.no_quantize,
+        cuda_graphs=args.cuda_graphs, quantize=not args.no_quantize, target_kwargs=args.target_kwargs,
     )  # fmt: skip
 
 
@@ -99,7 +99,8 @@ def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
     """The same as ``FuzzyDecoder.from_pretrained`` takes it."""
     from fsd_infer.targets.loading import parse_device, parse_dtype
 
-    return {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
+    options = {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
+    return options | (options.pop("target_kwargs") or {})
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def warmup(args: argparse.Namespace) -> int:
     dtype = parse_dtype(args.dtype)
     set_threads(args.threads)
     clock = Clock()
-    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
+    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device, **(args.target_kwargs or {}))
     clock.lap("load")
     kind = kernel_kind() if target.device.type == "cpu" else None
     clock.lap("compile")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from fsd_infer.cli import commands, evidence, planning
-from fsd_infer.cli.options import SCORES, gibibytes, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import SCORES, TARGET_KWARGS, gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import Parser, run
 from fsd_infer.numerals import MOST_SEED
 
@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _model_options(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--target", default="smollm2-135m", help="built-in name, directory or hub id (%(default)s)")
+    models.add_argument("--target-kwargs", **TARGET_KWARGS)
     models.add_argument(
         "--drafter",
         help='head directory, small causal LM, "self:layers=0-9,20-29" or "self:bits=3" (of the target), "shipped", '

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from typing import Any
 
+from fsd_infer.errors import DataError
+from fsd_infer.files import parse_json
 from fsd_infer.numerals import read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # of tokens, prompts, repeats ...
@@ -29,6 +32,22 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return number
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = parse_json(text.encode("utf-8", "surrogatepass"), f"{text!r:.60}", "Give a JSON object.")
+    except DataError as error:
+        raise ArgumentTypeError(str(error)) from error
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"{text!r:.60}: needs a JSON object")
+    return value
+
+
+TARGET_KWARGS: dict[str, Any] = {  # of an option of this name
+    "type": json_object,
+    "metavar": "JSON",
+    "help": """what transformers is to load the target with, such as '{"revision": "v2"}' or a quantization_config""",
+}
 positive = whole_number(1, MOST_COUNT)
 
 

@@ -12,12 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
-from fsd_infer.cpu.packing import Packed, own_memory, pack_linears, packed_in, packed_of, rows_of
+from fsd_infer.cpu.packing import (
+    Packed,
+    is_plain,
+    own_memory,
+    pack_linears,
+    packed_in,
+    packed_of,
+    rows_of,
+    table_size,
+)
 from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
     "DecoderStack",
     "forget_stacks",
+    "is_plain",
     "keep_largest",
     "kernel_kind",
     "likeliest",
@@ -30,6 +40,7 @@ __all__ = [
     "row_statistics",
     "speed_up",
     "stack_of",
+    "table_size",
     "weight_rows",
 ]
 
@@ -208,5 +219,5 @@ def packed_products(module: nn.Module) -> list[Packed]:
 
 
 def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Rows ids [K] of a linear layer's or embedding's weight (None: all), packed or not: [K, in]."""
+    """Rows ids [K] of a linear layer's or embedding's weight (None: all), packed, quantised or neither: [K, in]."""
     return rows_of(layer, ids)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from fsd_infer.cpu.kernels import MOST_ROWS, Linear, kernels, panels_of
 from fsd_infer.device.memory import trim
 
+_COMPUTED = "_computed_weight"  # of a quantised layer, among its own attributes
+
 
 def can_pack() -> bool:
     """Does this build and machine run bf16 matrix products through oneDNN?"""
@@ -173,15 +175,29 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     return count
 
 
-def is_shared_out(weight: Tensor) -> bool:
+def is_shared_out(weight: Any) -> bool:
     """Does this process hold a part of a weight only, as a DTensor? (Their module takes a second to import.)"""
     return hasattr(weight, "full_tensor")
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Does this layer compute by its class with a plain weight, packed or not?
+
+    Weights of quantisation libraries are tensors of other types, in layers of torch's or their own, or layers whose
+    forward was replaced; an adapter is a module around the layer, without a weight.
+    """
+    weight = layer._parameters.get("weight")
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_floating_point()
+        and ("forward" not in vars(layer) or packed_of(layer) is not None)
+    )
 
 
 def _is_packable(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Linear
-        and not is_shared_out(layer.weight)
+        and is_plain(layer)
         and layer.weight.dtype == torch.bfloat16
         and layer.weight.device.type == "cpu"
         and can_pack()
@@ -209,15 +225,51 @@ def _share_embedding(model: Any) -> None:
 def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
     """Rows ids [K] of a linear layer's or embedding's weight, or all of it; from the packed one where it was freed.
 
-    Of a weight that is shared out over processes (tensor parallelism), gathered: all of them must ask.
+    Of a weight that is shared out over processes (tensor parallelism), gathered: all of them must ask. Of one that is
+    quantised or has an adapter: what the layer computes with.
     """
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    if is_shared_out(weight):
-        weight = weight.full_tensor()  # type: ignore[attr-defined]
+    weight: Tensor | None = getattr(layer, "weight", None)
     packed = packed_of(layer)
-    if packed is not None and (weight.is_meta or not len(weight)):
+    if weight is not None and is_shared_out(weight):
+        weight = weight.full_tensor()  # type: ignore[attr-defined]
+    elif packed is not None and weight is not None and (weight.is_meta or not len(weight)):
         return packed.dense() if ids is None else packed.rows(ids)
+    elif weight is None or not is_plain(layer):
+        if isinstance(layer, nn.Embedding):
+            every = torch.arange(table_size(layer)[0], device=next(layer.parameters()).device)
+            return layer(every if ids is None else ids)
+        weight = _computed(layer)
     return weight if ids is None else weight[ids].contiguous()
+
+
+def table_size(layer: Any) -> tuple[int, int]:
+    """(rows, columns) of a linear layer's or embedding's weight, as it computes."""
+    weight = getattr(layer, "weight", None)
+    if weight is not None and (is_plain(layer) or is_shared_out(weight)):
+        return int(weight.shape[0]), int(weight.shape[1])
+    if isinstance(layer, nn.Embedding):
+        return layer.num_embeddings, layer.embedding_dim
+    return int(layer.out_features), int(layer.in_features)
+
+
+@torch.no_grad()
+def _computed(layer: Any) -> Tensor:
+    """The weight [out, in] that a linear layer computes with: its products with one-hot inputs, less its bias.
+
+    Computed once for a quantised layer, which keeps it: a drafter asks for other rows at every text.
+    """
+    kept: Tensor | None = vars(layer).get(_COMPUTED)
+    if kept is not None:
+        return kept
+    own = next(iter(layer.parameters()))
+    dtype = next((one.dtype for one in layer.parameters() if one.is_floating_point()), torch.float32)
+    products = layer(torch.eye(table_size(layer)[1], dtype=dtype, device=own.device))
+    if layer.bias is not None:
+        products = products - layer.bias
+    weight = products.t().contiguous()
+    if isinstance(layer, nn.Linear):  # around other layers are adapters, which change
+        vars(layer)[_COMPUTED] = weight
+    return weight
 
 
 def own_memory(module: nn.Module) -> None:

@@ -8,7 +8,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -22,9 +21,10 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
-from fsd_infer.errors import FsdError
+from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.rules import RuleLike
+from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids
@@ -69,62 +69,66 @@ class FuzzyDecoder:
     @classmethod
     def from_pretrained(
         cls,
-        target: str = "smollm2-135m",
+        target: str | Path | PreTrainedModel = "smollm2-135m",
         drafter: str | Path | Drafter | None = None,
+        tokenizer: Any = None,
         *,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device | None = None,
         tree: TreeShape | str | None = None,
-        pack: bool = True,
+        pack: bool | None = None,
         quantize: bool = True,
         cuda_graphs: bool = False,
         prefix_cache_bytes: int | None = None,
-        trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
-        revision: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **model_kwargs: Any,
     ) -> FuzzyDecoder:
-        """Load target and drafter.
+        """Load target and drafter, or take a model that is in memory.
 
         Args:
-            target: a built-in name, a local directory or a hub id.
+            target: a built-in name, a local directory, a hub id; or a model of transformers or peft, quantised or not,
+                which stays as it is, in eval mode.
             drafter: see :func:`load_drafter`; None for the head shipped with a built-in target, else "lookup+recycle".
-            dtype: of both; default bf16.
-            device: default CUDA if there is one.
+            tokenizer: of a model in memory, which otherwise decodes token ids only; of others their own by default.
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round
                 from the drafter's scores, by what earlier rounds took and accepted (see
                 :mod:`fsd_infer.drafters.online`), or from the text alone where a request has a ``seed``.
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
+                Quantised layers stay as they are. None: all but a model that was handed over, whose packed copies are
+                extra memory.
             quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
                 :meth:`fsd_infer.cpu.packing.Packed.quantize`): a draft costs the time in which they are read. The
                 target's stay as they are, so `exact` is as exact as without.
             cuda_graphs: see :meth:`use_graphs`.
             prefix_cache_bytes: keep what the target has read, within so many bytes, for prompts that begin like an
                 earlier prompt and its answer (see :mod:`fsd_infer.targets.prefixes`). None: nothing is kept.
-            trust_remote_code: allow the model's repository to run its own code.
-            attn_implementation: passed to transformers.
-            revision: of a hub model.
+            adapters: directories of LoRA adapters by names, of which a request may use one; they stay beside the
+                weights, which takes a forward more time than a merged one.
+            model_kwargs: ``dtype`` of both, by default bf16, ``device``, by default CUDA if there is one, and what
+                transformers' ``from_pretrained`` takes: ``quantization_config``, ``token``, ``revision``, ``subfolder``
+                ... (see :func:`.load_target`). None for a model in memory.
 
         Raises:
             ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and the fix.
         """
+        named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
-        wrapped = Target.from_pretrained(
-            target,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-            revision=revision,
-        )
+        if named:
+            wrapped = Target.from_pretrained(str(target), **model_kwargs)
+            wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
+        elif model_kwargs:
+            raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")
+        else:
+            wrapped = Target.of(target, tokenizer)
         wrapped.prefixes = prefixes
-        if pack:
-            speed_up(wrapped.model, release=True)
+        if adapters:
+            put_beside(wrapped.model, adapters)
+        if named if pack is None else pack:
+            speed_up(wrapped.model, release=named)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
         if cuda_graphs:
             decoder.use_graphs()
-        decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack)
+        decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
         return decoder
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
@@ -223,6 +227,7 @@ class FuzzyDecoder:
         *,
         generation_config: GenerationConfig | None = None,
         drafter: Drafter | None = None,
+        adapter: str | None = None,
         seed: int | None = None,
         streamer: Any = None,
         on_tokens: Callable[[int, list[int]], object] | None = None,
@@ -244,6 +249,8 @@ class FuzzyDecoder:
                 temperature.
             generation_config: as in transformers; default the model's own.
             drafter: another drafter for this call.
+            adapter: name of the adapter beside the target's weights to decode with, "none" for the base alone; default:
+                as the model is.
             seed: of the draws at temperature > 0; default torch's global generator. With one the answer comes again: no
                 clock is read to choose trees.
             streamer: a transformers streamer (one prompt only).
@@ -265,7 +272,7 @@ class FuzzyDecoder:
             CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
-        with ending(streamer), self.target.lock:
+        with ending(streamer), self.target.lock, self.target.adapted(adapter):
             ids = [self.encode(prompt, chat) for prompt in _as_list(prompts)]
             guide = guide if schema is None else Guide.json_schema(schema)
             if guide is not None:

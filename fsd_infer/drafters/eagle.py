@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from fsd_infer.drafters.candidates import keep_best
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.heads.checkpoint import is_head, is_public, load_head
+from fsd_infer.heads.checkpoint import is_head, is_public, load_head, read_config
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, at_nodes
 
@@ -40,12 +42,14 @@ class EagleDrafter(TreeDrafter):
             A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
 
     Attributes:
+        trained_for: the precision of the weights that the head was trained for, where the target has another.
         public: the head was stored as EAGLE's authors do it, so nothing but its sizes ties it to the target; records
             of runs tell.
     """
 
     name = "eagle"
     public = False
+    trained_for: str | None = None
 
     def __init__(
         self, head: EagleHead, target: Target, shape: TreeShape | None = None, context_ids: bool = True
@@ -72,7 +76,19 @@ class EagleDrafter(TreeDrafter):
         """Load a head checkpoint; raises CheckpointError or VocabularyMismatchError if it does not fit the target."""
         made = cls(load_head(directory, target), target, shape)
         made.public, made.directory = is_public(directory), Path(directory)
+        if not made.public:
+            made.tell_precision(read_config(made.directory)["target"].get("precision", ""))
         return made
+
+    def tell_precision(self, trained_for: str) -> None:
+        """Warn, and note for records, if the head was trained for weights of another precision."""
+        if trained_for != self.target.precision:
+            self.trained_for = trained_for or PLAIN
+            warnings.warn(
+                f"the head was trained for {self.trained_for}, and {self.target.name} has "
+                f"{self.target.precision or PLAIN}: `fsd-train doctor` says what that costs.",
+                stacklevel=3,
+            )
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> EagleSession:
         return EagleSession(self, request)
@@ -145,6 +161,7 @@ class EagleDrafter(TreeDrafter):
 
     def describe(self) -> dict[str, Any]:
         public = {"public": True} if self.public else {}
+        public |= {} if self.trained_for is None else {"trained_for": self.trained_for}
         narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
         weights = {"weights": "fp8"} if narrow else {}
         return {

@@ -28,6 +28,7 @@ from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
+from fsd_infer.rules.phases import markers_of
 from fsd_infer.rules.tilted import FIRST_PRICE
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
@@ -79,7 +80,6 @@ class Outcome:
     scores: list[float] | None = None
 
 
-@torch.inference_mode()
 def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Outcome:
     """Decode a batch, by one rule or by one per prompt. Threads that decode with one target take turns, request by
     request.
@@ -90,7 +90,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
-    with target.lock:
+    with target.lock, target.without_gradients():
         batch = _Batch(target, drafter, rule, request)
         batch.prefill()
         while batch.active:
@@ -135,7 +135,8 @@ class _Batch:
         self.lengths = torch.tensor([len(prompt) for prompt in request.prompts])
         self.rows = list(range(count))  # which request row each batch row is
         self.records = [RowRecord() for _ in range(count)]
-        self.texts = Texts([record.tokens for record in self.records], request.prompts, self.device)
+        markers = markers_of(self.rules, target.tokenizer)
+        self.texts = Texts([record.tokens for record in self.records], request.prompts, self.device, markers)
         budgets = [math.inf if rule.budget is None else rule.budget for rule in self.rules]
         self.budget = torch.tensor(budgets, dtype=torch.float64)  # nats left per row
         self.overspent = torch.zeros(count, device=self.device)  # nats per row beyond what learned prices allow

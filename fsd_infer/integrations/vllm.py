@@ -32,6 +32,7 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.integrations.vllm_step import Chains, Step
 from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
+from fsd_infer.rules.phases import NOWHERE, markers
 from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
@@ -57,11 +58,10 @@ else:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for: its rule, temperature 0 or not, and only between <think> and </think> or everywhere."""
+    """What a request asks for: its rule, and temperature 0 or not."""
 
     rule: Rule
     greedy: bool
-    thinking_only: bool
 
     @classmethod
     def of(cls, params: Any) -> Asked:
@@ -69,7 +69,7 @@ class Asked:
 
         Raises:
             ValueError: a rule that is malformed, needs the drafter's distribution, or is looser than the server allows;
-                another ``only_in`` than "think"; top-k, top-p or min-p, which vLLM applies after the law was made.
+                top-k, top-p or min-p, which vLLM applies after the law was made.
         """
         extra = params.extra_args or {}
         try:
@@ -82,9 +82,9 @@ class Asked:
             raise ValueError(f"rule: this server allows {most}, stricter forms of it, and exact.")
         if rule.name in NEED_Q or getattr(rule, "gate", None) is not None:
             raise ValueError(f"rule: {rule.name!r} needs the drafter's distribution, which vLLM does not hand over.")
-        if extra.get("only_in") not in (None, "think"):
-            raise ValueError('only_in: must be "think", or left out.')
-        found = cls(rule, params.temperature == 0, extra.get("only_in") == "think")
+        if extra.get("only_in") is not None:
+            raise ValueError('only_in: a parameter of rules now: {"rule": "tilted:only_in=think"}.')
+        found = cls(rule, params.temperature == 0)
         if found.lossy and not found.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
             raise ValueError(
                 "rule: at temperature above 0 a lossy rule needs top_p = 1, top_k = 0 and min_p = 0, since vLLM "
@@ -112,7 +112,8 @@ def no_looser(rule: Rule, most: Rule) -> bool:
         within = math.inf if rule.budget is None else rule.budget
         novel = (0 < rule.novel <= most.novel) if most.novel else True
         limit = math.inf if most.budget is None else most.budget
-        closer = rule.first_price >= most.first_price and rule.least_share >= most.least_share
+        narrower = most.only_in is None or rule.only_in == most.only_in
+        closer = narrower and rule.first_price >= most.first_price and rule.least_share >= most.least_share
         return closer and novel and within <= limit
     return isinstance(rule, Exact) or rule == most
 
@@ -138,7 +139,8 @@ class FuzzyRules(_Processor):
         self.states, self.device = req_states, req_states.device
         self.nodes = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
         self.filled = getattr(speculative, "method", None) in FILLED
-        self.thinking = _thinking_tokens(getattr(vllm_config, "model_config", None))
+        self.vocabulary = _vocabulary(getattr(vllm_config, "model_config", None))
+        self.markers: dict[str, tuple[int, int]] = {}  # of the phases that requests name
         slots = req_states.max_num_reqs
         # what requests ask for changes only when one is admitted; only then are kinds numbered again
         self.asked: list[Asked | None] = [None] * slots
@@ -172,6 +174,8 @@ class FuzzyRules(_Processor):
         if not self.fresh:
             return
         self.kinds = list(dict.fromkeys(filter(None, self.asked)))
+        for phase in {asked.rule.only_in for asked in self.kinds if asked.rule.only_in}.difference(self.markers):
+            self.markers[phase] = self._markers(phase)
         number: dict[Asked | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
         self.kind_of = np.array([number.get(asked, -1) for asked in self.asked])
         self.kind = to_device(torch.from_numpy(self.kind_of), self.device)
@@ -194,7 +198,7 @@ class FuzzyRules(_Processor):
         numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
         if numbers in ([], [-1]):
             return logits
-        step = Step(ctx, self.states, self.nodes, self.filled)
+        step = Step(ctx, self.states, self.nodes, self.filled, self.markers)
         self._settle(step)
         if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits
@@ -207,19 +211,27 @@ class FuzzyRules(_Processor):
             if asked.greedy not in chains:  # what has been edited by now are other requests' rows
                 scores = step.scores(logits, None if asked.greedy else temperature)
                 chains[asked.greedy] = Chains(step, scores, asked.greedy, self.overspent[step.slot])
-            here = (kind == number)[:, None].expand(step.shape)
-            if asked.thinking_only:
-                here = here & step.thinking(*self.thinking)
+            evidence, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
             mine = step.drafted & here
-            allowance = asked.rule.allowance(chains[asked.greedy].round.scores, asked.greedy)
+            allowance = asked.rule.allowance(evidence.round.scores, asked.greedy)
             if allowance is not None:
+                if asked.rule.only_in is not None:
+                    here = here & evidence.inside(asked.rule.only_in)
                 self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
-            lift, cost = chains[asked.greedy].lifted(asked.rule, mine, left)
+            lift, cost = evidence.lifted(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
             edit = lift.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])
         return logits
+
+    def _markers(self, phase: str) -> tuple[int, int]:
+        """Texts of a model without such tokens have no such phase: its requests decode exactly, which the log says."""
+        opening, closing = (self.vocabulary.get(marker, -1) for marker in markers(phase))
+        if min(opening, closing) >= 0:
+            return opening, closing
+        log.warning("only_in=%s: the model has no such tokens, so requests that name it decode exactly", phase)
+        return NOWHERE
 
     def _settle(self, step: Step) -> None:
         """Account for what the last step spent, and was allowed, at the positions whose tokens were emitted."""
@@ -269,12 +281,10 @@ def _check_version() -> None:
         warnings.warn(f"FuzzyRules was tested with vLLM {', '.join(TESTED)}, not with {__version__}.", stacklevel=2)
 
 
-def _thinking_tokens(model: Any) -> tuple[int, int]:
-    """<think> and </think>; -1 for both if the model has no such tokens: then no text is ever between them."""
+def _vocabulary(model: Any) -> dict[str, int]:
+    """Ids by token; empty without a tokenizer."""
     if model is None or model.skip_tokenizer_init:
-        return -1, -1
+        return {}
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    vocabulary = cached_tokenizer_from_config(model).get_vocab()
-    opening, closing = (vocabulary.get(token, -1) for token in ("<think>", "</think>"))
-    return (opening, closing) if min(opening, closing) >= 0 else (-1, -1)
+    return dict(cached_tokenizer_from_config(model).get_vocab())

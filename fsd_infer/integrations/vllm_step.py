@@ -16,6 +16,7 @@ from torch import Tensor
 from fsd_infer.rules import Evidence, Rule, Texts, Verification
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.laws import lifted
+from fsd_infer.rules.phases import Markers
 from fsd_infer.tree import DraftTree
 
 
@@ -26,9 +27,11 @@ class SlotTexts(Texts):
         states: vLLM's ``LogitsProcRequestState``.
         slot: [B] of the requests.
         longest: bound on the lengths of their texts, known without asking the device.
+        markers: see :class:`Texts`.
     """
 
-    def __init__(self, states: Any, slot: Tensor, longest: int) -> None:
+    def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers) -> None:
+        self.markers = markers
         self._states, self._slot, self._longest = states, slot, longest
 
     @cached_property
@@ -58,6 +61,7 @@ class Step:
         nodes: N.
         filled: where the drafter has no draft, vLLM puts the request's last token, which no rule should favour: drafts
             at the end of a chain that are that token count as none.
+        markers: of phases, see :class:`Texts`.
 
     Attributes:
         slot: [B] of the requests.
@@ -66,7 +70,7 @@ class Step:
         texts: of the requests.
     """
 
-    def __init__(self, ctx: Any, states: Any, nodes: int, filled: bool) -> None:
+    def __init__(self, ctx: Any, states: Any, nodes: int, filled: bool, markers: Markers | None = None) -> None:
         self.slot = ctx.idx_mapping.long()
         place = ctx.expanded_local_pos.long()
         self._request = (place == 0).cumsum(0) - 1
@@ -78,7 +82,7 @@ class Step:
             behind = other.flip(1).cumsum(1).flip(1) == 0  # no other token from here on
             self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(behind[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
-        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()))
+        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {})
 
     def scores(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
         """[B, N, V] the rows of ``logits`` [R, V], over ``temperature`` [B] if there is one; any row elsewhere."""
@@ -95,15 +99,6 @@ class Step:
         draft = self.tokens.roll(-1, 1).clamp_min(0)
         rows = self._request, self._place
         logits.scatter_add_(1, draft[rows][:, None], edit[rows][:, None].to(logits.dtype))
-
-    def thinking(self, opening: int, closing: int) -> Tensor:
-        """[B, N] bool; is the token after the node between these two, the drafts up to the node included."""
-        text = self.texts.tokens
-        places = torch.arange(1, text.shape[1] + 1, device=text.device)
-        opened, closed = ((places * (text == token)).amax(1, keepdim=True) for token in (opening, closing))
-        ends = self.tokens == closing
-        ends[:, 0] = False  # the root is the text's
-        return (opened > closed) & (ends.cumsum(1) == 0)
 
 
 class Chains(Evidence):

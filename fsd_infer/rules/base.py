@@ -16,6 +16,7 @@ from fsd_infer.rules._walk import walk
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
+from fsd_infer.rules.phases import markers
 from fsd_infer.rules.verification import Verdict, Verification
 from fsd_infer.tree import at_nodes
 
@@ -26,6 +27,7 @@ class Rule:
     Attributes:
         name: under which the class is registered in :data:`RULES`.
         budget: nats that a request may spend, None for no limit.
+        only_in: the phase of the text outside of which it emits from p, None for the whole text.
 
     Raises:
         FsdError: a parameter of another type, or out of range; rule, parameter, value and range are named.
@@ -33,6 +35,7 @@ class Rule:
 
     name: ClassVar[str] = ""
     budget: float | None = None
+    only_in: str | None = None
 
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
@@ -70,6 +73,8 @@ class Rule:
     def describe(self) -> dict[str, object]:
         """What every record of a run stores: name, parameters, units."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
+        if self.only_in is None:
+            values.pop("only_in", None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 
@@ -86,14 +91,22 @@ class LossyRule(Rule):
         novel: drafts must be novel to be favoured: one that would complete an n-gram of this length that prompt or
             answer already has is tested exactly, so that copying and repetition, which drafters predict best, are not
             paid for. 0: no such test.
+        only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.phases`), "think" or "A..B".
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
     novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
+    only_in: str | None = parameter(None, keyword=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.only_in is not None:
+            markers(self.only_in)
 
     def charged_law(self, evidence: Evidence) -> Law:
         law = self.law(evidence)
-        return law.novel(evidence, self.novel) if self.novel else law
+        law = law.novel(evidence, self.novel) if self.novel else law
+        return law if self.only_in is None else law.where(evidence.inside(self.only_in))
 
 
 R = TypeVar("R", bound=type[Rule])
@@ -142,6 +155,8 @@ def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: V
         index = to_device(torch.tensor(of_rule), path.device)
         nats = rule.allowance(at_nodes(round.scores[index], path[index]), round.greedy)
         if nats is not None:
+            if rule.only_in is not None:  # nothing is spent elsewhere, and nothing allowed
+                nats = nats * Evidence(round).inside(rule.only_in).gather(1, path)[index]
             found = path.new_zeros(len(path), dtype=torch.float32) if found is None else found
             found = found.index_copy(0, index, (nats * emitted[index]).sum(1))
     return found

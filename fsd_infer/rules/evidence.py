@@ -13,6 +13,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_infer.rules.phases import inside
 from fsd_infer.rules.texts import Texts, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
@@ -189,6 +190,12 @@ class Evidence:
         if n not in self._known:
             self._known[n] = known(self.texts, self.tree, n)
         return self._known[n]
+
+    def inside(self, phase: str) -> Tensor:
+        """bool; is the token after the context in a phase of the text, see :mod:`fsd_infer.rules.phases`."""
+        if phase not in self.texts.markers:
+            raise FsdError(f"only_in={phase}: the texts came without its markers; pass them to Texts.")
+        return inside(self.texts, self.tree, *self.texts.markers[phase])
 
     @cached_property
     def whole(self) -> Contexts:

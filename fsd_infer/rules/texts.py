@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
+from fsd_infer.rules.phases import Markers
 from fsd_infer.tree import DraftTree
 
 _PADDING = -1
@@ -21,6 +22,7 @@ class Texts:
             is read then, and nothing at all until a rule asks.
         prompts: per row; None for empty ones.
         device: where :attr:`tokens` is wanted.
+        markers: opening and closing token of the phases that rules name.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class Texts:
         answers: Sequence[list[int]],
         prompts: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
+        markers: Markers | None = None,
     ) -> None:
+        self.markers = markers or {}
         self._answers = list(answers)
         self._prompts = [()] * len(self._answers) if prompts is None else [tuple(prompt) for prompt in prompts]
         self._device = torch.device(device)

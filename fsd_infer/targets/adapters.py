@@ -1,17 +1,23 @@
-"""LoRA adapters as peft writes them, merged into their base model's weights: W + scale · B · A (arXiv 2106.09685)."""
+"""LoRA adapters as peft writes them: W + scale · B · A (arXiv 2106.09685), merged into their base model's weights.
+
+Where weights cannot take them up, because they are quantised or because each request names its own adapter, layers of
+peft's compute them beside the weights.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsd_infer.errors import CheckpointError, ModelLoadError
+from fsd_infer.errors import CheckpointError, ModelLoadError, shortened
 from fsd_infer.files import open_safetensors, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -84,6 +90,104 @@ def adapter_digest(directory: str | Path) -> str:
         digest.update(name.encode())
         digest.update(tensor.to(torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def add_adapter(model: Any, directory: str | Path, merge: bool) -> None:
+    """Make a base model the adapted one, merged or beside the weights, and note which adapter that is.
+
+    Raises as :func:`merge_adapter` and :func:`put_beside`.
+    """
+    if merge:
+        merge_adapter(model, directory)
+        model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(directory)
+    else:
+        put_beside(model, {"default": directory})
+        _use(model, "default")
+
+
+def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
+    """Load adapters beside a model's weights, by name; none of them computes until :func:`adapted`.
+
+    Raises ModelLoadError: peft is not installed, or does not take the adapter.
+    """
+    for name, directory in adapters.items():
+        try:
+            model.load_adapter(str(Path(directory).expanduser()), adapter_name=name)
+        except Exception as error:  # peft reads files and makes layers from them: anything can be wrong
+            raise ModelLoadError(f"the adapter {name}={directory} cannot be loaded: {shortened(error)}") from error
+    _use(model, None)
+    model.requires_grad_(False)
+
+
+def beside(model: nn.Module) -> list[Any]:
+    """peft's layers in a model: those that compute an adapter beside a weight."""
+    return [part for part in model.modules() if hasattr(part, "adapter_layer_names") and hasattr(part, "base_layer")]
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """The adapters beside a model's weights."""
+    return sorted({name for part in beside(model) for name in part._get_available_adapters()})
+
+
+def beside_digest(model: nn.Module) -> str:
+    """16 hexadecimal digits of the adapters that compute beside a model's weights now; "" if none does."""
+    digest, active = hashlib.sha256(), False
+    for part in beside(model):
+        names = [] if part.disable_adapters else part.active_adapters
+        for key, tensor in sorted(part.named_parameters()):
+            if not key.startswith("base_layer.") and any(f".{name}." in f".{key}." for name in names):
+                digest.update(key.encode() + tensor.detach().to("cpu", torch.float32).numpy().tobytes())
+                active = True
+    return digest.hexdigest()[:16] if active else ""
+
+
+def _use(model: nn.Module, name: str | None) -> None:
+    for part in beside(model):
+        if name is not None:
+            part.set_adapter(name)
+        part.enable_adapters(name is not None)
+
+
+@contextmanager
+def adapted(model: nn.Module, name: str) -> Iterator[None]:
+    """Compute with the adapter of that name, "none": with the base weights alone; then as before.
+
+    Raises ModelLoadError: there is no such adapter beside the weights.
+    """
+    known = adapter_names(model)
+    if name not in (*known, "none"):
+        raise ModelLoadError(
+            f"no adapter {name!r}: this target has {', '.join(known) or 'none'} beside its weights. Load adapters by "
+            "from_pretrained(..., adapters={name: directory})."
+        )
+    before = [(part, part.active_adapters, part.disable_adapters) for part in beside(model)]
+    grads = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        _use(model, None if name == "none" else name)
+        yield
+    finally:
+        for part, names, disabled in before:
+            part.set_adapter(names)
+            part.enable_adapters(not disabled)
+        for parameter, wanted in grads:
+            parameter.requires_grad_(wanted)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers inside peft's wrapper, whose layers hold the adapters; others as they are.
+
+    Raises ModelLoadError: what was learned is no part of the layers (prompt and prefix tuning).
+    """
+    configs = getattr(model, "peft_config", None)
+    if not callable(getattr(model, "get_base_model", None)) or not isinstance(configs, Mapping):
+        return model
+    kinds = [str(config.peft_type) for config in configs.values() if getattr(config, "is_prompt_learning", False)]
+    if kinds:
+        raise ModelLoadError(
+            f"{', '.join(kinds)}: what was learned is no part of the layers, so drafts cannot be verified with it. "
+            "Use a LoRA."
+        )
+    return model.get_base_model()
 
 
 @torch.no_grad()

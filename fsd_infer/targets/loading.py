@@ -24,8 +24,9 @@ from transformers import (
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import open_safetensors, read_json, read_weight_map, usable_name
-from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
+from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
+from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
 __all__ = [
     "BUILTIN_TARGETS",
@@ -56,6 +57,13 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+")
+_HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+_OURS = {  # arguments of transformers that :func:`load_target` gives itself
+    "torch_dtype": "give dtype",
+    "config": "change the model that transformers made and hand it over as an object",
+    "use_safetensors": "other formats are not loaded, because they can run code",
+    "output_loading_info": "leave it out",
+}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -111,10 +119,11 @@ def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
     return Path(name).expanduser() if name and is_adapter(name) else None
 
 
-def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True) -> str:
+def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True, subfolder: str | None = None) -> str:
     """What transformers should load for ``name_or_dir``: a local directory, or a hub id.
 
-    For an adapter that is its base model, whose config and tokenizer are the adapted one's too.
+    For an adapter that is its base model, whose config and tokenizer are the adapted one's too. ``subfolder`` is where
+    in a local directory the model lies.
 
     Raises:
         UnknownNameError: neither a built-in name, nor a directory, nor of the form owner/model.
@@ -133,6 +142,7 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
     if name and is_adapter(directory):
         return _resolve_base(directory, progress)
     if name and os.path.isdir(directory):
+        directory = directory / (subfolder or "")
         _check_directory(directory)
         return str(directory)
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
@@ -224,18 +234,29 @@ def check_safetensors(path: Path) -> int:
         return len(file.keys())
 
 
-def load_config(name_or_dir: str | os.PathLike[str]) -> PretrainedConfig:
-    """A target's config alone; names and errors as of :func:`load_target`."""
-    source = resolve_target(name_or_dir)
+def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
+    """A target's config alone; names, options of the hub and errors as of :func:`load_target`."""
+    source, options = _located(name_or_dir, hub)
     with explained(name_or_dir):
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, **options)
 
 
-def load_tokenizer(name_or_dir: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(name_or_dir: str | os.PathLike[str], **hub: Any) -> PreTrainedTokenizerBase | None:
     """A target's tokenizer alone, None for a local directory without one; otherwise as :func:`load_config`."""
-    source = resolve_target(name_or_dir)
+    source, options = _located(name_or_dir, hub)
     with explained(name_or_dir):
-        return _tokenizer(source)
+        return _tokenizer(source, **options)
+
+
+def _located(
+    name_or_dir: str | os.PathLike[str], given: dict[str, Any], progress: bool = True
+) -> tuple[str, dict[str, Any]]:
+    """What transformers loads, and those of the ``given`` keywords that say where it lies."""
+    options = {name: given[name] for name in ("revision", *_HUB_OPTIONS) if given.get(name) is not None}
+    source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
+    if os.path.isdir(source):
+        options.pop("subfolder", None)
+    return source, options
 
 
 @contextmanager
@@ -264,36 +285,50 @@ def load_target(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
-    revision: str | None = None,
     progress: bool = True,
+    **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target by transformers, unchanged, in eval mode and without gradients.
 
-    A LoRA adapter is merged into the weights of its base model, so that the target runs as fast as the base.
+    A LoRA adapter is merged into the weights of its base model, so that the target runs as fast as the base. Where the
+    base is quantised it stays beside the weights, and peft computes it.
 
     Args:
         name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter) or a hub id. Weights must be
             safetensors.
-        dtype: of the weights; default bf16.
+        dtype: of the weights, or of what is not quantised; default bf16.
         device: default CUDA where available, else CPU.
         trust_remote_code: let a model bring its own Python code. Off: such models are refused.
         attn_implementation: default ``attention_for(config)``.
-        revision: branch, tag or commit, for hub ids only.
         progress: say on stderr when a built-in target is being fetched.
+        model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
+            dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
+            too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
 
     Returns:
         (model, tokenizer). The tokenizer is None for a local directory that holds none.
 
     Raises:
         UnknownNameError, ModelLoadError, CheckpointError: see ``resolve_target``; also ModelLoadError for whatever
-            transformers refuses, and for weights that do not fill the model.
+            transformers refuses, for quantised weights that this device cannot compute with, and for weights that do
+            not fill the model.
     """
-    place = parse_device(device)
-    source, adapter = resolve_target(name_or_dir, progress=progress), adapter_of(name_or_dir)
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    for name in _OURS.keys() & model_kwargs.keys():
+        raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
+    place, adapter = parse_device(device), adapter_of(name_or_dir)
+    source, where = _located(name_or_dir, model_kwargs, progress)
+    where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
+    options = {name: value for name, value in model_kwargs.items() if name not in _HUB_OPTIONS and name != "revision"}
     with explained(name_or_dir):
-        config = AutoConfig.from_pretrained(source, **common)
+        config = AutoConfig.from_pretrained(source, **where)
         _check_size(source, config, trust_remote_code)
+        if "quantization_config" in options:
+            options["quantization_config"] = quantization_config(options["quantization_config"])
+        stored = method_of(config) is not None
+        quantised = stored or method_of(options.get("quantization_config")) is not None
+        if quantised:
+            check_quantization(config if stored else options["quantization_config"], place, stored)
+            options.setdefault("device_map", {"": str(place)})
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -301,28 +336,33 @@ def load_target(
             use_safetensors=True,
             attn_implementation=attn_implementation or attention_for(config),
             output_loading_info=True,
-            **common,
+            **where,
+            **options,
         )
-        tokenizer = _tokenizer(source, **common)
+        tokenizer = _tokenizer(source, **where)
     model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
+    _check_loaded(source, model, loaded[1])
+    model.requires_grad_(False)
+    if adapter is not None:
+        add_adapter(model, adapter, merge=not quantised)
+    placed = "device_map" in options or "tp_plan" in options
+    return model.eval() if placed else model.eval().to(place), tokenizer
+
+
+def _check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise ModelLoadError if weights are missing, warn of those that have no place."""
+    missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
     if missing:
         raise ModelLoadError(
             f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "
             "they would be random. Check that config.json belongs to these weights."
         )
-    unused = sorted(loaded[1]["unexpected_keys"])
     if unused:
         warnings.warn(
             f"{len(unused)} tensors of {source} have no place in {type(model).__name__}, first {unused[0]!r}: check "
             "that config.json belongs to these weights.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    model.requires_grad_(False)
-    if adapter is not None:
-        merge_adapter(model, adapter)
-        model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
-    return model.eval().to(place), tokenizer
 
 
 def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,9 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.errors import ModelLoadError
+from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.tree import additive
@@ -74,31 +77,28 @@ class Target:
                 f"{self.name} lies on several devices ({', '.join(sorted(places))}), layer by layer; a cache lies on "
                 'one: load it on one, or by tp_plan="auto" on one per process (docs/scaling.md).'
             )
+        ready(self.model)
         self._eager = self.config._attn_implementation == "eager"
         self.graphs: Graphs | None = None
         self.prefixes: PrefixCache | None = None  # what earlier requests read, see FuzzyDecoder.from_pretrained
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str,
-        *,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
-        revision: str | None = None,
-    ) -> Target:
-        """Load a built-in name, a local directory or a hub id. Raises ModelLoadError or CheckpointError."""
-        model, tokenizer = load_target(
-            name,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-            revision=revision,
-        )
+    def from_pretrained(cls, name: str, **options: Any) -> Target:
+        """Load a built-in name, a local directory or a hub id; options and errors as of :func:`load_target`."""
+        model, tokenizer = load_target(name, **options)
         return cls(model, tokenizer, name=str(name))
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any = None) -> Target:
+        """A model in memory as it is, in eval mode; of peft's wrapper the model inside, adapters included.
+
+        Raises ModelLoadError: no causal LM, or an adapter that is no part of the model's layers (prompt tuning).
+        """
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        made = cls(unwrapped(model), tokenizer)
+        for parameter in trained:
+            parameter.requires_grad_()
+        return made
 
     # facts ---------------------------------------------------------------------------------------------------------
 
@@ -109,6 +109,11 @@ class Target:
         """
         lock: RequestLock = vars(self.model).setdefault("_fsd_lock", RequestLock())
         return lock
+
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """What a request runs under: torch's inference mode; no_grad where weights are quantised, since tensors of some
+        libraries refuse the former."""
+        return torch.no_grad() if self.precision else torch.inference_mode()
 
     @property
     def device(self) -> torch.device:
@@ -129,16 +134,12 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Width of the logits (may exceed the tokenizer's length by padding rows)."""
-        return int(self.lm_head_weight.shape[0])
+        return ops.table_size(self.model.get_output_embeddings())[0]
 
     @property
     def hidden_size(self) -> int:
         """Width of the features."""
-        return int(self.lm_head_weight.shape[1])
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        return ops.table_size(self.model.get_output_embeddings())[1]
 
     @property
     def max_positions(self) -> int | None:
@@ -168,7 +169,9 @@ class Target:
         return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(set(types))}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a drafter checkpoint must match: family, hidden size, vocabulary size and the tokenizer's table."""
+        """What a drafter checkpoint must match: family, hidden size, vocabulary size and the tokenizer's table; and the
+        precision of quantised weights, which it was trained for and need not match.
+        """
         digest = None
         if self.tokenizer is not None:
             vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=False)
@@ -178,15 +181,21 @@ class Target:
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "vocabulary_sha256": digest,
+            **({"precision": self.precision} if self.precision else {}),
         }
+
+    @cached_property
+    def precision(self) -> str:
+        """See :func:`precision_of`: "" for plain weights."""
+        return precision_of(self.model)
 
     def weights_digest(self) -> str:
         """16 hexadecimal digits that tell this target's weights from another's of the same shape.
 
         They come from the final norm and about a thousand rows each of embeddings and LM head, which a target without
-        its layers (:func:`fsd_train.models.slim.load_slim`) has too, and from the adapter that was merged into it, if
-        any. Any other fine-tuned copy that left all of these alone has the same digest. Values are rounded to bf16, so
-        dtype, device and packing of the weights do not matter.
+        its layers (:func:`fsd_train.models.slim.load_slim`) has too, from the adapter that was merged into it, if
+        any, and from the precision of quantised layers. Any other fine-tuned copy that left all of these alone has the
+        same digest. Values are rounded to bf16, so dtype, device and packing of the weights do not matter.
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
         tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -196,7 +205,8 @@ class Target:
         for part in parts if norm is None else [*parts, norm]:
             values = part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
             digest.update(values.numpy().astype("<i2", copy=False).tobytes())
-        digest.update(getattr(self.config, "merged_adapter", "").encode())
+        digest.update(f"{getattr(self.config, 'merged_adapter', '')}{self.precision}".encode())
+        digest.update(beside_digest(self.model).encode())
         return digest.hexdigest()[:16]
 
     # operations ----------------------------------------------------------------------------------------------------
@@ -226,7 +236,8 @@ class Target:
         """(weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd], or the whole head."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return ops.weight_rows(head, ids), bias if bias is None or ids is None else bias[ids].contiguous()
+        weight = ops.weight_rows(head, ids).to(self.dtype)
+        return weight, bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -339,6 +350,23 @@ class Target:
             logits, features = self.graphs(cache, visible, tokens, positions)
             return logits, features
         return self._forward(cache, visible, tokens, positions, keep)
+
+    @contextmanager
+    def adapted(self, adapter: str | None) -> Iterator[None]:
+        """Compute with the adapter of that name (None: as the model is); see :func:`.adapted`. Hold :attr:`lock`.
+
+        What earlier requests read, and recorded graphs, are the model's without: they are not used within.
+        """
+        if adapter is None:
+            yield
+            return
+        kept = self.graphs, self.prefixes
+        with adapted(self.model, adapter):
+            self.graphs = self.prefixes = None
+            try:
+                yield
+            finally:
+                self.graphs, self.prefixes = kept
 
     def use_graphs(self, recorder: Recorder) -> None:
         """Record forwards over trees and replay them, see :class:`Graphs`."""

@@ -165,8 +165,7 @@ class DecodedTau(Callback):
         if not any(parameter.is_meta for parameter in own.model.parameters()):
             return own
         if self._full is None:
-            name = pl_module.target_name
-            self._full = Target.from_pretrained(name, dtype=own.dtype, device=pl_module.device)
+            self._full = pl_module.whole_target(own.dtype, pl_module.device)
             speed_up(self._full.model)
         return self._full
 

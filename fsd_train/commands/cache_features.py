@@ -25,7 +25,8 @@ from fsd_train.repository import recipe_errors
 
 
 def recipe_options(path: Path) -> dict[str, Any]:
-    """What a recipe says about its cache: ``target``, ``data``, ``output``, ``layers`` and ``max_length``.
+    """What a recipe says about its cache: ``target`` and its ``target_kwargs``, ``data``, ``output``, ``layers`` and
+    ``max_length``.
 
     ``eagle3`` is whether the layers not named are EAGLE-3's.
 
@@ -43,6 +44,7 @@ def recipe_options(path: Path) -> dict[str, Any]:
             "layers": head.get("fused_layers"),
             "eagle3": head.get("layout") == "eagle3",
             "max_length": data.get("max_length"),
+            "target_kwargs": dict(model.get("target_kwargs") or {}),
         }
         texts = [found["target"], *found["data"], found["output"] or ""]
         if not all(isinstance(text, str) for text in texts) or type(found["max_length"] or 1) is not int:
@@ -57,7 +59,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     defaults = recipe_options(args.config) if args.config else {}
     args.eagle3 = args.layers is None and defaults.pop("eagle3", False)
-    for name, value in {"layers": [], "max_length": MAX_LENGTH, **{k: v for k, v in defaults.items() if v}}.items():
+    preset = {"layers": [], "max_length": MAX_LENGTH, "target_kwargs": {}}
+    for name, value in {**preset, **{k: v for k, v in defaults.items() if v}}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]
@@ -70,7 +73,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train cache-features`."""
     args = _arguments(argv)
-    target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
+    target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
     target.watch(args.layers or (default_fused_layers(target) if args.eagle3 else []))
     target.check_lm_head()  # training with cached features has no layers to check it with
     with tempfile.TemporaryDirectory() as scratch:

@@ -10,12 +10,9 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fsd_infer.cli.options import MOST_COUNT, positive, real_number, whole_number
+from fsd_infer.cli.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
 from fsd_infer.cli.run import Parser
-from fsd_infer.errors import DataError
-from fsd_infer.files import parse_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.numerals import MOST_SEED, read_float
 from fsd_train import LONGEST, MAX_LENGTH
@@ -29,16 +26,6 @@ def _temperature(text: str) -> tuple[float, float]:
     return temperature, share
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = parse_json(text.encode("utf-8", "surrogatepass"), f"{text!r:.60}", "Give a JSON object.")
-    except DataError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r:.60}: needs a JSON object")
-    return value
-
-
 def regenerate() -> argparse.ArgumentParser:
     """Options of `fsd-train regenerate`."""
     p = Parser(
@@ -48,6 +35,7 @@ def regenerate() -> argparse.ArgumentParser:
     )
     p.add_argument("--config", metavar="RECIPE", help="take target, output (data.train_files) and --max-length from it")
     p.add_argument("--target", help="built-in name, directory or hub id of the target")
+    p.add_argument("--target-kwargs", **TARGET_KWARGS)
     p.add_argument(
         "--prompts", required=True, nargs="+", help="files or directories of prompts: see docs/training-data.md"
     )
@@ -75,7 +63,7 @@ def regenerate() -> argparse.ArgumentParser:
         "temperature, top_k and top_p of their own",
     )
     p.add_argument(
-        "--chat-template-args", type=_json_object, default={}, metavar="JSON",
+        "--chat-template-args", type=json_object, default={}, metavar="JSON",
         help="""arguments of the chat template, such as '{"enable_thinking": false}'; rows may have tools and """
         "chat_template_kwargs of their own",
     )  # fmt: skip
@@ -109,6 +97,7 @@ def cache_features() -> argparse.ArgumentParser:
         help="a recipe to take target, data, output, layers and max-length from, where they are not given here",
     )  # fmt: skip
     parser.add_argument("--target", help="built-in name, directory or hub id")
+    parser.add_argument("--target-kwargs", **TARGET_KWARGS)
     parser.add_argument("--data", nargs="+", action="extend", help="answers: files or directories")
     parser.add_argument("--output", help="directory of the cache")
     parser.add_argument(
@@ -160,7 +149,14 @@ def doctor() -> argparse.ArgumentParser:
     """Options of `fsd-train doctor`."""
     parser = Parser("fsd-train doctor", description="Say why a head accepts less than it should.")
     parser.add_argument("--target", required=True, help="built-in name, directory or hub id")
+    parser.add_argument("--target-kwargs", **TARGET_KWARGS)
     parser.add_argument("--head", required=True, help="directory of the head, ours or another program's")
+    parser.add_argument(
+        "--trained-on",
+        metavar="NAME",
+        help="the target that the head was trained for, where that is another: says what the change costs (known of an "
+        "adapter, and of a quantization_config in --target-kwargs)",
+    )
     parser.add_argument("--data", required=True, help="rows of answers, as training takes them")
     parser.add_argument("--features", help="a cache of `fsd-train cache-features` to compare with")
     parser.add_argument("--rows", type=positive, default=16, help="how many rows are looked at (%(default)s)")

@@ -31,7 +31,7 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines
+from fsd_train.commands import command_lines, trained_for
 from fsd_train.commands.engine_check import check_engine
 from fsd_train.commands.feeding import Feeding, Row, at_step
 from fsd_train.data.answers import check_id, encode_row
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
     record = None if args.json is None else writable(args.json, "the findings' file")
-    target = Target.from_pretrained(args.target, dtype=torch.float32)
+    target = Target.from_pretrained(args.target, dtype=torch.float32, **(args.target_kwargs or {}))
     head = load_head(args.head, target)
     rows = []
     for row in read_rows(args.data):
@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(rows) == args.rows:
             break
     doctor = Doctor(target, head, rows)
-    findings = [*doctor.check_rows()]
+    findings = [*doctor.check_rows(), *trained_for.findings(args, doctor, rows, (Doctor, Finding))]
     if args.features:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]

@@ -125,7 +125,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
     target: Target = module.target
     if any(parameter.is_meta for parameter in target.model.parameters()):
-        target = Target.from_pretrained(recipe.model["target"])
+        target = module.whole_target(target.dtype)
     rate = _forward_seconds(target, data) if recipe.cache is not None else 0.0
     if recipe.cache is not None:
         lines.append(("time to cache features", _time(rate * tokens), f"{1 / rate:.0f} tokens/s"))

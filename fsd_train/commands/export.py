@@ -93,7 +93,8 @@ def _export_head(args: argparse.Namespace) -> int:
         raise DataError(f"{args.source} does not name its target: give --target.")
     if args.data is None and args.to is not None:
         return _export_to(load_head(args.source), name, args)
-    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu")
+    kwargs = options.get("target_kwargs") if isinstance(options, dict) else None
+    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu", **(kwargs or {}))
     head = load_head(args.source, target)
     if args.data:
         _choose_ids(head, target, args, target.eos_token_ids)

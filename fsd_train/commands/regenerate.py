@@ -200,7 +200,10 @@ def resolve(args: argparse.Namespace) -> None:
         with recipe_errors(f"{args.config}: no recipe"):
             recipe = yaml.safe_load(find(args.config).read_text(encoding="utf-8"))
             model, data = dict(recipe.get("model") or {}), dict(recipe.get("data") or {})
-            named = model.get("init_args", model).get("target")
+            options = model.get("init_args", model)
+            named = options.get("target")
+            if args.target_kwargs is None:
+                args.target_kwargs = dict(options.get("target_kwargs") or {})
             if not isinstance(named, str | None):
                 raise TypeError(f"model.target is {named!r}")
             args.target = args.target or named
@@ -231,7 +234,9 @@ def _say_what_is_left_out(plan: Plan, args: argparse.Namespace) -> None:
 
 
 def _local(args: argparse.Namespace) -> LocalBackend:
-    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device)
+    decoder = FuzzyDecoder.from_pretrained(
+        args.target, args.drafter, dtype=parse_dtype(args.dtype), device=args.device, **(args.target_kwargs or {})
+    )
     return LocalBackend(decoder, args.max_new_tokens, args.seed, args.features)
 
 
@@ -281,6 +286,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.endpoint:
         settings["endpoint_model"] = args.endpoint_model
     else:
+        if args.target_kwargs:
+            settings["target_kwargs"] = args.target_kwargs
         settings.update(batch_size=args.batch_size, dtype=args.dtype, rule=RULE, drafter=args.drafter)
     digests: dict[str, list[str]] = {}
     for path in args.prompts:

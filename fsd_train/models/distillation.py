@@ -57,6 +57,8 @@ class DistillationModule(RunModule, ABC):
         eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
             :class:`fsd_train.losses.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
         seed: of initial weights and all draws.
+        target_kwargs: how the target is loaded, as :func:`fsd_infer.targets.loading.load_target` takes it:
+            ``quantization_config`` with its ``quant_method``, ``revision``, ``subfolder`` ...
 
     Attributes:
         head: the drafter in training; it has ``draft_ids``, the target's ids [Vd] that it drafts over, or None for all.
@@ -79,11 +81,12 @@ class DistillationModule(RunModule, ABC):
         eval_steps: EvalSteps = 4,
         eval_rules: list[str] | None = None,
         seed: Seed = 0,
+        target_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if not target:
             raise DataError("target is empty: give a built-in name, a directory or a hub id.")
-        self.target_name, self.seed = target, seed
+        self.target_name, self.target_kwargs, self.seed = target, dict(target_kwargs or {}), seed
         self.unroll_steps, self.step_decay = unroll_steps, step_decay
         self.loss = as_loss(loss)
         self.depths = max(unroll_steps, eval_steps)
@@ -140,12 +143,16 @@ class DistillationModule(RunModule, ABC):
 
     def _load_target(self) -> Target:
         dtype = torch.bfloat16 if self._half else torch.float32
-        slim = None if self._runs_target else load_slim(self.target_name, dtype)
+        slim = None if self._runs_target or self.target_kwargs else load_slim(self.target_name, dtype)
         if slim is not None:
             return slim
-        target = Target.from_pretrained(self.target_name, dtype=dtype, device="cpu")
+        target = self.whole_target(dtype)
         target.check_lm_head()
         return target
+
+    def whole_target(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
+        """Another copy of the target, with its layers."""
+        return Target.from_pretrained(self.target_name, dtype=dtype, device=device, **self.target_kwargs)
 
     @property
     def _runs_target(self) -> bool:

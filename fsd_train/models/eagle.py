@@ -123,7 +123,12 @@ class EagleModule(DistillationModule):
         if layers:
             target = self.target
             if any(parameter.is_meta for parameter in target.model.parameters()):
-                target = Target.from_pretrained(self.target_name, dtype=target.dtype, device="cpu")
+                target = self.whole_target(target.dtype)
+            if target.precision:
+                raise DataError(
+                    f"initial_layers: the layers of {target.name} hold {target.precision} weights, which cannot be "
+                    "trained. Leave it out, or start from a head (initial_head)."
+                )
             self.head.take_layers(target.layers(layers))
         if head:
             initial = load_head(head, self.target)

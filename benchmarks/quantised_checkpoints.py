@@ -1,0 +1,113 @@
+"""Checkpoints whose weights are quantised in their files, as other programs write them, by rounding to nearest.
+
+What is measured with them is how they are read and computed, not how good such rounding is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GROUP = 32
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs in a number of 32 bits
+
+
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """[n, ...] whole numbers from 0 -> [n · bits / 32, ...] int32, the first one in the lowest bits."""
+    many = 32 // bits
+    parts = numbers.long().view(len(numbers) // many, many, *numbers.shape[1:])
+    joined = sum((parts[:, place] << (bits * place) for place in range(many)), start=torch.zeros_like(parts[:, 0]))
+    return torch.where(joined < 2**31, joined, joined - 2**32).to(torch.int32)
+
+
+def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
+    """[out, in] -> numbers around 0 [out, in], scales [out, groups]."""
+    most = 2 ** (bits - 1) - 1
+    groups = weight.reshape(len(weight), -1, group or weight.shape[1])
+    scales = (groups.abs().amax(-1) / most).clamp_min(1e-6).half().float()
+    return (groups / scales[..., None]).round().clamp(-most - 1, most).view_as(weight).int(), scales
+
+
+def _gptq(weight: Tensor) -> dict[str, Tensor]:
+    numbers, scales = rounded(weight, 4, GROUP)
+    zeros = torch.full(scales.t().shape, 7)  # 8, less the 1 that the format adds
+    order = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    return {
+        "qweight": packed((numbers + 8).t(), 4), "qzeros": packed(zeros.t(), 4).t(), "scales": scales.t().half(),
+        "g_idx": order,
+    }  # fmt: skip
+
+
+def _awq(weight: Tensor) -> dict[str, Tensor]:
+    numbers, scales = rounded(weight, 4, GROUP)
+
+    def columns(values: Tensor) -> Tensor:  # [rows, out] -> [rows, out / 8]
+        return packed(values.view(len(values), -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1).t(), 4).t()
+
+    zeros = torch.full(scales.t().shape, 8)
+    return {"qweight": columns((numbers + 8).t()), "qzeros": columns(zeros), "scales": scales.t().half()}
+
+
+def _packed_integers(bits: int, group: int | None) -> Callable[[Tensor], dict[str, Tensor]]:
+    def parts(weight: Tensor) -> dict[str, Tensor]:
+        numbers, scales = rounded(weight, bits, group)
+        whole = packed((numbers + 2 ** (bits - 1)).t(), bits).t()
+        return {"weight_packed": whole, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+
+    return parts
+
+
+def _integers(weight: Tensor) -> dict[str, Tensor]:
+    numbers, scales = rounded(weight, 8, None)
+    return {"weight": numbers.to(torch.int8), "weight_scale": scales}
+
+
+def _fp8(weight: Tensor) -> dict[str, Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).clamp_min(1e-6)
+    return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def _compressed(form: str, bits: int, kind: str = "int", group: int | None = None, inputs: bool = False) -> Any:
+    numbers = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+    of_weights = {**numbers, "strategy": "group" if group else "channel", "group_size": group}
+    of_inputs = {**numbers, "dynamic": True, "strategy": "token"} if inputs else None
+    scheme = {"targets": ["Linear"], "weights": of_weights, "input_activations": of_inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": scheme},
+    }  # fmt: skip
+
+
+_FOUR_BITS = {"bits": 4, "group_size": GROUP}
+STORED: Mapping[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
+    "compressed-tensors W8A16": (_packed_integers(8, None), _compressed("pack-quantized", 8)),
+    "compressed-tensors W4A16": (_packed_integers(4, GROUP), _compressed("pack-quantized", 4, group=GROUP)),
+    "compressed-tensors W8A8": (_integers, _compressed("int-quantized", 8, inputs=True)),
+    "compressed-tensors FP8": (_fp8, _compressed("float-quantized", 8, "float", inputs=True)),
+    "gptq int4": (_gptq, {"quant_method": "gptq", "desc_act": False, "sym": True, **_FOUR_BITS}),
+    "awq int4": (_awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **_FOUR_BITS}),
+}
+
+
+def write(model: Any, directory: Path, kind: str) -> Path:
+    """Write a model of the Llama kind with its decoder's linear layers quantised; ``kind`` is a key of ``STORED``."""
+    parts, quantization = STORED[kind]
+    state: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        layer, _, name = key.rpartition(".")
+        if name == "weight" and layer.rpartition(".")[2] in LINEAR:
+            state |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in parts(value.float()).items()}
+        elif not (key == "lm_head.weight" and model.config.tie_word_embeddings):
+            state[key] = value.contiguous()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    config = {**model.config.to_dict(), "quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(config, default=str))
+    return directory

@@ -1,0 +1,118 @@
+"""Rows of a dataset on the Hub, by its name, streamed by the `datasets` library.
+
+hf:OWNER/NAME                              split train of the default configuration
+hf:OWNER/NAME@REVISION?split=train_sft     another split of a branch, tag or commit
+hf:OWNER/NAME?config=en&limit=5000         a configuration, and its first rows alone
+hf:OWNER/NAME?prompt=instruction           a field that is read here (docs/training-data.md) = the dataset's column
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.chat.conversations import PROMPT_FIELDS
+from fsd_infer.errors import DataError, shortened
+from fsd_infer.numerals import read_int
+
+PREFIX = "hf:"
+_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([^?@\s]+))?(?:\?(.*))?")
+_FIELDS = {*PROMPT_FIELDS, "id", "source", "category", "answer", "prompt_ids", "response_ids", "tools"}
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Does this name a dataset on the Hub?"""
+    return str(path).startswith(PREFIX)
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """What a name says.
+
+    Attributes:
+        repository: OWNER/NAME.
+        revision, split, config, limit: None for the default, or all rows.
+        columns: the dataset's column by the field that is read from it.
+    """
+
+    repository: str
+    revision: str | None = None
+    split: str = "train"
+    config: str | None = None
+    limit: int | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> HubRows:
+        """Raises DataError for a name of another form."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise DataError(f"{text!r:.80}: a dataset on the Hub is named hf:OWNER/NAME[@REVISION][?split=SPLIT&…].")
+        options: dict[str, Any] = {}
+        columns: dict[str, str] = {}
+        for part in filter(None, (match[3] or "").split("&")):
+            key, _, value = part.partition("=")
+            if not value or key not in ("split", "config", "limit", *_FIELDS):
+                raise DataError(
+                    f"{text!r:.80}: cannot use {part!r:.40}; known are split, config, limit, and FIELD=COLUMN for the "
+                    f"fields {', '.join(sorted(_FIELDS))}."
+                )
+            if key in _FIELDS:
+                columns[key] = value
+            else:
+                options[key] = value
+        if "limit" in options:
+            options["limit"] = read_int(options["limit"])
+            if options["limit"] is None or options["limit"] < 1:
+                raise DataError(f"{text!r:.80}: limit must be a whole number from 1.")
+        return cls(match[1], match[2], columns=columns, **options)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows, as they come.
+
+        Raises:
+            DataError: the package `datasets` is not installed, the dataset, revision, split or column is not there, or
+                the Hub does not answer.
+        """
+        try:
+            datasets = import_module("datasets")
+        except ImportError as error:
+            raise DataError(
+                f"hf:{self.repository}: the package datasets is not installed: pip install 'fsd-toolkit[train]'."
+            ) from error
+        number = 0
+        try:
+            found = datasets.load_dataset(
+                self.repository, self.config, split=self.split, revision=self.revision, streaming=True
+            )
+            for row in found if self.limit is None else found.take(self.limit):
+                yield self._renamed(row)
+                number += 1
+        except DataError:
+            raise
+        except Exception as error:  # whatever the Hub, the network and the files make of it
+            where = f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
+            raise DataError(
+                f"{where}: unreadable after row {number} ({type(error).__name__}: {shortened(error)}). Check its name, "
+                "revision and split, and your access to it (`hf auth login`)."
+            ) from error
+
+    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        missing = sorted(set(self.columns.values()) - set(row))
+        if missing:
+            raise DataError(f"hf:{self.repository}: has no column {missing[0]!r}; its columns are {', '.join(row)}.")
+        return {**row, **{ours: row[theirs] for ours, theirs in self.columns.items()}}
+
+    def digest(self, text: str) -> str:
+        """SHA-256 of the name and the commit that it means now. Raises DataError if the Hub does not say."""
+        api = import_module("huggingface_hub").HfApi()
+        try:
+            commit = api.dataset_info(self.repository, revision=self.revision).sha
+        except Exception as error:
+            raise DataError(f"{text}: {shortened(error)}") from error
+        return hashlib.sha256(f"{text} {commit}".encode()).hexdigest()

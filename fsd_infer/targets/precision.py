@@ -1,0 +1,144 @@
+"""Quantised targets: what records call them, what computes with them, and which a CPU cannot run.
+
+transformers quantises at load, or loads what is quantised; nothing here imports a library of quantisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsd_infer.cpu.ops import is_plain
+from fsd_infer.errors import ModelLoadError
+
+PLAIN = "unquantised weights"
+NEED_GPU = {  # methods whose products run on GPUs alone, with what to do instead
+    "aqlm": "its kernels",
+    "eetq": "its kernels",
+    "fbgemm_fp8": "its kernels",
+    "fouroversix": "its kernels",
+    "fp_quant": "its kernels",
+    "higgs": "its kernels",
+    "nvfp4": "its kernels",
+    "spqr": "its kernels",
+    "vptq": "its kernels",
+}
+_EXPANDED = ("fp8", "mxfp4", "mxfp8")  # on a CPU transformers expands stored ones; it does not make them there
+
+
+def method_of(config: Any) -> str | None:
+    """The method of a quantisation config (an object of transformers' or a dict), or of a model's config; None if there
+    is none."""
+    found = _quantization(config)
+    if not found:
+        return None
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        return "bitsandbytes"  # older configs do not say
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def quantization_config(given: Any) -> Any:
+    """A quantisation config as transformers takes it: of torchao's a dict may name the type alone,
+    ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``."""
+    if isinstance(given, Mapping) and method_of(given) == "torchao" and isinstance(given.get("quant_type"), str):
+        kind = {"_type": given["quant_type"], "_version": 2, "_data": dict(given.get("quant_type_kwargs") or {})}
+        given = {**given, "quant_type": {"default": kind}}
+        given.pop("quant_type_kwargs", None)
+    return given
+
+
+def _quantization(config: Any) -> Mapping[str, Any]:
+    """A quantisation config as a dict, empty where there is none."""
+    if hasattr(config, "get_text_config"):
+        config = getattr(config, "quantization_config", None)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    return config if isinstance(config, Mapping) else {}
+
+
+def check_quantization(config: Any, device: torch.device, stored: bool = True) -> None:
+    """Raise ModelLoadError for weights that this device has no products for.
+
+    Args:
+        config: as of :func:`method_of`.
+        device: of the target.
+        stored: the weights are quantised in their files, not at load.
+    """
+    method, found = method_of(config), _quantization(config)
+    if device.type != "cpu" or method is None:
+        return
+    if method == "torchao" and _torchao_kind(found.get("quant_type")) == "Int4WeightOnlyConfig":
+        raise ModelLoadError(
+            "torchao's Int4WeightOnlyConfig has products for GPUs only, and the target is on a CPU: use "
+            "IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)), or another device."
+        )
+    if method in NEED_GPU:
+        raise ModelLoadError(
+            f"weights quantised by {method!r} need a GPU for {NEED_GPU[method]}, and the target is on a CPU: use "
+            "torchao, bitsandbytes, quanto, compressed-tensors or GPTQ weights, or another device."
+        )
+    if method in _EXPANDED and not stored:
+        raise ModelLoadError(
+            f"weights are quantised by {method!r} on a GPU only; on a CPU use torchao, bitsandbytes or quanto, or a "
+            f"model that is stored in {method}, which is expanded to bf16 here."
+        )
+
+
+@torch.no_grad()
+def ready(model: Any) -> None:
+    """Let a model whose first forward prepares its weights (compressed-tensors) do so: parts of it run alone later."""
+    if method_of(getattr(model, "config", None)) == "compressed-tensors":
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+
+
+def precision_of(model: Any) -> str:
+    """What the linear layers of a model compute with, in words: "" for plain weights, else "bitsandbytes nf4" …
+
+    Two targets of one precision have the same text, whatever made them.
+    """
+    found = _quantization(getattr(model, "config", None))
+    method = method_of(found)
+    if method is None:
+        return " ".join(sorted(_odd_weights(model.get_decoder())))
+    return f"{method} {_kind(method, found)}".strip()
+
+
+def _kind(method: str, config: Mapping[str, Any]) -> str:
+    """What of a method's config the numbers depend on most."""
+    if method == "bitsandbytes":
+        return str(config.get("bnb_4bit_quant_type", "fp4")) if config.get("load_in_4bit") else "int8"
+    if method == "quanto":
+        return str(config.get("weights"))
+    if method == "torchao":
+        return _torchao_kind(config.get("quant_type"))
+    if method == "compressed-tensors":
+        groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+        return " ".join(sorted({_scheme(group) for group in groups}))
+    bits = config.get("bits", config.get("nbits"))
+    return "" if bits is None else f"int{bits}"
+
+
+def _torchao_kind(quant_type: Any) -> str:
+    while isinstance(quant_type, Mapping):  # {"default": {"_type": …}} in files
+        if "_type" in quant_type:
+            return str(quant_type["_type"])
+        quant_type = next(iter(quant_type.values()), None)
+    return quant_type if isinstance(quant_type, str) else type(quant_type).__name__
+
+
+def _scheme(group: Mapping[str, Any]) -> str:
+    """ "W4A16" and the like, as compressed-tensors calls them."""
+    weights, inputs = ((group.get(name) or {}) for name in ("weights", "input_activations"))
+    float8 = weights.get("type") == "float" and weights.get("num_bits") == 8
+    return "FP8" if float8 else f"W{weights.get('num_bits')}A{inputs.get('num_bits', 16)}"
+
+
+def _odd_weights(decoder: nn.Module) -> set[str]:
+    """The types of what is no plain weight among a decoder's matrices."""
+    odd = [part for part in decoder.modules() if isinstance(part, nn.Linear) and not is_plain(part)]
+    weights = [getattr(part, "weight", None) for part in odd]
+    return {type(weight).__name__ for weight in weights if not hasattr(weight, "full_tensor")}  # not: shared out

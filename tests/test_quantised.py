@@ -1,0 +1,202 @@
+"""Quantised targets: equal to the plain loop in fp32, lawful at a temperature, packed around, trained for, or refused.
+
+A kind is tested where its library is installed; torchao is among the tested versions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from benchmarks.quantised import AT_LOAD, load
+from benchmarks.quantised_checkpoints import STORED
+from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
+from fsd_infer.cpu import ops
+from fsd_infer.cpu.packing import can_pack, packed_of
+from fsd_infer.drafters import EagleDrafter
+from fsd_infer.errors import ModelLoadError
+from fsd_infer.heads.checkpoint import save_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.targets.precision import check_quantization, method_of, precision_of
+from fsd_train.cli import main as fsd_train
+from tests.families import reference, tiny_model
+from tests.train_toys import fit_command
+
+NEEDED = {
+    "torchao": "torchao", "bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto",
+    "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel",
+}  # fmt: skip
+SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+TORCHAO = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
+KINDS = [kind for kind in (*AT_LOAD, *STORED) if kind != "plain"]
+
+
+def need(kind: str) -> None:
+    package = NEEDED[kind.split()[0]]
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found or kind.split()[0] in ("gptq", "awq"):  # gptqmodel compiles for minutes at its first use
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quantised") / "plain"
+    tiny_model("llama", **SIZES).save_pretrained(directory)
+    return directory
+
+
+def drafted(target: Target) -> LMDrafter:
+    """A drafter that is often, not always, right: the model that was quantised."""
+    return LMDrafter(Target(tiny_model("llama", **SIZES).to(target.dtype)), target, TreeShape(4, 2, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_fp32_drafting_changes_no_token(kind: str, plain: Path, tmp_path: Path) -> None:
+    """The engine's tree and plain loop agree with transformers' `generate`, also on a model that is handed over."""
+    need(kind)
+    target = load(str(plain), kind, torch.float32, tmp_path)
+    prompts = [[5, 9, 11, 7, 3], [8, 2]]
+    expected = reference(target.model, prompts, max_new_tokens=24)
+    for made in (target, Target.of(target.model)):
+        decoder = FuzzyDecoder(made, drafted(made))
+        for drafter in (None, decoder.load_drafter("none"), decoder.load_drafter("lookup+recycle")):
+            options = {"max_new_tokens": 24, "do_sample": False, "chat": False, "drafter": drafter}
+            assert decoder.generate(prompts, **options).sequences == expected
+    assert made.precision.startswith(kind.split()[0])
+    whole = Target.from_pretrained(str(plain), dtype=torch.float32)
+    assert made.weights_digest() != whole.weights_digest() and made.fingerprint()["precision"] == made.precision
+    torch.testing.assert_close(made.lm_head_rows(None)[0], whole.lm_head_rows(None)[0])
+    assert (made.vocab_size, made.hidden_size) == (whole.vocab_size, whole.hidden_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_above_temperature_0_the_law_is_the_targets(kind: str, tmp_path: Path) -> None:
+    """Three tokens of a vocabulary of four, by sampled drafts, against the enumeration of the model's own law."""
+    need(kind)
+    small = {**SIZES, "vocab_size": 4, "pad_token_id": None}
+    tiny_model("llama", scale=2.0, **small).save_pretrained(tmp_path / "plain")
+    target = load(str(tmp_path / "plain"), kind, torch.float32, tmp_path)
+    target.model.generation_config.eos_token_id = None
+    drafter = LMDrafter(Target(tiny_model("llama", seed=1, scale=2.0, **small)), target, TreeShape(3, 1, 4))
+    rows, prompt = 1500, [1, 2, 3]
+    options = {"max_new_tokens": 3, "do_sample": True, "temperature": 1.0, "top_k": 0, "chat": False, "seed": 3}
+    answers = FuzzyDecoder(target, drafter).generate([prompt] * rows, **options).sequences
+    seen = torch.bincount(torch.tensor(answers) @ torch.tensor([16, 4, 1]), minlength=64)
+    texts = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    with torch.no_grad():
+        logits = target.model(torch.cat([torch.tensor([prompt]).expand(64, -1), texts[:, :2]], 1)).logits[:, 2:]
+    law = logits.log_softmax(-1).gather(2, texts[..., None])[..., 0].sum(1).exp().double()
+    kept = law * rows >= 5  # rarer ones together
+    pairs = [torch.cat([x[kept], x[~kept].sum()[None]]).numpy() for x in (seen.double(), law / law.sum() * rows)]
+    assert kept.sum() > 15 and chisquare(*pairs).pvalue > 1e-6
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_takes_plain_layers_alone(kind: str, plain: Path, tmp_path: Path) -> None:
+    need(kind)
+    target = load(str(plain), kind, torch.bfloat16, tmp_path)
+    prompt = [[5, 9, 11, 7, 3]]
+    before = reference(target.model, prompt, max_new_tokens=4)
+    ops.speed_up(target.model, release=True)
+    assert packed_of(target.model.lm_head) is not None and ops.stack_of(target.decoder) is None
+    assert not any(packed_of(part) for part in target.decoder.modules())
+    assert FuzzyDecoder(target, drafted(target)).generate(prompt, max_new_tokens=4, do_sample=False).sequences == before
+
+
+def test_a_quantised_lm_head_is_read_through_its_layer(plain: Path) -> None:
+    """torchao's, of embeddings and LM head too: rows are what the layer computes with, read once."""
+    need("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+    target = Target.from_pretrained(str(plain), dtype=torch.float32, quantization_config=config)
+    head, table = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    assert not ops.is_plain(head) and not ops.is_plain(table)
+    ids = torch.tensor([7, 3])
+    torch.testing.assert_close(target.lm_head_rows(ids)[0], head.weight.dequantize()[ids])
+    torch.testing.assert_close(ops.weight_rows(table, ids), table.weight.dequantize()[ids])
+    assert ops.weight_rows(head, None) is ops.weight_rows(head, None)
+    eagle = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
+    eagle.draft_ids.copy_(torch.arange(32))
+    eagle.initialise_from(target)
+    decoder = FuzzyDecoder(target, EagleDrafter(eagle.eval().requires_grad_(False), target, TreeShape(3, 2, 6)))
+    made = decoder.generate([[40, 41, 3]], max_new_tokens=16, do_sample=False)
+    assert made.sequences == reference(target.model, [[40, 41, 3]], max_new_tokens=16)
+
+
+def test_the_fingerprint_tells_what_a_head_was_trained_for(plain: Path, tmp_path: Path) -> None:
+    need("torchao")
+    whole = Target.from_pretrained(str(plain), dtype=torch.float32)
+    head = EagleHead(EagleConfig.for_target(whole))
+    save_head(tmp_path / "head", head, whole.fingerprint())
+    quantised = Target.from_pretrained(str(plain), dtype=torch.float32, quantization_config=TORCHAO)
+    with pytest.warns(UserWarning, match="trained for unquantised weights, and .* has torchao Int8WeightOnlyConfig"):
+        drafter = EagleDrafter.from_pretrained(tmp_path / "head", quantised)
+    assert drafter.describe()["trained_for"] == "unquantised weights"
+    save_head(tmp_path / "own", head, quantised.fingerprint())
+    assert "trained_for" not in EagleDrafter.from_pretrained(tmp_path / "own", quantised).describe()
+
+
+def test_a_head_is_trained_for_a_quantised_target(toys: Path, tmp_path: Path) -> None:
+    """In the step and on cached features, which another precision's run refuses; doctor says what the change costs."""
+    need("torchao")
+    target, answers = str(toys / "target"), str(toys / "answers.jsonl")
+    export = {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(tmp_path / "head")}}
+    trainer = {"max_steps": 2, "limit_val_batches": 1, "callbacks": [export]}
+    model: dict[str, Any] = {"target": target, "target_kwargs": {"quantization_config": TORCHAO}, "lr": 1e-3}
+    data = {"train_files": [answers], "validation_fraction": 0.1, "batch_tokens": 256}
+    assert fsd_train(fit_command(tmp_path / "a", trainer, model, data)) == 0
+    facts = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert facts["target"]["precision"] == "torchao Int8WeightOnlyConfig"
+    assert facts["training"]["hyperparameters"]["target_kwargs"] == model["target_kwargs"]
+    line = ["cache-features", "--target", target, "--data", answers, "--output", str(tmp_path / "features")]
+    assert fsd_train([*line, "--target-kwargs", json.dumps(model["target_kwargs"])]) == 0
+    cached = {**data, "features": str(tmp_path / "features")}
+    assert fsd_train(fit_command(tmp_path / "b", {"max_steps": 1}, model, cached)) == 0
+    assert fsd_train(fit_command(tmp_path / "c", {"max_steps": 1}, {**model, "target_kwargs": {}}, cached)) == 2
+    report = tmp_path / "found.json"
+    line = ["doctor", "--target", target, "--data", answers, "--rows", "4", "--json", str(report)]
+    for head, kwargs, says in (
+        (tmp_path / "head", model["target_kwargs"], "trained for torchao Int8WeightOnlyConfig"),
+        (tmp_path / "head", {}, "trained for torchao Int8WeightOnlyConfig, used with unquantised weights"),
+    ):
+        fsd_train([*line, "--head", str(head), "--target-kwargs", json.dumps(kwargs), "--trained-on", target])
+        found = {one["check"]: one for one in json.loads(report.read_text())}
+        assert found["precision"]["says"] == says and "in brackets with" in found["what it costs"]["says"]
+
+
+def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:
+    for config, words in (
+        ({"quant_method": "eetq", "weights": "int8"}, "'eetq' need a GPU"),
+        ({"quant_method": "fp8"}, "by 'fp8' on a GPU only"),
+        ({"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"}, "IntxWeightOnlyConfig"),
+    ):
+        with pytest.raises(ModelLoadError, match=words):
+            Target.from_pretrained(str(plain), device="cpu", quantization_config=config)
+    check_quantization({"quant_method": "mxfp4"}, torch.device("cpu"), stored=True)  # expanded
+    check_quantization({"quant_method": "eetq"}, torch.device("cuda"))
+
+
+def test_what_configs_are_called() -> None:
+    assert method_of(None) is method_of({}) is None and method_of({"load_in_4bit": True}) == "bitsandbytes"
+    model = tiny_model("llama")
+    for config, words in (
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes int8"),
+        (STORED["compressed-tensors W4A16"][1], "compressed-tensors W4A16"),
+        (STORED["compressed-tensors FP8"][1], "compressed-tensors FP8"),
+        (STORED["gptq int4"][1], "gptq int4"),
+    ):
+        model.config.quantization_config = config
+        assert precision_of(model) == words
