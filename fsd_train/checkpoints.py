@@ -67,18 +67,15 @@ def check_checkpoint(path: str | Path | None) -> None:
         )
 
 
-def check_state(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def check_weights(module: LightningModule, checkpoint: dict[str, Any], source: str) -> None:
     """Raise CheckpointError unless the checkpoint's weights are those of this module, by name and shape."""
-    trainer = module._trainer
-    if trainer is not None and trainer.strategy.restore_checkpoint_after_setup:
-        return  # sharded by now: the strategy compares them
     ours, theirs = module.state_dict(), checkpoint["state_dict"]
     wrong = sorted(set(ours) ^ set(theirs)) + [
         name for name in ours.keys() & theirs.keys() if ours[name].shape != theirs[name].shape
     ]
     if wrong:
         raise CheckpointError(
-            f"{_source(trainer)} was written with other settings: {len(wrong)} tensors differ in name or shape, first "
+            f"{source} was written with other settings: {len(wrong)} tensors differ in name or shape, first "
             f"{wrong[0]!r}. Resume with the model section that it was trained with."
         )
 
@@ -88,19 +85,19 @@ def target_record(target: Target) -> dict[str, str]:
     return {"name": target.name, "weights_sha256": target.weights_digest()}
 
 
-def check_target(module: LightningModule, target: Target, record: dict[str, str]) -> None:
+def check_target(target: Target, record: dict[str, str], source: str) -> None:
     """Raise CheckpointError if a checkpoint was trained on another target, or on other weights of the same shape.
 
     Args:
-        module: in training.
-        target: its target.
+        target: of the module in training.
         record: the checkpoint's :func:`target_record`, empty where it has none.
+        source: how errors call the checkpoint.
     """
     ours, theirs = target.weights_digest(), record.get("weights_sha256")
     if ours != theirs:
         raise CheckpointError(
-            f"{_source(module._trainer)} was trained on another target ({record.get('name')}, weights {theirs}) than "
-            f"{target.name} (weights {ours}): resume it with that one. {_RESTART}"
+            f"{source} was trained on another target ({record.get('name')}, weights {theirs}) than {target.name} "
+            f"(weights {ours}): resume it with that one. {_RESTART}"
         )
 
 
@@ -119,17 +116,17 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
         if trainer.is_global_zero:
             log.warning(
                 "%s was written by %s devices and goes on with %d: a step has as many batches as before if devices x "
-                "accumulate_grad_batches is what it was", _source(trainer), before, now,
+                "accumulate_grad_batches is what it was", source_of(trainer), before, now,
             )  # fmt: skip
     wrong = [f"{name} ({theirs.get(name)}, now {ours[name]})" for name in ours if ours[name] != theirs.get(name)]
     if wrong:
         raise CheckpointError(
-            f"{_source(trainer)} stands at a place in another order of batches, by {', '.join(wrong)}: resume it with "
-            "the data and the number of devices that it was trained with (rows is a digest of what train_files, "
+            f"{source_of(trainer)} stands at a place in another order of batches, by {', '.join(wrong)}: resume it "
+            "with the data and the number of devices that it was trained with (rows is a digest of what train_files, "
             f"max_length, the validation split and cached features leave to train on). {_RESTART}"
         )
 
 
-def _source(trainer: Trainer | None) -> str:
+def source_of(trainer: Trainer | None) -> str:
     """How errors call the checkpoint that is being read."""
     return "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.registry import Registry
 from fsd_infer.targets.target import Target
+from fsd_train.checkpoints import check_weights, read_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -30,16 +28,12 @@ _MARK = "fsd_sharded_optimizer"  # in checkpoints of ShardedStrategy
 DEEPSPEED_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
 
 
-def named_strategy(name: str, accelerator: str = "auto") -> str | Strategy:
+def named_strategy(name: str) -> str | Strategy:
     """The strategy for a name in a recipe; names that mean to us what they mean to Lightning come back as they are.
 
     - ``fsdp`` is :class:`ShardedStrategy`. Lightning's own refuses CPUs and clipping by norm.
-    - ``deepspeed_stage_1`` to ``_3``: Lightning's, on a CPU :func:`cpu_deepspeed`. It is passed that batches have no
-      fixed size (the number is used for DeepSpeed's throughput log only; ours is a budget of tokens).
-
-    Args:
-        name: in the recipe.
-        accelerator: Trainer's, "auto" for CUDA where there is a device.
+    - ``deepspeed_stage_1`` to ``_3`` are Lightning's. They are told that batches have no fixed size (the number is used
+      for DeepSpeed's throughput log only; ours is a budget of tokens).
 
     Raises:
         UnknownNameError: there is no such strategy.
@@ -52,38 +46,13 @@ def named_strategy(name: str, accelerator: str = "auto") -> str | Strategy:
             raise DataError(f"strategy {name} needs DeepSpeed: pip install 'fsd-toolkit[deepspeed]'.")
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
-        options: Any = {"stage": DEEPSPEED_STAGES[name], "logging_batch_size_per_gpu": 1}
-        on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-        return cpu_deepspeed(**options) if on_cpu else DeepSpeedStrategy(**options)
+        return DeepSpeedStrategy(stage=DEEPSPEED_STAGES[name], logging_batch_size_per_gpu=1)
     if name not in ("auto", *StrategyRegistry.available_strategies()):
         usual: Registry[None] = Registry("strategy")
         for each in ("auto", "ddp", "fsdp", *DEEPSPEED_STAGES):
             usual.register(each)(None)
         usual.get(name)
     return name
-
-
-def cpu_deepspeed(**options: Any) -> Strategy:
-    """Lightning's DeepSpeedStrategy without its insistence on CUDA: DeepSpeed itself runs on CPUs, by gloo."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
-    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-
-    class CPUDeepSpeedStrategy(DeepSpeedStrategy):
-        @property
-        def root_device(self) -> torch.device:
-            return torch.device("cpu", 0)  # DeepSpeed wants an index
-
-        def setup_environment(self) -> None:
-            DDPStrategy.setup_environment(self)
-
-        def setup_distributed(self) -> None:
-            # DeepSpeed would compile collectives by shared memory, for minutes; gloo has them too
-            importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-            reset_seed()
-            self.set_world_ranks()
-            self._init_deepspeed_distributed()
-
-    return CPUDeepSpeedStrategy(process_group_backend="gloo", **options)
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -95,29 +64,16 @@ class ShardedStrategy(ModelParallelStrategy):
     (nccl) and on CPU (gloo).
 
     Args:
-        process_group_backend: default by device.
-        timeout: of collective operations.
+        options: of Lightning's ModelParallelStrategy.
     """
 
-    def __init__(
-        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
-    ) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-
-    def setup_environment(self) -> None:
-        # "auto" would mean one group per node
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(save_distributed_checkpoint=False, **options)
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        mesh = self.device_mesh["data_parallel"]
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         for child in module.children():
             if any(parameter.requires_grad for parameter in child.parameters()):
                 fully_shard(child, mesh=mesh, reshard_after_forward=False)  # an unrolled step runs it many times
@@ -135,21 +91,13 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        try:
-            stored = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=bool(weights_only))
-        except (RuntimeError, OSError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{checkpoint_path} is truncated or no checkpoint ({error}): use another.") from error
+        stored = read_checkpoint(checkpoint_path)
         if _MARK not in stored:
             raise CheckpointError(
                 f"{checkpoint_path} was written by another strategy than fsdp: continue it with that one, or begin "
                 "again from its exported head as model.initial_head."
             )
-        wrong = sorted(set(stored["state_dict"]) ^ set(module.state_dict()))
-        if wrong:
-            raise CheckpointError(
-                f"{checkpoint_path} was written with other settings: {len(wrong)} tensors too many or too few, first "
-                f"{wrong[0]!r}. Resume with the model section that it was trained with."
-            )
+        check_weights(module, stored, str(checkpoint_path))
         strict = module.strict_loading
         module.strict_loading = False  # Lightning would miss frozen weights, which an adapter's state leaves out
         try:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
@@ -17,6 +21,28 @@ from tests.test_strategies import ACCUMULATE, LR, RANKS, STEPS, command, per_ste
 from tests.train_toys import started
 
 __all__ = ["toys"]  # a fixture
+
+
+class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+    """Lightning's without its insistence on CUDA: DeepSpeed itself runs on CPUs, by gloo."""
+
+    def __init__(self, stage: int) -> None:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+        super().__init__(stage=stage, logging_batch_size_per_gpu=1, process_group_backend="gloo")
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)  # DeepSpeed wants an index
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        # DeepSpeed would compile collectives by shared memory, for minutes; gloo has them too
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
 
 
 class Losses(Callback):
@@ -67,7 +93,8 @@ def test_deepspeed_trains_resumes_and_exports_on_cpus(stage: int, toys: Path, tm
     expected = losses(tmp_path / "single")
     assert len(expected) == STEPS
 
-    spread = ["--trainer.strategy", f"deepspeed_stage_{stage}", "--trainer.devices", str(RANKS)]
+    strategy = {"class_path": "tests.test_deepspeed.CPUDeepSpeedStrategy", "init_args": {"stage": stage}}
+    spread = ["--trainer.strategy", json.dumps(strategy), "--trainer.devices", str(RANKS)]
     run(fit(toys, tmp_path / "whole", ACCUMULATE, *spread), tmp_path)
     assert losses(tmp_path / "whole") == pytest.approx(expected, rel=2e-4)
 

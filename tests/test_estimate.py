@@ -27,7 +27,7 @@ from fsd_infer.targets.loading import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import visible_slots
 from fsd_train.cli import main as cli
-from fsd_train.commands.estimate import on_paper, read_recipe
+from fsd_train.commands.estimate import head_recipe, on_paper
 from fsd_train.data import features
 from tests.train_toys import make_toys, toy_model
 
@@ -63,9 +63,10 @@ def test_what_cannot_be_estimated(tmp_path: Path, capsys: Any, monkeypatch: pyte
     monkeypatch.setattr(features, "_DISK_RESERVE", 2**60)
     assert cli(["estimate", "--config", str(path)]) == 2
     assert "GB free" in capsys.readouterr().err
-    path.write_text("model: 3")
+    small_lm = {"class_path": "fsd_train.models.LMModule", "init_args": {"target": "x", "drafter": "y"}}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "model": small_lm}))
     assert cli(["estimate", "--config", str(path)]) == 2
-    assert "not a head's recipe" in capsys.readouterr().err
+    assert "trains a small LM" in capsys.readouterr().err
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -141,7 +142,7 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
     if name == "llama-3.1-8b":
         path = repo_root / "recipes" / "llama-3.1-8b.yaml"
         header = re.findall(r"^#   (target|head|activations|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
-        said = on_paper(read_recipe(path), name)
+        said = on_paper(head_recipe(path), name)
         found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
         assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 4
 

@@ -332,11 +332,11 @@ def test_a_sharded_checkpoint_of_another_model_is_refused(toys: Path, tmp_path: 
     module, strategy = EagleModule(str(toys / "target")), ShardedStrategy()
     module.configure_model()
     strategy._lightning_module = module
-    state, path = module.state_dict(), tmp_path / "step.ckpt"
+    state, path, ours = module.state_dict(), tmp_path / "step.ckpt", {"hyper_parameters": module.settings}
     fewer = {name: value for name, value in state.items() if name != "head.fc.weight"}
     for written, problem in (
-        ({"state_dict": fewer, "fsd_sharded_optimizer": True}, "other settings: 1 tensors .* 'head.fc.weight'"),
-        ({"state_dict": state}, "another strategy"),
+        ({**ours, "state_dict": fewer, "fsd_sharded_optimizer": True}, "other settings: 1 tensors .* 'head.fc.weight'"),
+        ({**ours, "state_dict": state}, "another strategy"),
     ):
         torch.save(written, path)
         with pytest.raises(CheckpointError, match=problem):

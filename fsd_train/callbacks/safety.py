@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -137,33 +137,17 @@ def _last_checkpoint(trainer: Trainer) -> str:
 class CheckResume(Callback):
     """Refuses a truncated or foreign checkpoint by name before anything of it is restored.
 
-    EagleModule and LMModule bring this callback with them. Sharding strategies read their checkpoints themselves.
+    EagleModule and LMModule bring this callback with them. Sharding strategies read their checkpoints themselves, and a
+    CheckpointIO that a user names is left alone.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # the path is not known to callbacks yet, but every file goes through the strategy's reader
-        if stage == "fit" and not isinstance(trainer.strategy.checkpoint_io, _Checked):
-            trainer.strategy.checkpoint_io = _Checked(trainer.strategy.checkpoint_io)
+        if stage == "fit" and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = _Checked()
 
 
-class _Checked(CheckpointIO):
-    """Another reader and writer of checkpoints, wrapped in :func:`check_checkpoint`."""
-
-    def __init__(self, inner: CheckpointIO) -> None:
-        self.inner = inner
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+class _Checked(TorchCheckpointIO):
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_checkpoint(path)
-        options = {} if map_location is None else {"map_location": map_location}
-        return self.inner.load_checkpoint(path, weights_only=weights_only, **options)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        self.inner.teardown()
+        return super().load_checkpoint(path, *args, **options)

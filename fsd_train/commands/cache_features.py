@@ -10,59 +10,33 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands import command_lines
+from fsd_train.commands.fit import read_recipe
 from fsd_train.data.answers import read_answers
-from fsd_train.data.features import cache_features, is_layers, token_bytes
-from fsd_train.repository import recipe_errors
-
-
-def recipe_options(path: Path) -> dict[str, Any]:
-    """What a recipe says about its cache: ``target`` and its ``target_kwargs``, ``data``, ``output``, ``layers`` and
-    ``max_length``.
-
-    ``eagle3`` is whether the layers not named are EAGLE-3's.
-
-    Raises:
-        DataError: the file is missing or not a recipe.
-    """
-    with recipe_errors(f"{path} is not a recipe with model.target and data.train_files"):
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-        model, data = (recipe[part].get("init_args", recipe[part]) for part in ("model", "data"))
-        head = model.get("head") or {}
-        found = {
-            "target": model["target"],
-            "data": data["train_files"] + (data.get("validation_files") or []),
-            "output": data.get("features"),
-            "layers": head.get("fused_layers"),
-            "eagle3": head.get("layout") == "eagle3",
-            "max_length": data.get("max_length"),
-            "target_kwargs": dict(model.get("target_kwargs") or {}),
-        }
-        texts = [found["target"], *found["data"], found["output"] or ""]
-        if not all(isinstance(text, str) for text in texts) or type(found["max_length"] or 1) is not int:
-            raise TypeError("names must be texts, and max_length a whole number")
-        if not is_layers(found["layers"] or []):
-            raise TypeError("fused_layers must be a list of whole numbers")
-        return found
+from fsd_train.data.features import cache_features, token_bytes
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; what is left open comes from the recipe. ``eagle3``: inner layers not named are EAGLE-3's."""
     parser = command_lines.cache_features()
     args = parser.parse_args(argv)
-    defaults = recipe_options(args.config) if args.config else {}
-    args.eagle3 = args.layers is None and defaults.pop("eagle3", False)
-    preset = {"layers": [], "max_length": MAX_LENGTH, "target_kwargs": {}}
-    for name, value in {**preset, **{k: v for k, v in defaults.items() if v}}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    args.eagle3 = False
+    if args.config is not None:
+        recipe = read_recipe(args.config)
+        data, head = recipe.data, recipe.model.get("head") or {}
+        args.target = args.target or recipe.model["target"]
+        args.data = args.data or [*data["train_files"], *(data["validation_files"] or [])]
+        args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs")
+        args.output, args.max_length = args.output or data["features"], args.max_length or data["max_length"]
+        if args.layers is None:
+            args.layers, args.eagle3 = head.get("fused_layers"), head.get("layout") == "eagle3"
+    args.max_length, args.target_kwargs = args.max_length or MAX_LENGTH, args.target_kwargs or {}
     missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]
     if missing:
         hint = " (and set the recipe's data.features to it)" if args.config and "--output" in missing else ""

@@ -11,69 +11,46 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
 from fsd_bench.estimate import Planned, planned_head, seconds
-from fsd_bench.planned import planned_target
+from fsd_bench.planned import count_weights
 from fsd_bench.roofline import HARDWARE, Work, devices_for, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
-from fsd_infer.heads.config import usual_layers
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.commands import command_lines
-from fsd_train.commands.fit import head_module, quiet, read_head_recipe, run_errors
-from fsd_train.commands.sizing import TargetFacts, facts_of, step_memory
-from fsd_train.data.features import check_disk, is_layers
+from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
+from fsd_train.commands.sizing import facts_of, feature_bytes, step_memory
+from fsd_train.data.features import check_disk
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
-from fsd_train.repository import recipe_errors
 
 _TIMED = 16  # tokens of the answer that is timed
 _STEPS = 3  # batches that are timed, after one that is not
 Line = tuple[str, str, str]  # what, how much, how it was found
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The sections of a head's recipe."""
-
-    path: str
-    trainer: dict[str, Any]
-    model: dict[str, Any]
-    data: dict[str, Any]
-
-    @property
-    def cache(self) -> Path | None:
-        """Where features are still to be cached; None if the recipe names no cache, or it is there."""
-        given = self.data.get("features")
-        return Path(given) if given and not (Path(given) / "index.json").is_file() else None
-
-    def feature_bytes(self, facts: TargetFacts) -> int:
-        """Of a token's cached features: the final ones and those of the inner layers that the head reads."""
-        head = self.model.get("head") or {}
-        inner = head.get("fused_layers") or (usual_layers(facts.layers) if head.get("layout") == "eagle3" else [])
-        return 2 * facts.hidden_size * (1 + len(set(inner)))
+def head_recipe(path: str | Path) -> Recipe:
+    """Raises DataError if a recipe is not that of a head, or as :func:`fsd_train.commands.fit.read_recipe` does."""
+    recipe = read_recipe(path)
+    if "drafter" in recipe.model:
+        raise DataError(f"{path} trains a small LM: estimate takes the recipe of a head.")
+    return recipe
 
 
-def read_recipe(path: str | Path) -> Recipe:
-    """Raises DataError if the file is missing or is not the recipe of a head, or as `fit` does for its mistakes."""
-    with recipe_errors(f"{path} is not a head's recipe with trainer, model and data"):
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        _, model, data = (values[name].get("init_args", values[name]) for name in ("trainer", "model", "data"))
-        if "drafter" in model or not (model["target"] and data["train_files"]):
-            raise ValueError("no head's target and train_files")
-        if not is_layers((model.get("head") or {}).get("fused_layers") or []):
-            raise TypeError("fused_layers must be a list of whole numbers")
-    return Recipe(str(path), **read_head_recipe(path))
+def _head(recipe: Recipe, target: Target) -> EagleHead:
+    """The recipe's head, without values."""
+    options = {name: value for name, value in recipe.model["head"].items() if value is not None}
+    return planned_head(target, draft_vocab_size=recipe.model["draft_vocab_size"], **options)
 
 
 class _Clock(Callback):
@@ -103,21 +80,23 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
             weights are read.
     """
     facts = facts_of(recipe.model["target"])
-    data = AnswersDataModule(**{**recipe.data, "features": None if recipe.cache else recipe.data.get("features")})
+    given = recipe.data["features"]
+    cache = Path(given) if given and not (Path(given) / "index.json").is_file() else None  # still to be made
+    data = AnswersDataModule(**{**recipe.data, "features": None if cache else given})
     data.setup()
     assert data.train_set is not None
     tokens = sum(data.train_set.lengths)
     lines = [("rows", f"{len(data.train_set)}, {tokens} tokens", "of the recipe's files")]
-    if recipe.cache is not None:
-        needed = tokens * recipe.feature_bytes(facts)
-        parent = next(parent for parent in recipe.cache.absolute().parents if parent.is_dir())
-        check_disk(parent, needed)
-        lines.append(("disk for features", size(needed), f"{recipe.feature_bytes(facts)} B a token"))
+    if cache is not None:
+        each = feature_bytes(_head(recipe, facts.target))
+        parent = next(parent for parent in cache.absolute().parents if parent.is_dir())
+        check_disk(parent, tokens * each)
+        lines.append(("disk for features", size(tokens * each), f"{each} B a token"))
     module, step = _train(recipe, data)
-    cached = data.features is not None or recipe.cache is not None
+    cached = given is not None
     parts = step_memory(
         facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
-        sum(parameter.numel() for parameter in module.head.parameters()),
+        count_weights(module.head),
         module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.unroll_steps,
         module.device.type,
     )  # fmt: skip
@@ -126,8 +105,8 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     target: Target = module.target
     if any(parameter.is_meta for parameter in target.model.parameters()):
         target = module.whole_target(target.dtype)
-    rate = _forward_seconds(target, data) if recipe.cache is not None else 0.0
-    if recipe.cache is not None:
+    if cache is not None:
+        rate = _forward_seconds(target, data)
         lines.append(("time to cache features", _time(rate * tokens), f"{1 / rate:.0f} tokens/s"))
         step = max(step - rate * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
     if prompts is not None:
@@ -139,9 +118,9 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
             [ids], max_new_tokens=_TIMED, do_sample=False, chat=False
         )
-        each = (time.perf_counter() - start) / _TIMED
-        how = f"{len(rows)} answers of at most {max_new_tokens} tokens, one at a time at {1 / each:.0f} tokens/s"
-        lines.insert(1, ("time for answers", f"at most {_time(each * max_new_tokens * len(rows))}", how))
+        token = (time.perf_counter() - start) / _TIMED
+        how = f"{len(rows)} answers of at most {max_new_tokens} tokens, one at a time at {1 / token:.0f} tokens/s"
+        lines.insert(1, ("time for answers", f"at most {_time(token * max_new_tokens * len(rows))}", how))
     accumulated = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     steps = int(recipe.trainer.get("max_steps") or 0)
     epochs = steps * accumulated * data.batch_tokens / max(tokens, 1)
@@ -196,12 +175,10 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
         CheckpointError: an option of the head.
     """
     name = name or recipe.model["target"]
-    target, facts = planned_target(name), facts_of(name)
-    given, vocabulary = recipe.model.get("head") or {}, recipe.model.get("draft_vocab_size")
-    options = {name: value for name, value in given.items() if value is not None}
-    planned = Planned(target, planned_head(target, draft_vocab_size=vocabulary, **options))
-    weights = sum(parameter.numel() for parameter in planned.head.parameters())
-    tokens, steps = int(recipe.data["batch_tokens"]), int(recipe.model["unroll_steps"])
+    facts = facts_of(name)
+    planned = Planned(facts.target, _head(recipe, facts.target))
+    weights = count_weights(planned.head)
+    tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
     batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     total = int(recipe.trainer.get("max_steps") or 0)
     cached = recipe.data.get("features") is not None
@@ -243,7 +220,7 @@ def _time(seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train estimate`."""
     args = command_lines.estimate().parse_args(argv)
-    recipe = read_recipe(args.config)
+    recipe = head_recipe(args.config)
     if args.on_paper or args.target:
         print(on_paper(recipe, args.target))
         return 0

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,7 +76,7 @@ class TrainCLI(LightningCLI):
                 "auto or cpu, or install a build of torch for it."
             )
         if isinstance(options.get("strategy"), str):
-            kwargs.setdefault("strategy", named_strategy(options["strategy"], accelerator))
+            kwargs.setdefault("strategy", named_strategy(options["strategy"]))
         callbacks = options.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
         if options.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
@@ -132,11 +133,21 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
         )
 
 
-def read_head_recipe(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Sections of a head's recipe with their defaults, checked as `fit` checks them. Raises FsdError as `fit` does."""
+@dataclass(frozen=True)
+class Recipe:
+    """The sections of a recipe with their defaults; ``model`` holds the options of its class."""
+
+    path: str
+    trainer: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """A recipe, checked as `fit` checks it. Raises FsdError as `fit` does."""
     config = _read(path).config
-    sections = {section: config[section].as_dict() for section in ("trainer", "model", "data")}
-    return {**sections, "model": sections["model"]["init_args"]}
+    trainer, model, data = (config[section].as_dict() for section in ("trainer", "model", "data"))
+    return Recipe(str(path), trainer, model["init_args"], data)
 
 
 def head_module(path: str | Path) -> EagleModule:
@@ -148,8 +159,11 @@ def head_module(path: str | Path) -> EagleModule:
 
 def _read(path: str | Path) -> TrainCLI:
     argv = ["--config", str(path)]
-    with _command_line(["fit", *argv]), quiet():
-        return configured(argv, _Reader)
+    try:
+        with _command_line(["fit", *argv]), quiet():
+            return configured(argv, _Reader)
+    except FsdError as error:
+        raise error if str(path) in str(error) else FsdError(f"{path}: {error}") from error
 
 
 def with_recipes(argv: Sequence[str]) -> list[str]:

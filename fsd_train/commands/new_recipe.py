@@ -21,6 +21,7 @@ from fsd_train.commands.sizing import (
     choose,
     count_text,
     facts_of,
+    feature_bytes,
     fit_to_data,
     hardware,
     memory,
@@ -80,6 +81,7 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run:
     small = facts.hidden_size <= SMALL
     make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"
     head, loss = _head_and_loss(facts)
+    cached = feature_bytes(facts.head(choices.draft_vocab_size))
     vocabulary = "null" if choices.draft_vocab_size is None else str(choices.draft_vocab_size)
     if choices.coverage is not None:
         why = f"holds {choices.coverage:.1%} of the tokens of the answers"
@@ -98,8 +100,8 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run:
         run=run,
         hardware=hardware(facts, choices),
         table=chr(10).join(table),
-        feature_bytes=facts.feature_bytes,
-        feature_size=size_text(1e6 * facts.feature_bytes),
+        feature_bytes=cached,
+        feature_size=size_text(1e6 * cached),
         max_steps=choices.max_steps,
         accumulate=choices.accumulate,
         val_every=every * choices.accumulate,

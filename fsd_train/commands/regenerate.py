@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -30,9 +29,9 @@ from fsd_infer.files import disk_errors, read_json, write_json
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
 from fsd_train.commands import command_lines
+from fsd_train.commands.fit import read_recipe
 from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
 from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
-from fsd_train.repository import find, recipe_errors
 
 
 class AnswerFile:
@@ -194,27 +193,15 @@ def resolve(args: argparse.Namespace) -> None:
 
     Raises:
         DataError: neither the command line nor a recipe names the target or the output.
+        FsdError: the recipe is none.
     """
-    recipe: dict[str, Any] = {}
     if args.config is not None:
-        with recipe_errors(f"{args.config}: no recipe"):
-            recipe = yaml.safe_load(find(args.config).read_text(encoding="utf-8"))
-            model, data = dict(recipe.get("model") or {}), dict(recipe.get("data") or {})
-            options = model.get("init_args", model)
-            named = options.get("target")
-            if args.target_kwargs is None:
-                args.target_kwargs = dict(options.get("target_kwargs") or {})
-            if not isinstance(named, str | None):
-                raise TypeError(f"model.target is {named!r}")
-            args.target = args.target or named
-        files = data.get("train_files") or []
-        answers = [
-            str(path) for path in (files if isinstance(files, list) else [files]) if f"{path}".endswith(".jsonl")
-        ]
-        args.output = args.output or (answers[0] if answers else None)
-        args.max_length = args.max_length or data.get("max_length")
-        if args.max_length is not None and (type(args.max_length) is not int or args.max_length < 2):
-            raise DataError(f"{args.config}: data.max_length must be a whole number from 2, got {args.max_length!r}.")
+        recipe = read_recipe(args.config)
+        answers = [path for path in recipe.data["train_files"] if path.endswith(".jsonl")]
+        args.target = args.target or recipe.model["target"]
+        args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs")
+        args.output = args.output or next(iter(answers), None)
+        args.max_length = args.max_length or recipe.data["max_length"]
     for name in ("target", "output"):
         if not getattr(args, name):
             raise DataError(f"no {name}: give --{name}, or a recipe that names it as --config.")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from fsd_bench.planned import Sizes, planned_target, sizes_of
+from fsd_bench.estimate import planned_head
+from fsd_bench.planned import Sizes, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import Part
 from fsd_infer.errors import DataError
-from fsd_infer.heads.config import usual_layers
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.target import Target
 from fsd_train.losses.rows import default_chunk_size
 
 SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
@@ -29,10 +31,12 @@ class TargetFacts(Sizes):
     """What a recipe depends on; ``name`` is how the target is asked for.
 
     Attributes:
+        target: without values.
         scaled_norm: whether it has a final norm with a weight under the name the head reads.
         experts: whether it is a mixture of experts.
     """
 
+    target: Target = field(kw_only=True)
     scaled_norm: bool = True
     experts: bool = False
 
@@ -41,22 +45,14 @@ class TargetFacts(Sizes):
         """Of its head: EAGLE-3, which other engines run, or for a target that is trained on a CPU our own."""
         return "fsd" if self.hidden_size <= SMALL else "eagle3"
 
-    def head_parameters(self, drafted: int) -> int:
-        """Weights of a head of one gated decoder layer: projection, attention, MLP.
+    def head(self, drafted: int | None) -> EagleHead:
+        """Its head of one layer, without values."""
+        return planned_head(self.target, layout=self.layout, draft_vocab_size=drafted)
 
-        Layout "eagle3" fuses three layers, its attention reads twice the width, and its LM head of ``drafted`` ids is
-        its own.
-        """
-        h, eagle3 = self.hidden_size, self.layout == "eagle3"
-        queries, keys = h * self.head_dim * self.heads, h * self.head_dim * self.kv_heads
-        attention = 3 * queries + 4 * keys if eagle3 else 2 * queries + 2 * keys
-        own = h * drafted if eagle3 else 0
-        return (3 if eagle3 else 2) * h * h + attention + 3 * h * self.intermediate_size + own
 
-    @property
-    def feature_bytes(self) -> int:
-        """Of a token's cached features."""
-        return 2 * self.hidden_size * (1 + (len(usual_layers(self.layers)) if self.layout == "eagle3" else 0))
+def feature_bytes(head: EagleHead) -> int:
+    """Of a token's cached features: the final ones and those of the inner layers that a head reads."""
+    return 2 * head.config.target_hidden_size * (1 + len(set(head.config.fused_layers)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,8 @@ def facts_of(name: str) -> TargetFacts:
     target = planned_target(name)
     experts = any(getattr(target.config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     scaled_norm = getattr(getattr(target.decoder, "norm", None), "weight", None) is not None
-    return TargetFacts(**{**vars(sizes_of(target)), "name": name}, scaled_norm=scaled_norm, experts=experts)
+    sizes = {**vars(sizes_of(target)), "name": name}
+    return TargetFacts(**sizes, target=target, scaled_norm=scaled_norm, experts=experts)
 
 
 def choose(facts: TargetFacts) -> Choices:
@@ -183,7 +180,7 @@ def memory(facts: TargetFacts, choices: Choices) -> list[Part]:
     """What fills a device's memory, with the target in the step."""
     drafted = choices.draft_vocab_size or facts.vocab_size
     device = "cpu" if facts.hidden_size <= SMALL else "cuda"
-    weights = facts.head_parameters(drafted)
+    weights = count_weights(facts.head(choices.draft_vocab_size))
     return step_memory(facts, facts.parameters, weights, drafted, choices.batch_tokens, choices.unroll_steps, device)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
-from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows, log_overlap
+from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 _ALMOST_ONE = 1 - 1e-6
@@ -81,7 +81,7 @@ class FsdLoss(Loss):
         if self.width is None:
             if self.temperature != 1.0:
                 log_q = (log_q / self.temperature).log_softmax(-1)
-            passed = log_overlap(log_p, log_q).exp()
+            passed = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
         else:  # children come from the raw q. 1−(1−q)^k without loss where q is tiny; finite where q rounds to 1
             missed = torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
             passed = -torch.linalg.vecdot(log_p.exp(), missed)

@@ -103,9 +103,7 @@ class _RowValues(torch.autograd.Function):
         grad = torch.zeros_like(estimates) if wanted and count == 1 and weight is None else None
         head = batch.draft_head
         for block in pieces:
-            p, best = _target(batch, function, block)
-            logits = head(estimates[block.rows]).detach()
-            agree[block.rows] = logits.argmax(-1) == best
+            p, logits, agree[block.rows] = _distributions(batch, function, block)
             values[:, block.rows], slope = _values(function, p, logits, grad is not None)
             if grad is not None and slope is not None:
                 grad[block.rows] = head.grad_hidden(logits, slope).to(grad.dtype)
@@ -131,23 +129,31 @@ class _RowValues(torch.autograd.Function):
         grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
         with full_precision(estimates.device):
             for block in pieces:
-                p, _ = _target(batch, function, block)
-                hidden = estimates[block.rows]
-                logits = head(hidden).detach()
+                p, logits, _ = _distributions(batch, function, block)
                 _, slope = _autograd_slope(function, p, logits, coefficients[:, block.rows])
                 grad[block.rows] = head.grad_hidden(logits, slope).to(grad.dtype)
                 if grad_weight is not None:
-                    grad_weight += head.grad_weight(logits, slope, hidden)
+                    grad_weight += head.grad_weight(logits, slope, estimates[block.rows])
                 del p, logits, slope
         return grad, None if grad_weight is None else grad_weight.to(head.weight.dtype), *nothing
 
 
-def _target(batch: DraftBatch, function: RowFunction, block: Block) -> tuple[Tensor, Tensor]:
-    """log p (or p) [n, Vd] of a block's rows, and their most likely entries [n]."""
-    logits = batch.head(batch.features[block.positions])
+def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """log p (or p) and q's logits [n, Vd] at a block's rows, and where both have the same most likely entry [n] bool.
+
+    Of one LM head both are one product: a block's positions alone are too few rows to run at full speed.
+    """
+    features, estimates = batch.features[block.positions], batch.estimates[block.rows].detach()
+    if batch.own_head is None and features.shape[-1] == estimates.shape[-1]:
+        dtype = batch.head.weight.dtype
+        target, draft = batch.head(torch.cat([features.to(dtype), estimates.to(dtype)])).split(
+            [len(features), len(estimates)]
+        )
+    else:
+        target, draft = batch.head(features), batch.draft_head(estimates).detach()
     at = batch.rows.feature[block.rows] - block.positions.start
-    p = logits.softmax(-1) if function.of_p else logits.log_softmax(-1)
-    return p.index_select(0, at), logits.argmax(-1).index_select(0, at)
+    p = (target.softmax(-1) if function.of_p else target.log_softmax(-1)).index_select(0, at)
+    return p, draft, draft.argmax(-1) == target.argmax(-1).index_select(0, at)
 
 
 def _values(function: RowFunction, p: Tensor, logits: Tensor, sloping: bool) -> tuple[Tensor, Tensor | None]:
@@ -192,6 +198,14 @@ def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
     return values, agree
 
 
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    return torch.linalg.vecdot(log_a.exp(), log_a - log_b)
+
+
+# the shared library's formulas without what they do for probabilities of 0, which a softmax does not give
+_FINITE: dict[str, Distributions] = {"kl_pq": _kl, "kl_qp": lambda log_p, log_q: _kl(log_q, log_p)}
+
+
 def divergence_rows(name: str | Divergence) -> Distributions:
     """D(p, q) as [n] by the shared library's formula. Raises UnknownNameError for an unknown name.
 
@@ -200,7 +214,7 @@ def divergence_rows(name: str | Divergence) -> Distributions:
     """
     measure = divergence(name)
     if measure.k is None:
-        return measure.rows
+        return _FINITE.get(measure.name, measure.rows)
     return lambda log_p, log_q: measure(log_p, log_q, log_probs=True)
 
 

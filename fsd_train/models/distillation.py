@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train.checkpoints import check_state, check_target, target_record
+from fsd_train.checkpoints import check_target, check_weights, source_of, target_record
 from fsd_train.data.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
@@ -181,8 +181,11 @@ class DistillationModule(RunModule, ABC):
         checkpoint["target"] = target_record(self.target)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_target(self, self.target, checkpoint.get("target", {}))
-        check_state(self, checkpoint)
+        trainer = self._attached
+        check_target(self.target, checkpoint.get("target", {}), source_of(trainer))
+        # a strategy that reads its checkpoints itself has compared them
+        if trainer is None or not trainer.strategy.restore_checkpoint_after_setup:
+            check_weights(self, checkpoint, source_of(trainer))
         super().on_load_checkpoint(checkpoint)
 
     # steps ---------------------------------------------------------------------------------------------------------

@@ -121,8 +121,9 @@ class RunModule(LightningModule):
         before, now = self._replicas, self.trainer.world_size
         if before in (0, now):
             return
-        counts = self.trainer.fit_loop.epoch_loop.batch_progress
-        for count in (counts.current, counts.total):
+        # Lightning has no other way to say how far an epoch is: a loader's state moves its rows alone
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        for count in (progress.current, progress.total):
             more = count.ready * before // now - count.ready
             for name in ("ready", "started", "processed", "completed"):  # the last one may be under way
                 setattr(count, name, getattr(count, name) + more)

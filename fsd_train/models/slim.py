@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fsd_infer.files import open_safetensors, read_weight_map
@@ -39,12 +38,13 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
     if files is None or any(list(part.buffers()) for part in kept):
         return None
     wanted = {id(parameter) for part in kept for parameter in part.parameters()}
-    for key, parameter in list(model.named_parameters()):  # tied weights once
-        if id(parameter) in wanted:
-            if key not in files:
-                return None
-            loaded = nn.Parameter(_read(directory / files[key], key).to(dtype), requires_grad=False)
-            _replace(model, parameter, loaded)
+    keys = [key for key, parameter in model.named_parameters() if id(parameter) in wanted]  # tied weights once
+    if not set(keys) <= set(files):
+        return None
+    model.requires_grad_(False)
+    state = {key: _read(directory / files[key], key).to(dtype) for key in keys}
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
     adapter = adapter_of(name)
     if adapter is not None:  # it changes linear layers inside the decoder only
         model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
@@ -52,13 +52,6 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
         model.generation_config = GenerationConfig.from_pretrained(directory)
     has_tokenizer = any((directory / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     return Target(model, AutoTokenizer.from_pretrained(directory) if has_tokenizer else None, name=name)
-
-
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is old:
-                module._parameters[name] = new
 
 
 def _weight_files(directory: Path) -> dict[str, str] | None:
