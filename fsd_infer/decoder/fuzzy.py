@@ -87,7 +87,7 @@ class FuzzyDecoder:
             tokenizer: of a model in memory, which otherwise decodes token ids only; of others their own by default.
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round
                 from the drafter's scores, by what earlier rounds took and accepted (see
-                :mod:`fsd_infer.drafters.online`), or from the text alone where a request has a ``seed``.
+                :mod:`fsd_infer.drafters.auto`), or from the text alone where a request has a ``seed``.
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
