@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from fsd_infer.rules import Evidence, Verification, parse_rule
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree
 
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 4, 6, 8]  # two drafts, three below them, a path of five
 VOCAB = 12
@@ -52,8 +52,8 @@ def toy_round(rows: int = 1, seed: int = 5) -> Verification:
         tokens.append(int(q[PARENTS[node]].argsort(descending=True)[sibling]))
     inner = sorted(set(PARENTS[1:]))
     q_index = [inner.index(node) if node in inner else -1 for node in range(count)]
-    row = TreeRow(tokens, PARENTS, [-0.1 * node for node in range(count)], q_index)
-    tree = DraftTree.from_rows([row] * rows, q[inner].expand(rows, -1, -1))
+    whole = [torch.tensor(values).expand(rows, -1) for values in (tokens, PARENTS, [-0.1 * n for n in range(count)])]
+    tree = DraftTree(*whole, q[inner].expand(rows, -1, -1), torch.tensor(q_index).expand(rows, -1))
     logits = p.expand(rows, -1, -1)
     uniforms = torch.rand(rows, count, 3, generator=generator)
     return Verification(tree, logits, logits, greedy=False, uniforms=uniforms)

@@ -14,7 +14,7 @@ from fsd_infer import Drafter, EagleDrafter, Target, TreeShape
 from fsd_infer.drafters import DraftRequest, DraftSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for
-from fsd_infer.tree import DraftTree, ancestors_of
+from fsd_infer.tree import DraftTree
 
 VOCAB = 97
 WINDOW = 8  # shorter than every tested sequence
@@ -148,8 +148,7 @@ class _OracleSession(DraftSession):
         return DraftTree(
             tokens=torch.tensor([tokens for tokens, _, _ in trees]).to(device),
             parents=parents.to(device),
-            depths=torch.tensor([depths for _, _, depths in trees]).to(device),
-            ancestors=ancestors_of(parents).to(device),
+            scores=-torch.tensor([depths for _, _, depths in trees]).float().to(device),
             q_logits=q_logits.to(device),
             q_index=torch.where(inner, torch.arange(self.drafter.max_nodes), -1).to(device),
         )

@@ -141,7 +141,8 @@ class Enumeration:
         """The children by token; of a sampled chain, whose token is not known, by any."""
         tree = self.tree_at(place[0])
         tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-        below = {tokens[child]: (place[0], child) for child in range(1, len(parents)) if parents[child] == place[1]}
+        drafts = tree.is_draft[0].nonzero()[:, 0].tolist()
+        below = {tokens[child]: (place[0], child) for child in drafts if parents[child] == place[1]}
         return {token: child for token in range(V) for child in below.values()} if self.toy.sampled else below
 
     def _expand(self, tokens: tuple[int, ...], context: int, place: Place, weight: float, spent: float) -> None:

@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from fsd_infer.rules import Rule, Texts, Verification, parse_rule
-from fsd_infer.tree import DraftTree, ancestors_of
+from fsd_infer.tree import DraftTree
 from tests.tree_rounds import masked, take
 
 V = 4
@@ -110,12 +110,14 @@ class Toy:
         inner = sorted({self.parents[j] for j in range(1, nodes)})
         q_index = torch.full((nodes,), -1)
         q_index[inner] = torch.arange(len(inner))
-        ancestors = ancestors_of(parents[:1]).expand(batch, nodes, nodes)
+        log_q = self.full_q().log_softmax(-1)
+        scores = [torch.zeros(batch)]
+        for node in range(1, nodes):
+            scores.append(scores[self.parents[node]] + log_q[where[self.parents[node]], tokens[node]])
         tree = DraftTree(
             tokens=torch.stack(tokens, 1),
             parents=parents,
-            depths=ancestors.sum(-1) - 1,
-            ancestors=ancestors,
+            scores=torch.stack(scores, 1),
             q_logits=self.q[contexts_of[:, inner]],
             q_index=q_index.expand(batch, nodes),
             draft_ids=self.draft_ids,

@@ -33,13 +33,13 @@ RULES = [
     *("random:0.5", "cactus:0.3", "cascade-token:0.5", "ensemble:0.5", "lenient:0.5", "relaxed", "threshold:0.3"),
     *("typical", "fly"),
 ]
-# Waits of a round at temperature 0 and above: one for the verdict; one more for merging trees of which one comes from a
-# model (a sampled chain takes no graft), for recycling, and for each look of stop_below.
+# Waits of a round at temperature 0 and above: one for the verdict; one more for recycling, and for each look of
+# stop_below.
 DRAFTERS: dict[str, tuple[int, int]] = {
     "eagle": (1, 1), "lm": (1, 1), "lookup": (1, 1), "none": (1, 1), "eagle3": (1, 1), "eagle3-own": (1, 1),
-    "fsd": (1, 1), "reduced": (1, 1), "stop": (2, 2), "lm-stop": (2, 2), "recycle": (2, 2), "eagle+lookup": (2, 2),
-    "reduced+recycle": (3, 3), "lm+lookup": (2, 1), "lm+recycle": (3, 2), "lookup+recycle": (2, 2),
-    "reduced+lookup+recycle": (3, 3),
+    "fsd": (1, 1), "reduced": (1, 1), "stop": (2, 2), "lm-stop": (2, 2), "recycle": (2, 2), "eagle+lookup": (1, 1),
+    "reduced+recycle": (2, 2), "lm+lookup": (1, 1), "lm+recycle": (2, 2), "lookup+recycle": (2, 2),
+    "reduced+lookup+recycle": (2, 2),
 }  # fmt: skip
 CASES = [(kind, rule) for kind in ("eagle", "lm", "lookup") for rule in RULES]
 CASES += [(kind, rule) for kind in list(DRAFTERS)[3:] for rule in ("exact", "tilted:1")]
@@ -123,7 +123,7 @@ class Streamed:
     def end(self) -> None: ...
 
 
-ENDS = {"_Walk._gathered": 1}
+ENDS = {"_Walk._on_host": 1}
 REQUESTS: list[tuple[dict[str, Any], dict[str, int]]] = [  # options; waits per forward of the target by our function
     ({}, ENDS),
     ({"streamer": Streamed()}, ENDS),

@@ -14,20 +14,17 @@ from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, TreeSha
 from fsd_infer.engine.drafts import Drafts, drafts_text
 from fsd_infer.files import jsonable
 from fsd_infer.rules import Exact, Rule, Tilted, Verification
-from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import VOCAB, tiny_model
-from tests.tree_rounds import verdict_of
+from tests.tree_rounds import tree_of, verdict_of
 
 NAN = math.nan
 
 
 def by_hand(greedy: bool) -> Verification:
     """Two rows. Row 0: root -> 1 (scored -2), 2 (-1); 2 -> 3. Row 1: root -> 4, and padding."""
-    rows = [
-        TreeRow([0, 1, 2, 3], [0, 0, 0, 2], [0.0, -2.0, -1.0, -1.5], [0, -1, 1, -1]),
-        TreeRow([0, 4], [0, 0], [0.0, -0.5], [0, -1]),
-    ]
-    tree = DraftTree.from_rows(rows, torch.zeros(2, 2, 6))
+    rows = ([0, 1, 2, 3], [0, 0, 0, 2], [0.0, -2.0, -1.0, -1.5]), ([0, 4], [0, 0], [0.0, -0.5])
+    index = [[0, -1, 1, -1], [0, -1, -1, -1]]
+    tree = tree_of(*rows, vocab=6, q_logits=torch.zeros(2, 2, 6), q_index=index)
     scores = torch.zeros(2, 4, 6)
     scores[0, 0, 2], scores[0, 0, 5] = 9.0, 8.75  # the first choice is the likeliest token
     scores[0, 2, 3], scores[0, 2, 5] = 2.25, 33.0
@@ -51,14 +48,10 @@ def test_a_verdict_has_the_regret_of_each_first_choice(greedy: bool, lazy: bool)
     assert torch.equal(exact.regret[:, 0], wanted[:, 0])
 
 
-def test_a_tree_without_scores_has_its_lowest_child_first() -> None:
+def test_of_equal_children_the_first_is_the_first_choice() -> None:
     scores = torch.zeros(1, 3, 6)
     scores[0, 0, :3] = torch.tensor([0.0, 1.0, 3.0])
-    parents = torch.zeros(1, 3, dtype=torch.long)
-    ancestors = torch.eye(3, dtype=torch.bool)[None].clone()
-    ancestors[:, :, 0] = True
-    tokens, depths = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 1]])
-    tree = DraftTree(tokens, parents, depths, ancestors, torch.zeros(1, 0, 6), parents - 1)
+    tree = tree_of(([0, 1, 2], [0, 0, 0], [0.0, -0.5, -0.5]), vocab=6)
     for lazy in (True, False):
         verdict = verdict_of(Exact(), Verification(tree, scores, scores, True), lazy)
         assert verdict.accepted.tolist() == [1] and verdict.first.tolist() == [[1, -1]]
@@ -76,7 +69,8 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
         prompts, rule, max_new_tokens=12, seed=1, eos_token_id=None, **chance
     )
     for prompt, answer, row, record in zip(prompts, made.sequences, made.stats.rows, made.records, strict=True):
-        assert row.drafts.summary()["count"] == len(record.drafts) > 4
+        found = [(*emission.first_choice, emission.depth) for emission in record.emissions if emission.first_choice]
+        assert row.drafts.summary()["count"] == len(found) > 4
         if sampled:
             continue  # drafts that were drawn are not kept
         place, forwards = 0, 0
@@ -90,13 +84,13 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
             for depth in range(3):
                 at = len(prompt) + place - 1
                 draft = int(ours[at].argmax())
-                regrets.append((0, depth + 1, float(theirs[at].max() - theirs[at, draft])))
+                regrets.append((0, float(theirs[at].max() - theirs[at, draft]), depth + 1))
                 if draft != answer[place] or (place := place + 1) == len(answer):
                     break
         assert forwards == record.target_forwards
-        assert [found[:2] for found in record.drafts] == [wanted[:2] for wanted in regrets]
+        assert [choice[::2] for choice in found] == [choice[::2] for choice in regrets]
         torch.testing.assert_close(
-            [found[2] for found in record.drafts], [wanted[2] for wanted in regrets], rtol=1e-4, atol=1e-5
+            [nats for _, nats, _ in found], [nats for _, nats, _ in regrets], rtol=1e-4, atol=1e-5
         )
 
 

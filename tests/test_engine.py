@@ -28,7 +28,7 @@ from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDraft
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source, parse_rule
 from fsd_infer.targets.token_ids import left_pad
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_head, tiny_model, tiny_prompts
 
 
@@ -130,8 +130,8 @@ class _LeapsSession(DraftSession):
                 drafts = self.drafter.texts[row][length : length + 10]
             count = len(drafts) + 1
             scores = [-0.01 * depth for depth in range(count)]
-            made.append(TreeRow([root, *drafts], [max(0, node - 1) for node in range(count)], scores, [-1] * count))
-        return DraftTree.from_rows(made, torch.empty(len(made), 0, VOCAB))
+            made.append(([root, *drafts], [max(0, node - 1) for node in range(count)], scores))
+        return DraftTree.of_lists(made, VOCAB, roots.device)
 
     def select(self, rows: torch.Tensor) -> None:
         self.rows, self.lengths = ([values[i] for i in rows.tolist()] for values in (self.rows, self.lengths))

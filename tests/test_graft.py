@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.drafters import DRAFTERS, GraftedDrafter, LookupDrafter
-from fsd_infer.drafters.graft import _warn_sampled, merge_trees
+from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.lm import LMSession
+from fsd_infer.drafters.visits import likeliest
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree
 from tests.families import (
     VOCAB,
     OracleDrafter,
@@ -32,7 +33,7 @@ from tests.families import (
 )
 from tests.rules_enumeration import RULES, Enumeration
 from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, plain_rule, simulate
-from tests.tree_rounds import check_tree, tree_round
+from tests.tree_rounds import check_tree, tree_of, tree_round
 
 Path_ = tuple[int, ...]
 
@@ -46,14 +47,20 @@ def one_tree(nodes: list[tuple[int, int, float]], q: bool = True) -> DraftTree:
         scores.append(scores[parent] + math.log(chance))
     inner = sorted(set(parents[1:])) if q else []
     q_index = [inner.index(node) if node in inner else -1 for node in range(len(tokens))]
-    return DraftTree.from_rows([TreeRow(tokens, parents, scores, q_index)], torch.randn(1, len(inner), VOCAB))
+    q_logits = torch.randn(1, len(inner), VOCAB)
+    return tree_of((tokens, parents, scores), vocab=VOCAB, q_logits=q_logits, q_index=[q_index])
+
+
+def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
+    union = union_of(main, side, depth=8)
+    return kept_of(union, main, likeliest(union.scores, union.parents, 8, 0.0, nodes))
 
 
 def paths(tree: DraftTree, row: int) -> dict[Path_, int]:
     """Node by path of tokens, padding left out."""
     found: dict[Path_, int] = {}
     for node in range(tree.tokens.shape[1]):
-        if tree.scores is None or tree.scores[row, node] > -math.inf:
+        if tree.scores[row, node] > -math.inf:
             line = tree.ancestors[row, node].nonzero()[:, 0]
             found[tuple(tree.tokens[row, line].tolist())] = node
     return found
@@ -66,7 +73,6 @@ def test_union_of_two_trees() -> None:
     check_tree(tree)
     kept = paths(tree, 0)
     assert set(kept) == {(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 1, 4, 5)}
-    assert tree.scores is not None
     chance = {path: math.exp(tree.scores[0, node]) for path, node in kept.items()}
     both = 1 - 0.4 * 0.5
     at_root, below = max(1.0, both + 0.3), 0.5 + 0.9
@@ -107,8 +113,6 @@ def test_merged_trees_are_trees(nodes: int, reduced: bool) -> None:
         tree = merge_trees(main, side, nodes)
         check_tree(tree)
         unions = [paths(main, row).keys() | paths(side, row).keys() for row in range(6)]
-        assert tree.tokens.shape[1] == min(nodes, max(map(len, unions)))
-        assert tree.scores is not None
         for row in range(6):
             kept, ours = paths(tree, row), paths(main, row)
             assert kept.keys() <= unions[row]
@@ -124,8 +128,6 @@ def test_merged_trees_are_trees(nodes: int, reduced: bool) -> None:
                 if has_q:
                     before = main.q_logits[row, main.q_index[row, ours[path]]]
                     assert torch.equal(tree.q_logits[row, tree.q_index[row, node]], before)
-            padding = tree.scores[row] == -math.inf
-            assert bool((tree.q_index[row, tree.parents[row, padding]] == -1).all())
 
 
 def favour(tree: DraftTree, row: int, path: Path_, nodes: dict[Path_, int]) -> float:
@@ -164,8 +166,8 @@ class GraftedToy(TextToy):
             chance, after = float(self.chance[context]), V * context + 1 + first
             steps = [0.0, math.log(chance), math.log((1 - chance) / 2)]
             steps.append(steps[1] + math.log(float(self.chance[after])))
-            rows.append(TreeRow([0, first, second, int(self.wish[after, 0])], [0, 0, 0, 1], steps, [-1] * 4))
-        return merge_trees(main, DraftTree.from_rows(rows, torch.empty(len(rows), 0, V)), self.nodes)
+            rows.append(([0, first, second, int(self.wish[after, 0])], [0, 0, 0, 1], steps))
+        return merge_trees(main, tree_of(*rows, vocab=V), self.nodes)
 
 
 @pytest.mark.parametrize(
@@ -307,14 +309,3 @@ def test_a_drafter_is_found_by_the_name_it_is_registered_under(monkeypatch: pyte
     save_head(tmp_path / "mine", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
     assert type(load_drafter("mine", target)) is Mine, "a name goes before a directory that is called so"
     assert type(load_drafter("./mine", target)) is EagleDrafter
-
-
-def test_scores_where_a_drafter_gives_none() -> None:
-    """Cumulative log q; a token that q excludes has none, and those below it neither."""
-    q_logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, -math.inf, 0.0]]])
-    likely, unlikely = (
-        DraftTree.chain(torch.tensor([[2, 1, 0]]), q_logits),
-        DraftTree.chain(torch.tensor([[2, 2, 0]]), q_logits),
-    )
-    assert likely.to_rows()[0].scores == pytest.approx([0.0, -math.log(2), -2 * math.log(2)])
-    assert unlikely.to_rows()[0].scores == [0.0, -math.inf, -math.inf]

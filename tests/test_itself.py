@@ -124,7 +124,7 @@ def test_names() -> None:
     assert spelled((0, 1, 2, 7, 9, 10)) == "self:layers=0-2,7,9-10"
     target = toy("llama")
     assert made_of(target, "self:layers=0,2").describe()["model"] == "self:layers=0,2"
-    assert load_drafter("self:layers=0+lookup", target).choice is not None
+    assert load_drafter("self:layers=0+lookup", target).auto is not None
     for name, words in {
         "self:": "says nothing", "self:bits": "says nothing", "self:bits=": "says nothing", "self:bits=1": "2 to 8",
         "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "says nothing", "self:a=3": "a=3",

@@ -99,15 +99,15 @@ def test_a_name_gets_the_trees_of_its_device_or_the_one_that_is_asked_for(
     target, small = models
     small.model.save_pretrained(tmp_path / "small")
     by_name = load_drafter(str(tmp_path / "small"), target)
-    assert isinstance(by_name, LMDrafter) and by_name.choice is not None, "the default on a CPU"
+    assert isinstance(by_name, LMDrafter) and by_name.auto is not None, "the default on a CPU"
     assert by_name.shape == LARGEST_OF_LM["cpu"]
     shaped = load_drafter(str(tmp_path / "small"), target, shape := TreeShape(3, 2, 8, 0.1))
-    assert isinstance(shaped, LMDrafter) and shaped.shape == shape and shaped.choice is None
+    assert isinstance(shaped, LMDrafter) and shaped.shape == shape and shaped.auto is None
     assert json.loads(json.dumps(shaped.describe())) == dict(
         name="lm", nodes=8, depth=3, width=2, stop_below=0.1, model=str(tmp_path / "small")
     )
     grafted = load_drafter(f"{tmp_path / 'small'}+lookup+recycle", target)
-    assert grafted.choice is not None and grafted.max_nodes == LARGEST_OF_LM["cpu"].nodes
+    assert grafted.auto is not None and grafted.max_nodes == LARGEST_OF_LM["cpu"].nodes
     assert LMDrafter(small, target).shape == DEFAULT_SHAPES["cpu"]
 
 

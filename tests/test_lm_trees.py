@@ -14,6 +14,7 @@ from fsd_infer.drafters.lm import LMSession, _Expanded, warn_context
 from fsd_infer.drafters.loading import choose_trees
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, OracleDrafter, noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
+from tests.tree_rounds import take
 
 SHAPE = TreeShape(depth=4, width=3, nodes=12)
 
@@ -39,8 +40,8 @@ def test_answers_are_the_targets(auto: bool, grafted: bool, monkeypatch: pytest.
     for count in (1, 4):
         made = FuzzyDecoder(target, drafter).generate(prompts[:count], max_new_tokens=24, do_sample=False)
         assert made.sequences == expected[:count]
-    rows = [row for _, tree in trees for row in tree.rows or ()]
-    assert auto or any(len(set(row.parents[1:])) < len(row.parents) - 1 for row in rows), "a node has two children"
+    parents = [row for _, tree in trees for row in tree.parents.tolist()]
+    assert auto or any(len(set(row[1:])) < len(row) - 1 for row in parents), "a node has two children"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
@@ -64,15 +65,14 @@ def test_the_cache_holds_what_a_fresh_session_reads(family: str, monkeypatch: py
     FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=24, do_sample=False)
     FuzzyDecoder(target, drafter).generate(tiny_prompts()[:1], max_new_tokens=24, do_sample=False)
     assert sum(moves) > 3, "keys and values of branches were moved"
-    found = [(text, tree.q_logits[row], tree.to_rows()[row]) for texts, tree in drawn for row, text in enumerate(texts)]
+    found = [(text, take(tree, torch.tensor([row]))) for texts, tree in drawn for row, text in enumerate(texts)]
     monkeypatch.undo()
     with torch.inference_mode():
-        for text, q_logits, row in found[::3]:
+        for text, tree in found[::3]:
             fresh = _fresh(small, text)
-            again = fresh.to_rows()[0]
-            assert (row.tokens, row.parents) == (again.tokens, again.parents)
-            inner = sum(index >= 0 for index in row.q_index)
-            torch.testing.assert_close(q_logits[:inner], fresh.q_logits[0, :inner], atol=1e-3, rtol=1e-3)
+            assert tree.nodes == fresh.nodes and torch.equal(tree.q_index >= 0, fresh.q_index >= 0)
+            ours, theirs = (each.q_logits[0, each.q_index[each.q_index >= 0]] for each in (tree, fresh))
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def _fresh(drafter: LMDrafter, text: list[int]) -> DraftTree:
@@ -100,7 +100,7 @@ def test_trees_end_with_the_small_models_context() -> None:
             for count in (4, 1):
                 prompts, options = tiny_prompts()[:count], dict[str, Any](max_new_tokens=40, do_sample=False)
                 decoder = FuzzyDecoder(target, GraftedDrafter(drafter, LookupDrafter(VOCAB)))
-                decoder.drafter.choice = drafter.choice
+                decoder.drafter.auto = drafter.auto
                 assert decoder.generate(prompts, **options).sequences == expected[:count]
                 gated = decoder.generate(prompts, "draft-only", **options)
                 for prompt, record in zip(prompts, gated.records, strict=True):

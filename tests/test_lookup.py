@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import DraftRequest, LookupDrafter
+from fsd_infer.drafters.free import best_first
 from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, ChanceTable, TextIndex
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
@@ -96,7 +97,6 @@ def test_trees_are_trees(texts: list[list[int]], nodes: int, depth: int) -> None
     assert tree.tokens.shape[1] <= nodes
     assert tree.max_depth <= drafter.max_depth
     assert bool((tree.q_index == -1).all())
-    assert tree.scores is not None
     real = [int(row.isfinite().sum()) for row in tree.scores]
     assert max(real) == tree.tokens.shape[1], "padding is for rows with fewer nodes than others"
     for row, text in enumerate(texts):
@@ -163,8 +163,8 @@ class LookupToy(TextToy):
 
     def trees(self, contexts: Tensor) -> DraftTree:
         texts = [[*self.prompt, *text_of(context)] for context in contexts.tolist()]
-        rows = [index_of(text).tree(text[-1], 7, 3, 0.01) for text in texts]
-        return DraftTree.from_rows(rows, torch.empty(len(texts), 0, V))
+        rows = [best_first(index_of(text).options, text[-LONGEST_MATCH:], LONGEST_MATCH, 7, 3, 0.01) for text in texts]
+        return DraftTree.of_lists(rows, V, contexts.device)
 
 
 @pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "fuzzy-strict:js:inf", "random:1.0", "draft-only"])

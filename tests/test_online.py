@@ -16,15 +16,15 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer.drafters.auto import RETRY, AutoMemory, AutoTree, Law
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.drafters.online import RETRY, Choice, Law, RoundChoice
 from fsd_infer.drafters.shape import AUTO, parse_tree
 from fsd_infer.heads.checkpoint import save_head
-from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import VOCAB, noisy_model, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
+from tests.tree_rounds import tree_of
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------
 
@@ -76,12 +76,13 @@ class Text:
         return 0 if draw < first else 1 if draw < first + second else 2
 
 
-def round_of(text: Text, machine: Machine, choice: RoundChoice | TreeShape) -> int:
+def round_of(text: Text, machine: Machine, choice: AutoTree | TreeShape) -> int:
     """Drafts a chain with a sibling of each node, verifies it, and returns the tokens emitted."""
     steps: list[tuple[float, float]] = []
-    start = machine.now
     depths = 0
-    if not isinstance(choice, RoundChoice) or choice.expands():
+    if isinstance(choice, AutoTree):
+        choice.mark()
+    if not isinstance(choice, AutoTree) or choice.expands():
         while True:
             depths += 1
             machine.takes(machine.depth)
@@ -89,18 +90,19 @@ def round_of(text: Text, machine: Machine, choice: RoundChoice | TreeShape) -> i
             if isinstance(choice, TreeShape):
                 if depths == choice.depth:
                     break
-            elif depths == 12 or not choice.expand([[list(map(math.log, steps[-1]))]]):
+            elif depths == 12 or choice.expand(torch.tensor([[steps[-1]]]).log()) is None:
                 break
     scores, parents, spine = [0.0], [0], 0
     for first, second in steps:
         scores += [scores[spine] + math.log(first), scores[spine] + math.log(second)]
         parents += [spine, spine]
         spine = len(scores) - 2
-    if isinstance(choice, RoundChoice):
-        kept = [0, *(choice.keep([(scores, parents)])[0] if steps else [])]
+    if isinstance(choice, AutoTree):
+        tree = tree_of(([0] * len(scores), parents, scores), vocab=1)
+        kept = choice.keep(tree)[0].tolist() if steps else [0]
+        choice.mark()
     else:
         kept = sorted(sorted(range(len(scores)), key=lambda n: -scores[n])[: choice.nodes])
-    drafted = machine.now
     machine.takes(machine.forward(len(kept)))
     path = [0]
     for depth, (first, second) in enumerate(steps):
@@ -110,21 +112,16 @@ def round_of(text: Text, machine: Machine, choice: RoundChoice | TreeShape) -> i
         path.append(child)
         if child == 2 * depth + 2:
             break
-    verified = machine.now
+    if isinstance(choice, AutoTree):
+        choice.mark()
     machine.takes(1e-3)
+    if isinstance(choice, AutoTree):
+        choice.end([[kept.index(node) for node in path]], [len(path) - 1], rows=1)
     machine.round += 1
-    if isinstance(choice, RoundChoice):
-        number = {n: place for place, n in enumerate(kept)}
-        row = TreeRow([0] * len(kept), [number[parents[n]] for n in kept], [scores[n] for n in kept], [-1] * len(kept))
-        tree = DraftTree.from_rows([row], torch.zeros(1, 0, 1)) if len(kept) > 1 else DraftTree.root_only(
-            torch.zeros(1, dtype=torch.long), 1
-        )  # fmt: skip
-        on_path = [number[n] for n in path]
-        choice.learn(tree, [on_path], [len(path) - 1], drafted - start, verified - drafted, machine.now - verified)
     return len(path)
 
 
-def speed(choice: RoundChoice | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
+def speed(choice: AutoTree | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
     """Tokens per true second."""
     text, spent = Text(sure), machine.spent
     return sum(round_of(text, machine, choice) for _ in range(rounds)) / (machine.spent - spent)
@@ -152,14 +149,14 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize("sure", [0.3, 0.9])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = Choice("cpu", clock=machine).begin(1, Law(), 48)
+    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, Law(), 48)
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
 def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again() -> None:
     machine = Machine(small_machine, 0.02)
-    choice = Choice("cpu", clock=machine).begin(1, Law(), 48)
+    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, Law(), 48)
     speed(choice, machine, 0.5, 100)
     assert choice.idle
     before = machine.spent
@@ -227,8 +224,8 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
     drafter = make_drafter(kind)
     assert main_of(drafter) is not None and drafter.target is not None
     choose_trees(drafter)
-    assert drafter.choice is not None
-    drafter.choice.clock, drafter.choice.prior = (clock := Adversary()), CHEAP
+    assert drafter.auto is not None
+    drafter.auto.clock, drafter.auto.prior = (clock := Adversary()), CHEAP
     decoder, prompts = FuzzyDecoder(drafter.target, drafter), tiny_prompts((5, 13, 9, 21))
     expected = reference(drafter.target.model, prompts)
     sizes: set[int] = set()
@@ -244,8 +241,8 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
 @pytest.mark.parametrize("kind", ["head", "lm"])
 def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
     drafter = choose_trees(make_drafter(kind))
-    assert drafter.target is not None and drafter.choice is not None
-    drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
+    assert drafter.target is not None and drafter.auto is not None
+    drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
     decoder = FuzzyDecoder(drafter.target, drafter)
     options: dict[str, Any] = dict(rule="tilted:2", max_new_tokens=24, temperature=1.0, do_sample=True, seed=3)
     first = decoder.generate(tiny_prompts((7,)), **options).sequences
@@ -261,8 +258,8 @@ def test_the_law_stays_the_targets_whatever_the_clock_says(kind: str) -> None:
     drafter = choose_trees(make_drafter(kind))
     target, prompt = drafter.target, tiny_prompts((7,))[0]
     rows, seeds = (10, 400) if kind == "head" else (40, 100)
-    assert target is not None and drafter.choice is not None
-    drafter.choice.clock, drafter.choice.prior = Adversary(), CHEAP
+    assert target is not None and drafter.auto is not None
+    drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
     with torch.inference_mode():
         law = torch.ones(1, dtype=torch.float64)
@@ -295,16 +292,16 @@ def test_the_law_stays_the_targets_whatever_the_clock_says(kind: str) -> None:
 def test_names() -> None:
     drafter = make_drafter("head")
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
-    assert main_of(twice) is drafter and choose_trees(twice) is twice and twice.choice is not None
-    assert isinstance(drafter, EagleDrafter) and drafter.choice is None and twice.nodes == drafter.shape.nodes, (
+    assert main_of(twice) is drafter and choose_trees(twice) is twice and twice.auto is not None
+    assert isinstance(drafter, EagleDrafter) and drafter.auto is None and twice.nodes == drafter.shape.nodes, (
         "one choice for all"
     )
     choose_trees(drafter)
-    assert drafter.reshaped(TreeShape(1, 1, 2)).choice is None, "a tree that is asked for is what is used"
+    assert drafter.reshaped(TreeShape(1, 1, 2)).auto is None, "a tree that is asked for is what is used"
     assert drafter.target is not None
     plain = FuzzyDecoder(drafter.target, NoDrafter(VOCAB))
     lookup = plain.load_drafter("lookup", "auto")
-    assert isinstance(lookup, LookupDrafter) and lookup.choice is None
+    assert isinstance(lookup, LookupDrafter) and lookup.auto is None
     assert parse_tree("auto") == AUTO and parse_tree(None) is None
     assert parse_tree("2,2,4") == TreeShape(2, 2, 4) and parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
     refused: list[tuple[Callable[[], Any], str]] = [
@@ -330,7 +327,7 @@ def test_warmup_reads_a_heads_files_and_measures_nothing(tmp_path: Path, capsys:
     parts = [part.split()[0] for part in capsys.readouterr().err.splitlines()[-1].split(", ")]
     assert parts == ["load", "compile", "pack"]
     decoder = FuzzyDecoder.from_pretrained(names[1], names[3], device="cpu", dtype=torch.float32)
-    assert decoder.drafter.choice is not None, "the default on a CPU"
+    assert decoder.drafter.auto is not None, "the default on a CPU"
 
 
 def test_drafting_stops_where_depth_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +339,7 @@ def test_drafting_stops_where_depth_is_not_worth_it(monkeypatch: pytest.MonkeyPa
             drawn = recorded_drafts(EagleSession, lambda session: None, patch)
             decoder = FuzzyDecoder(drafter.target, drafter.reshaped(TreeShape(4, 3, 20, stop_below=stop)))
             assert decoder.generate(tiny_prompts(), max_new_tokens=24, do_sample=False).sequences == expected
-        trees[stop] = [scores for _, tree in drawn if tree.scores is not None for scores in tree.scores.tolist()]
+        trees[stop] = [scores for _, tree in drawn for scores in tree.scores.tolist()]
     assert trees[1e-30] == trees[0.0], "a threshold that is never reached changes nothing"
     assert min(map(len, trees[0.99])) == 4, "the root and its children"
     short = [scores for scores in trees[0.5] if len(scores) == 4]

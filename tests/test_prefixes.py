@@ -101,3 +101,21 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
 def test_bounds_that_are_none(bound: object) -> None:
     with pytest.raises(FsdError, match="prefix cache needs a whole number of bytes"):
         FuzzyDecoder.from_pretrained("smollm2-135m", prefix_cache_bytes=bound)  # type: ignore[arg-type]
+
+
+def test_keys_share_nothing() -> None:
+    """A text is read from the cache by requests of its own key alone; answers are the same with and without."""
+    decoder = decoder_of("llama", PrefixCache(1 << 24))
+    prompt = list(range(3, 40))
+
+    def known(keys: list[str] | None) -> int:
+        made = decoder.generate([prompt], max_new_tokens=4, temperature=0, cache_keys=keys)
+        answers.append(made.sequences)
+        return made.stats.known_tokens
+
+    answers: list[list[list[int]]] = []
+    assert [known(keys) for keys in (["me"], ["you"], None)] == [0, 0, 0]
+    assert min(known(keys) for keys in (["me"], ["you"], None)) == len(prompt) - 1
+    assert all(answer == answers[0] for answer in answers)
+    with pytest.raises(FsdError, match="cache_keys is a list of texts"):
+        known(["me", "you"])

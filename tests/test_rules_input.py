@@ -28,10 +28,11 @@ def test_broken_logits_name_who_broke_them(bad: float, spec: str, greedy: bool) 
         rule(replace(round, logits=logits, scores=logits))
     with pytest.raises(NonFiniteLogitsError, match="the target's processed logits in row 2.*logits processors"):
         rule(replace(round, scores=logits))
-    q_logits = round.tree.q_logits.clone()
+    q_logits, scores = round.tree.q_logits.clone(), round.tree.scores.clone()
     q_logits[1, 0, entries] = bad  # type: ignore[index]
+    scores[1, 3] = math.nan  # what a drafter makes of such logits
     with pytest.raises(NonFiniteLogitsError, match="the drafter's logits in row 1"):
-        rule(replace(round, tree=replace(round.tree, q_logits=q_logits)))
+        rule(replace(round, tree=replace(round.tree, q_logits=q_logits, scores=scores)))
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from fsd_infer.rules import Evidence, Exact, Rule, Texts, Tilted, Verification, 
 from fsd_infer.rules.clipping import clipped
 from fsd_infer.rules.laws import lifted
 from fsd_infer.rules.texts import known, known_tokens
-from fsd_infer.tree import DraftTree, TreeRow
-from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_round, verdict_of
+from fsd_infer.tree import DraftTree
+from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_of, tree_round, verdict_of
 
 PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -220,7 +220,7 @@ def test_a_lift_where_probabilities_underflow(
 ) -> None:
     rest = math.log(max(1e-300, 1 - sum(map(math.exp, log_p))))
     logits = torch.tensor([*log_p, rest if rest > -600 else -INF]).expand(1, 3, 3)
-    tree = DraftTree.from_rows([TreeRow([0, 0, 1], [0, 0, 0], [0.0, -1.0, -1.0], [-1] * 3)], torch.empty(1, 0, 3))
+    tree = tree_of(([0, 0, 1], [0, 0, 0], [0.0, -1.0, -1.0]), vocab=3)
     evidence = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
     odds = lifted(evidence, torch.tensor([[0.0, *lift]]), evidence.inner)
     assert odds.cost[0, 0].item() == pytest.approx(cost, rel=1e-6)
@@ -298,16 +298,11 @@ def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
 
 
 def test_what_only_fills_a_tree_up_wins_nothing() -> None:
-    """Padding hangs under nodes without q; a law that valued it would depend on the batch."""
-
-    def short() -> TreeRow:
-        return TreeRow([0, 2], [0, 0], [0.0, -0.1], [-1] * 2)
-
-    long = TreeRow([0, 1, 2, 3, 1], [0, 0, 1, 2, 3], [0.0, -0.1, -0.2, -0.3, -0.4], [-1] * 5)
+    """A law that valued padding would depend on the batch."""
+    short = [0, 2], [0, 0], [0.0, -0.1]
+    long = [0, 1, 2, 3, 1], [0, 0, 1, 2, 3], [0.0, -0.1, -0.2, -0.3, -0.4]
     logits = torch.randn(1, 5, 8)
-    none = torch.empty(2, 0, 8)
-    both = DraftTree.from_rows([long, short()], none)
-    alone = DraftTree.from_rows([short()], none[:1])
+    both, alone = tree_of(long, short, vocab=8), tree_of(short, vocab=8)
     uniforms = torch.rand(1, 5, 3)
     together = Verification(both, logits.expand(2, -1, -1), logits.expand(2, -1, -1), False, uniforms.expand(2, -1, -1))
     single = Verification(alone, logits[:, :2], logits[:, :2], False, uniforms[:, :2])

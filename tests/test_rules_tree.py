@@ -30,7 +30,7 @@ from fsd_infer.rules import (
     parse_rule,
 )
 from fsd_infer.rules._walk import draw
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree
 from tests.tree_rounds import (
     INF,
     KINDS,
@@ -40,6 +40,7 @@ from tests.tree_rounds import (
     emitted,
     inner_of,
     one_row,
+    tree_of,
     tree_round,
     verdict_of,
 )
@@ -215,7 +216,8 @@ def hand_made(greedy: bool = False) -> Verification:
     """Root with children 1 and 2; p = (.4, .3, .2, .1), q close to it; the first draw is outside the children."""
     p = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     q = torch.tensor([0.1, 0.42, 0.38, 0.1]).log()
-    tree = DraftTree.from_rows([TreeRow([3, 1, 2], [0, 0, 0], [0.0, -1.0, -1.0], [0, -1, -1])], q[None, None])
+    row = [3, 1, 2], [0, 0, 0], [0.0, -1.0, -1.0]
+    tree = tree_of(row, vocab=4, q_logits=q[None, None], q_index=[[0, -1, -1]])
     logits = p.expand(1, 3, 4)
     uniforms = torch.tensor([[[0.9, 0.7, 0.5], [0.0, 0.95, 0.5], [0.0, 0.75, 0.5]]])
     return Verification(tree, logits, logits, greedy, uniforms)

@@ -21,8 +21,8 @@ from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.view.html import KNOBS, answers_page, server_page
-from fsd_infer.view.trace import Trace
+from fsd_infer.serving.page import KNOBS, answers_page, server_page
+from fsd_infer.serving.trace import Trace
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)></script><b>&amp;\u2028"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

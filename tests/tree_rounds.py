@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
+from fsd_infer.drafters.visits import path_sums
 from fsd_infer.rules import Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
-from fsd_infer.tree import DraftTree, ancestors_of
+from fsd_infer.tree import DraftTree, Nodes
 
 INF = math.inf
 # Every kind of rule, most with and without their options.
@@ -31,7 +32,7 @@ def tree_round(
     greedy: bool = False,
     reduced: bool = False,
     mask: bool = False,
-    **fields: object,
+    **changes: object,
 ) -> Verification:
     """Random trees of random shapes; children are the drafter's most likely tokens, as far as there are any."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,12 +60,13 @@ def tree_round(
     q_logits = torch.full((batch, int(inner.sum(-1).max()), q.shape[-1]), math.nan)  # unused rows are never read
     row_index, node_index = inner.nonzero(as_tuple=True)
     q_logits[row_index, q_index[row_index, node_index]] = q[row_index, node_index]
-    ancestors = ancestors_of(parents)
-    tree = DraftTree(tokens, parents, ancestors.sum(-1) - 1, ancestors, q_logits, q_index, draft_ids)
+    steps = full.log_softmax(-1).flatten(1).gather(1, parents * vocab + tokens).index_fill(1, torch.tensor([0]), 0.0)
+    scores = path_sums(steps, parents, nodes)
+    tree = DraftTree(tokens, parents, scores, q_logits, q_index, draft_ids)
     scores = masked(logits, 0.7) if mask else logits
     uniforms = torch.rand(batch, nodes, 3, generator=generator)
     texts = Texts(tokens[:, :1].tolist())
-    return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **fields)  # type: ignore[arg-type]
+    return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **changes)  # type: ignore[arg-type]
 
 
 def chain_round(
@@ -101,13 +103,18 @@ def any_round(shape: str, seed: int, greedy: bool = False) -> Verification:
     return tree_round(seed, greedy=greedy, mask=seed % 2 == 1, reduced=seed % 4 > 1)
 
 
+def tree_of(
+    *rows: Nodes, vocab: int, q_logits: Tensor | None = None, q_index: list[list[int]] | None = None
+) -> DraftTree:
+    """Trees by hand: tokens, parents and scores of each row; without q, unless ``q_index`` [B, N] says whose it is."""
+    tree = DraftTree.of_lists(rows, vocab, torch.device("cpu"))
+    return tree if q_logits is None else replace(tree, q_logits=q_logits, q_index=torch.tensor(q_index))
+
+
 def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     """The trees of some rows, in any number."""
-    fields = ("tokens", "parents", "depths", "ancestors", "q_logits", "q_index", "q_scores", "scores")
-    values = {name: getattr(tree, name) for name in fields}
-    of_rows = None if tree.rows is None else [tree.rows[row] for row in rows.tolist()]
-    taken = {name: x if x is None else x[rows] for name, x in values.items()}
-    return DraftTree(**taken, draft_ids=tree.draft_ids, rows=of_rows)
+    values = {field.name: getattr(tree, field.name) for field in fields(tree) if field.name != "draft_ids"}
+    return DraftTree(**{name: x if x is None else x[rows] for name, x in values.items()}, draft_ids=tree.draft_ids)
 
 
 def one_row(round: Verification, row: int) -> Verification:
@@ -150,15 +157,13 @@ def inner_of(round: Verification, row: int) -> set[int]:
 def check_tree(tree: DraftTree) -> None:
     """Parents come before children, siblings differ, depths, ancestors and scores are what they say."""
     batch, nodes = tree.tokens.shape
-    assert tree.scores is not None
     for row in range(batch):
         parents, tokens, scores = tree.parents[row].tolist(), tree.tokens[row].tolist(), tree.scores[row].tolist()
         assert parents[0] == 0
         assert scores[0] == 0.0
         assert all(parents[node] < node for node in range(1, nodes))
-        assert len({(parents[node], tokens[node]) for node in range(1, nodes)}) == nodes - 1
+        drafts = [node for node in range(1, nodes) if scores[node] > -INF]
+        assert len({(parents[node], tokens[node]) for node in drafts}) == len(drafts)
         assert all(scores[node] <= scores[parents[node]] for node in range(nodes))
         assert all(tree.depths[row, node] == tree.depths[row, parents[node]] + 1 for node in range(1, nodes))
-    assert torch.equal(tree.ancestors, ancestors_of(tree.parents))
-    leaves = torch.ones_like(tree.parents, dtype=torch.bool).scatter_(1, tree.parents[:, 1:], False)
-    assert bool((tree.q_index[leaves] == -1).all())
+    assert bool((tree.q_index[~tree.child.any(-1)] == -1).all())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fsd_bench.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.tree import DraftTree
 
 

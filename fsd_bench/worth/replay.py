@@ -18,7 +18,7 @@ from fsd_infer.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.rules import Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
-from fsd_infer.tree import DraftTree, TreeRow, at_nodes
+from fsd_infer.tree import DraftTree, at_nodes
 
 Cell = tuple[Rule, TreeShape]
 _Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
@@ -58,7 +58,7 @@ class Evidence:
         self.depths = self.tree.depths[0].tolist()
         own = at_nodes(self.scores, self.tree.parents).float()
         self.regret = (own.amax(-1) - own.gather(2, self.tree.tokens[..., None])[..., 0]).clamp_min(0.0)[0].tolist()
-        self.log_q = None if self.tree.scores is None else self.tree.scores[0].tolist()
+        self.log_q = self.tree.scores[0].tolist()
         self.is_chain = self.parents[1:] == list(range(len(self.parents) - 1))
         self.drawn = self._draws()
 
@@ -80,8 +80,7 @@ class Evidence:
 
     def first(self, children: Sequence[int]) -> int:
         """The drafter's first choice."""
-        scores = self.log_q
-        return min(children) if scores is None else max(children, key=lambda child: (scores[child], -child))
+        return max(children, key=lambda child: (self.log_q[child], -child))
 
     def cut(self, root: int, shape: TreeShape, tilt: float) -> list[int]:
         """Nodes of the part that a tree of this shape under ``root`` would have, ascending."""
@@ -91,16 +90,15 @@ class Evidence:
                 below.append(node)
         if self.is_chain:
             return below[: self._believed(below, shape.stop_below, tilt) + 1]
-        if len(below) > shape.nodes and self.log_q is not None:
-            number = {node: place for place, node in enumerate(below)}
-            scores = [self.log_q[node] - self.log_q[root] for node in below]
-            parents = [0, *(number[self.parents[node]] for node in below[1:])]
-            below = [root, *(below[place] for place in likeliest([(scores, parents)], tilt, shape.nodes)[0])]
+        if len(below) > shape.nodes:
+            part = self.tree.keep(torch.tensor([below], device=self.scores.device))
+            kept = likeliest(part.scores, part.parents, shape.depth, tilt, shape.nodes)
+            below = sorted(below[place] for place in kept[0].tolist())
         return below
 
     def _believed(self, chain: Sequence[int], stop_below: float, tilt: float) -> int:
         """Drafts of a chain until the drafter no longer believes in it."""
-        if stop_below and self.log_q is not None:
+        if stop_below:
             if tilt not in self._tilted:
                 steps = torch.tensor(self.log_q).diff()[:, None]
                 self._tilted[tilt] = [0.0, *tilted(steps, tilt)[:, 0].tolist()]
@@ -126,15 +124,14 @@ class Evidence:
         index = torch.tensor(list(kept), device=self.scores.device)
         narrow = self.scores[0][:, index]
         text = [number.setdefault(token, len(number)) for token in self.text]
-        log_q = [-float(depth) for depth in self.depths] if self.log_q is None else self.log_q
         rows, texts = [], []
         for nodes in parts:
             place = {node: at for at, node in enumerate(nodes)}
             parents = [0, *(place[self.parents[node]] for node in nodes[1:])]
             tokens = [number[self.tokens[node]] for node in nodes]
-            rows.append(TreeRow(tokens, parents, [log_q[node] - log_q[nodes[0]] for node in nodes], [-1] * len(nodes)))
+            rows.append((tokens, parents, [self.log_q[node] - self.log_q[nodes[0]] for node in nodes]))
             texts.append(text + [number[token] for token in self._path(nodes[0])])
-        tree = DraftTree.from_rows(rows, narrow.new_zeros(len(rows), 0, len(index)))
+        tree = DraftTree.of_lists(rows, len(index), narrow.device)
         most = tree.tokens.shape[1]
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
@@ -150,22 +147,9 @@ class Evidence:
 
     def part(self, nodes: Sequence[int]) -> Verification:
         """The same round on these nodes alone, ascending; the first is the root."""
-        number = {node: place for place, node in enumerate(nodes)}
-        tree, index = self.tree, torch.tensor(nodes, device=self.tree.tokens.device)
+        index = torch.tensor(nodes, device=self.tree.tokens.device)
         whole = len(nodes) == len(self.parents)
-        inner = {self.parents[node] for node in nodes[1:]}
-        leaf = torch.tensor([[node not in inner for node in nodes]], device=index.device)
-        taken = DraftTree(
-            tree.tokens[:, index],
-            torch.tensor([[0, *(number[self.parents[node]] for node in nodes[1:])]], device=index.device),
-            tree.depths[:, index] - self.depths[nodes[0]],
-            tree.ancestors[:, index][:, :, index],
-            tree.q_logits,
-            tree.q_index[:, index].masked_fill(leaf, -1),
-            tree.draft_ids,
-            tree.q_scores,
-            None if tree.scores is None else tree.scores[:, index] - tree.scores[:, index[:1]],
-        )
+        taken = self.tree.keep(index[None])
         logits = self.logits if whole else self.logits[:, index]
         scores = logits if self.scores is self.logits else self.scores if whole else self.scores[:, index]
         uniforms = torch.rand(1, len(nodes), 3, generator=self.generator).to(index.device)

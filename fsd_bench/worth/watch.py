@@ -12,8 +12,8 @@ from torch import Tensor
 from fsd_bench.probe import Probe
 from fsd_bench.worth.replay import Evidence
 from fsd_bench.worth.steps import BEGINNING
+from fsd_bench.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Forest, Node, lay_out
+from fsd_infer.beams.forest import Begun, Forest, Node, lay_out
 from fsd_infer.beams.options import BeamOptions
 from fsd_infer.beams.plan import Planner, most_nodes
-from fsd_infer.beams.proposers import Begun, needs_features, proposer_of
+from fsd_infer.beams.proposers import needs_features, proposer_of
 from fsd_infer.beams.sampling import Draw, draw
 from fsd_infer.beams.search import Beam, Hypothesis, Search, Terms
 from fsd_infer.beams.width import chances_of_width, dynamic_width, guesses_of
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
-from fsd_infer.device.transfer import lists, to_device
+from fsd_infer.device.transfer import lists, padded, to_device
 from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
@@ -142,9 +142,7 @@ class _Beams:
         self.cache = self.target.new_cache(count, slots)
         seed = int(torch.randint(2**62, (), generator=request.generator, device=_where(request.generator)))
         forests = [Forest(prompt, slots, seed + row) for row, prompt in enumerate(prompts)]
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
-        self.begun = Begun(forests, slots, tokens, torch.tensor([len(prompt) for prompt in prompts]))
+        self.begun = Begun(forests, slots, padded(prompts), torch.tensor([len(prompt) for prompt in prompts]))
         self.searches = [
             Search(self.terms, forest, limit, row)
             for row, (forest, limit) in enumerate(zip(forests, limits, strict=True))

@@ -164,6 +164,25 @@ class Forest:
 
 
 @dataclass
+class Begun:
+    """What a proposer gets to know of a batch of B prompts.
+
+    Attributes:
+        forests: of the prompts that are being answered; whoever made the list takes finished ones out.
+        slots: of a row of the cache.
+        tokens: [B, M] of the prompts, right-padded, on the CPU.
+        lengths: [B] how many of them are real, on the CPU.
+        features: [B, slots, F] the target's, by slot, filled in as it reads; None where no drafter asks for them.
+    """
+
+    forests: list[Forest]
+    slots: int
+    tokens: Tensor
+    lengths: Tensor
+    features: Tensor | None = None
+
+
+@dataclass
 class Layout:
     """New tokens of all rows as a forward takes them, on the model's device.
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import singledispatch
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Forest, Guess, Node, lay_out
+from fsd_infer.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import lists, to_device
+from fsd_infer.device.transfer import lists, padded, to_device
 from fsd_infer.drafters import (
     Drafter,
     EagleDrafter,
@@ -29,57 +29,38 @@ from fsd_infer.drafters import (
     RecycleDrafter,
 )
 from fsd_infer.drafters.eagle import READ_AT_ONCE
+from fsd_infer.drafters.free import Options, Table
 from fsd_infer.drafters.lm import warn_context
-from fsd_infer.drafters.lookup import LONGEST_MATCH, TextIndex
+from fsd_infer.drafters.lookup import TextIndex
 from fsd_infer.drafters.recycle import Recycled
 from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
 from fsd_infer.tree import at_nodes
 
 
-class Proposer(ABC):
-    """A drafter at work on the forests of one batch of prompts."""
+class Proposer:
+    """A drafter at work on the forests of one batch of prompts. This one proposes nothing."""
 
-    @abstractmethod
     def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
         """The up to ``count`` likeliest successors of each node: [B] rows of nodes, some of them empty.
 
         All are placed, the target has read none of them, and their parents were read by it or asked about.
         """
+        return [[([], []) for _ in row] for row in nodes]
 
-    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:  # noqa: B027
+    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
         """The target has read these nodes, [B] rows. Ignored by default."""
 
-    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:  # noqa: B027
+    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
         """These nodes, [B] rows, one below the other in each, have become part of every beam. Ignored by default."""
 
-    def select(self, rows: Tensor) -> None:  # noqa: B027
+    def select(self, rows: Tensor) -> None:
         """Keep only these prompts [B'], ascending, on the CPU."""
-
-
-@dataclass
-class Begun:
-    """What a proposer gets to know of a batch of B prompts.
-
-    Attributes:
-        forests: of the prompts that are being answered; whoever made the list takes finished ones out.
-        slots: of a row of the cache.
-        tokens: [B, M] of the prompts, right-padded, on the CPU.
-        lengths: [B] how many of them are real, on the CPU.
-        features: [B, slots, F] the target's, by slot, filled in as it reads; None where no drafter asks for them.
-    """
-
-    forests: list[Forest]
-    slots: int
-    tokens: Tensor
-    lengths: Tensor
-    features: Tensor | None = None
 
 
 def needs_features(drafter: Drafter) -> bool:
     """Does a drafter, or one that it is made of, read the target's features?"""
-    parts = (part for part in vars(drafter).values() if isinstance(part, Drafter))
-    return isinstance(drafter, EagleDrafter) or any(map(needs_features, parts))
+    return isinstance(drafter, EagleDrafter) or any(map(needs_features, drafter.parts))
 
 
 @singledispatch
@@ -94,20 +75,15 @@ def proposer_of(drafter: Drafter, begun: Begun) -> Proposer:
     )
 
 
-class _NoProposer(Proposer):
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        return [[([], []) for _ in row] for row in nodes]
-
-
 @proposer_of.register
 def _(drafter: NoDrafter, begun: Begun) -> Proposer:
-    return _NoProposer()
+    return Proposer()
 
 
 # models ---------------------------------------------------------------------------------------------------------------
 
 
-class _ModelProposer(Proposer):
+class _ModelProposer(Proposer, ABC):
     """A drafter with a model, which has to read a node, and all before it, to say what follows."""
 
     def __init__(self, begun: Begun) -> None:
@@ -117,12 +93,11 @@ class _ModelProposer(Proposer):
         if not any(nodes):
             return [[] for _ in nodes]
         values, tokens = self._likeliest(nodes, count)
-        count = values.shape[-1]
-        found: list[list[Guess]] = []
-        for row, of_values, of_tokens in zip(nodes, *lists(values.flatten(1), tokens.flatten(1)), strict=True):
-            parts = [slice(place * count, (place + 1) * count) for place in range(len(row))]
-            found.append([(of_values[part], of_tokens[part]) for part in parts])
-        return found
+        count, found = values.shape[-1], zip(nodes, *lists(values.flatten(1), tokens.flatten(1)), strict=True)
+        return [
+            [(of_values[at : at + count], of_tokens[at : at + count]) for at in range(0, count * len(row), count)]
+            for row, of_values, of_tokens in found
+        ]
 
     @abstractmethod
     def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
@@ -175,8 +150,7 @@ class _HeadProposer(_ModelProposer):
         unread = [_unread(row, 2) for row in nodes]
         for known in (True, False):
             self._read([[node for node in row if node.follows_read is known] for row in unread], known)
-        most = max(map(len, nodes))
-        slots = torch.tensor([[node.slot for node in row] + [0] * (most - len(row)) for row in nodes])
+        slots = padded([[node.slot for node in row] for row in nodes])
         assert self.outputs is not None
         outputs = at_nodes(self.outputs, to_device(slots, self.device))
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
@@ -194,8 +168,7 @@ class _HeadProposer(_ModelProposer):
         if not any(nodes):
             return
         if self.vocabulary is not None:
-            most = max(map(len, nodes))
-            tokens = torch.tensor([[node.token for node in row] + [0] * (most - len(row)) for row in nodes])
+            tokens = padded([[node.token for node in row] for row in nodes])
             self.vocabulary.extend(tokens, torch.tensor([len(row) for row in nodes]))
         layout = lay_out(self.forests, nodes, self.device)
         if known:
@@ -208,9 +181,8 @@ class _HeadProposer(_ModelProposer):
         start = None if layout.start is None else layout.start - 1
         self.cache.set_write_slots(layout.slots - 1, start, visible.shape[-1])
         self._keep(layout.slots, self.drafter.run(self.cache, visible, layout.tokens, features, layout.positions - 1))
-        for row in nodes:
-            for node in row:
-                node.read = 2 if known else 1
+        for node in chain.from_iterable(nodes):
+            node.read = 2 if known else 1
 
     def _of_target(self, features: Tensor) -> Tensor:
         """Of the target's features what the head reads."""
@@ -262,12 +234,9 @@ class _LMProposer(_ModelProposer):
         layout = lay_out(self.forests, unread, self.device)
         self.cache.set_write_slots(layout.slots, layout.start, layout.visible.shape[-1], layout.at)
         logits, _ = self.model.forward(layout.tokens, layout.positions, layout.visible, self.cache)
-        for row in unread:
-            for node in row:
-                node.read = 2
-        places = [[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)]
-        most = max(map(len, places))
-        where = torch.tensor([row + [0] * (most - len(row)) for row in places])
+        for node in chain.from_iterable(unread):
+            node.read = 2
+        where = padded([[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)])
         logits = at_nodes(logits, to_device(where, self.device))[..., : self.width]
         return ops.likeliest(logits, min(count, logits.shape[-1]))
 
@@ -280,87 +249,72 @@ def _(drafter: LMDrafter, begun: Begun) -> Proposer:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-class _LookupProposer(Proposer):
-    """What followed the last tokens earlier in the prompt, or in what all beams share."""
+class _TableProposer(Proposer):
+    """A table of each prompt, which says what may follow the last tokens of a node's text."""
 
-    def __init__(self, drafter: LookupDrafter, begun: Begun) -> None:
-        self.indexes = []
-        for forest in begun.forests:
-            index = TextIndex(drafter.max_ngram, drafter.min_ngram, drafter.width)
-            for token in forest.prompt:
-                index.append(token)
-            self.indexes.append(index)
-        self.forests = begun.forests
+    tables: Sequence[Table]
+
+    def __init__(self, forests: list[Forest], tables: Sequence[Table], reach: int) -> None:
+        self.forests, self.tables, self.reach = forests, tables, reach
 
     def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        found: list[list[Guess]] = []
-        for index, forest, row in zip(self.indexes, self.forests, nodes, strict=True):
-            found.append([])
-            for node in row:
-                missed, values, tokens = 1.0, [], []  # chance that all earlier candidates are wrong
-                for rank, (length, place) in enumerate(index.candidates(_tail(forest, node, LONGEST_MATCH))[:count]):
-                    chance = index.chances.chance(rank, length)
-                    values.append(math.log(missed * chance))
-                    tokens.append(index.text[place])
-                    missed *= 1.0 - chance
-                found[-1].append((values, tokens))
-        return found
-
-    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for index, row in zip(self.indexes, nodes, strict=True):
-            for node in row:
-                index.append(node.token)
+        return [
+            [_guess(table.options(_tail(forest, node, self.reach)), count) for node in row]
+            for table, forest, row in zip(self.tables, self.forests, nodes, strict=True)
+        ]
 
     def select(self, rows: Tensor) -> None:
-        self.indexes = [self.indexes[row] for row in rows.tolist()]
+        self.tables = [self.tables[row] for row in rows.tolist()]
+
+
+class _LookupProposer(_TableProposer):
+    """What followed the last tokens earlier in the prompt, or in what all beams share."""
+
+    tables: Sequence[TextIndex]
+
+    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+        for index, row in zip(self.tables, nodes, strict=True):
+            for node in row:
+                index.append(node.token)
 
 
 @proposer_of.register
 def _(drafter: LookupDrafter, begun: Begun) -> Proposer:
-    return _LookupProposer(drafter, begun)
+    indexes = [drafter.index() for _ in begun.forests]
+    for index, forest in zip(indexes, begun.forests):
+        for token in forest.prompt:
+            index.append(token)
+    return _LookupProposer(begun.forests, indexes, drafter.reach)
 
 
-class _RecycleProposer(Proposer):
+class _RecycleProposer(_TableProposer):
     """What the target found likely before after the same one or two tokens."""
 
-    def __init__(self, drafter: RecycleDrafter, begun: Begun) -> None:
-        self.forests = begun.forests
-        own = [Recycled(drafter.width, drafter.most) for _ in begun.forests]
-        self.recycled = [drafter.recycled] * len(own) if drafter.keep else own
-
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        found: list[list[Guess]] = []
-        for recycled, forest, row in zip(self.recycled, self.forests, nodes, strict=True):
-            found.append([])
-            for node in row:
-                options = recycled.candidates(_tail(forest, node, 2))
-                chances = [(recycled.chance(kind, bucket), token) for token, kind, bucket in options]
-                total = max(1.0, sum(chance for chance, _ in chances))
-                chances.sort(key=lambda option: -option[0])
-                del chances[count:]
-                found[-1].append(([math.log(chance / total) for chance, _ in chances], [token for _, token in chances]))
-        return found
+    tables: Sequence[Recycled]
 
     def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for recycled, forest, row in zip(self.recycled, self.forests, nodes, strict=True):
+        for recycled, forest, row in zip(self.tables, self.forests, nodes, strict=True):
             for node in row:
                 if node.likely is not None:
                     values, tokens = node.likely
                     recycled.remember(_tail(forest, node, 2), tokens[: recycled.width], [min(x, 0.0) for x in values])
 
     def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for recycled, forest, row in zip(self.recycled, self.forests, nodes, strict=True):
+        for recycled, forest, row in zip(self.tables, self.forests, nodes, strict=True):
             for node in row:
                 if node.parent is not None:
                     recycled.learn(_tail(forest, node.parent, 2), node.token)
 
-    def select(self, rows: Tensor) -> None:
-        self.recycled = [self.recycled[row] for row in rows.tolist()]
-
 
 @proposer_of.register
 def _(drafter: RecycleDrafter, begun: Begun) -> Proposer:
-    return _RecycleProposer(drafter, begun)
+    return _RecycleProposer(begun.forests, drafter.tables(len(begun.forests)), drafter.reach)
+
+
+def _guess(options: Options, count: int) -> Guess:
+    """The ``count`` likeliest options."""
+    best = sorted(options, key=lambda option: -option[1])[:count]
+    return [math.log(chance) for _, chance in best], [token for token, _ in best]
 
 
 def _tail(forest: Forest, node: Node, count: int) -> list[int]:
@@ -404,8 +358,7 @@ def _united(guesses: Sequence[Guess], count: int) -> Guess:
     for guess in guesses:
         for value, token in zip(*guess):
             missed[token] = missed.get(token, 1.0) * (1.0 - math.exp(min(value, 0.0)))
-    best = sorted(((1.0 - chance, token) for token, chance in missed.items() if chance < 1.0), reverse=True)[:count]
-    return [math.log(chance) for chance, _ in best], [token for _, token in best]
+    return _guess([(token, 1.0 - chance) for token, chance in missed.items() if chance < 1.0], count)
 
 
 @proposer_of.register

@@ -69,7 +69,7 @@ def generate(args: argparse.Namespace) -> int:
     elif streamer is None:
         print(out.texts[0])
     if page is not None and trace is not None:
-        from fsd_infer.view.html import answers_page
+        from fsd_infer.serving.page import answers_page
 
         write_text(page, answers_page({args.rule: trace.rounds}))
     print(report.stats_line(out.stats), file=sys.stderr)
@@ -79,7 +79,7 @@ def generate(args: argparse.Namespace) -> int:
 def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
     """Of one answer, for the page. Raises FsdError for a target without a tokenizer."""
     from fsd_infer.chat.encoding import need_tokenizer
-    from fsd_infer.view.trace import Trace
+    from fsd_infer.serving.trace import Trace
 
     tokenizer = need_tokenizer(decoder.tokenizer, decoder.target.name)
     return Trace(tokenizer, prompt, decoder.drafter.proposers)

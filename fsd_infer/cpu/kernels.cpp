@@ -892,6 +892,20 @@ void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t mos
   }
 }
 
+// found [trees, count, count]: 1 where the second node is an ancestor of the first, or is it. A node's parent, by
+// parents [trees, count], stands before it; anything else counts as the root.
+void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t* found) {
+  for (int64_t tree = 0; tree < trees; ++tree, parents += count, found += count * count) {
+    std::memset(found, 0, count * count);
+    for (int64_t node = 0; node < count; ++node) {
+      uint8_t* const own = found + node * count;
+      const int64_t parent = parents[node] >= 0 && parents[node] < node ? parents[node] : 0;
+      if (node) std::memcpy(own, found + parent * count, count);
+      own[node] = 1;
+    }
+  }
+}
+
 // A decoder layer of the Llama kind. Norms are vectors; those marked * may be null.
 struct fsd_layer {
   fsd_linear query, key, value, output, gate, up, down;

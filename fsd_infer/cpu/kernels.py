@@ -114,6 +114,8 @@ class Kernels:
         self._keep_largest = library.fsd_keep_largest
         self._keep_largest.argtypes = (c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int)
         self._keep_largest.restype = None
+        self._ancestors = library.fsd_ancestors
+        self._ancestors.argtypes, self._ancestors.restype = (c_void_p, *[c_int64] * 2, c_void_p), None
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
         """x [..., depth] -> [..., columns]."""
@@ -182,6 +184,13 @@ class Kernels:
         found, columns = torch.empty_like(scores), scores.shape[-1]
         rows, threads = scores.numel() // columns, torch.get_num_threads()
         self._keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
+        return found
+
+    def ancestors(self, parents: Tensor) -> Tensor:
+        """See :func:`fsd_infer.cpu.ops.ancestors`: int64."""
+        batch, count = parents.shape
+        found = torch.empty(batch, count, count, dtype=torch.bool)
+        self._ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
 
     def divergence(

@@ -26,6 +26,7 @@ from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
     "DecoderStack",
+    "ancestors",
     "forget_stacks",
     "is_plain",
     "keep_largest",
@@ -142,6 +143,22 @@ def plain_divergence(
         return None
     ids, of_p, of_q = (x if x is None else x.contiguous() for x in (ids, *rows))
     return compiled.divergence(name, p.contiguous(), q.contiguous(), ids, (of_p, of_q))
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """[B, N] int64 parents, each before its children -> [B, N, N] bool; is node j on the path from the root to node i.
+
+    A node is on its own path. The root's parent is the root.
+    """
+    compiled = kernels() if parents.device.type == "cpu" else None
+    if compiled is not None:
+        return compiled.ancestors(parents.contiguous())
+    count = parents.shape[1]
+    found = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    for _ in range((count - 1).bit_length()):  # each time twice as much of the path is known
+        found = found | found.gather(1, parents[..., None].expand(-1, -1, count))
+        parents = parents.gather(1, parents)
+    return found
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:

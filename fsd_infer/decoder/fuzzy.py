@@ -90,7 +90,7 @@ class FuzzyDecoder:
             tokenizer: of a model in memory, which otherwise decodes token ids only; of others their own by default.
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round
                 from the drafter's scores, by what earlier rounds took and accepted (see
-                :mod:`fsd_infer.drafters.online`), or from the text alone where a request has a ``seed``.
+                :mod:`fsd_infer.drafters.auto`), or from the text alone where a request has a ``seed``.
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
@@ -235,6 +235,7 @@ class FuzzyDecoder:
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
+        cache_keys: Sequence[str] | None = None,
         beam_options: BeamOptions | None = None,
         schema: Mapping[str, Any] | str | None = None,
         guide: Guide | None = None,
@@ -260,6 +261,7 @@ class FuzzyDecoder:
             chat: see :meth:`encode`.
             measure_log_likelihood: also record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
+            cache_keys: per prompt, whose it is: only prompts with the same key share a prefix cache.
             beam_options: with ``num_beams`` > 1, how beams are drafted.
             schema: answers are JSON of this schema: short for ``guide=Guide.json_schema(schema)``.
             guide: what answers must be, see :class:`.Guide`. The law is the rule's beside the masked target.
@@ -291,6 +293,7 @@ class FuzzyDecoder:
                 seed=seed,
                 measure_log_likelihood=measure_log_likelihood,
                 max_cache_bytes=max_cache_bytes,
+                cache_keys=cache_keys,
                 beam_options=beam_options,
             )
             tokenizer = self.target.tokenizer

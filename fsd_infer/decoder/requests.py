@@ -6,7 +6,7 @@ to ``generate`` as ``custom_generate`` they come prepared. Then both call :func:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -132,6 +132,7 @@ def decode_request(
     seed: int | None = None,
     measure_log_likelihood: bool = False,
     max_cache_bytes: int | None = None,
+    cache_keys: Sequence[str] | None = None,
     beam_options: BeamOptions | None = None,
 ) -> Outcome:
     """Decode a request with its configuration; the caller ends the streamer. Options: see ``FuzzyDecoder.generate``.
@@ -166,12 +167,22 @@ def decode_request(
         on_round=on_round,
         measure_log_likelihood=measure_log_likelihood,
         max_cache_bytes=max_cache_bytes,
+        cache_keys=_per_answer(cache_keys, answers if beams == 1 else 1, len(request.prompts)),
     )
     if beams > 1:
         return decode_beams(target, drafter, rules, request, config, beam_options)
     if streamer is not None:
         streamer.put(torch.tensor(request.padded_prompts or request.prompts))
     return decode(target, drafter, rules[0] if len(rules) == 1 else [r for r in rules for _ in range(answers)], request)
+
+
+def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[str] | None:
+    """One key per answer. Raises FsdError unless there is one per prompt."""
+    if keys is None:
+        return None
+    if isinstance(keys, str) or len(keys) * answers != count or not all(isinstance(key, str) for key in keys):
+        raise FsdError("cache_keys is a list of texts, one per prompt.")
+    return [key for key in keys for _ in range(answers)]
 
 
 def _streamed(streamer: Any, on_tokens: OnTokens | None) -> OnTokens:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.transfer import to_device
+from fsd_infer.drafters.auto import AutoMemory, AutoTree
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.registry import Registry
 from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:
-    from fsd_infer.drafters.online import Choice, RoundChoice
     from fsd_infer.targets.target import Target
 
 
@@ -39,7 +39,7 @@ class DraftRequest:
         device: the target's, where trees are wanted.
         tilt: nats that the law under which drafts will be verified gives for an accepted draft, on average; 0: none.
             Trees may be chosen by it (see :mod:`fsd_infer.drafters.visits`).
-        choice: what chooses each round's tree; None: the drafter's shape.
+        auto: what chooses each round's tree; None: the drafter's shape.
     """
 
     batch: int
@@ -49,7 +49,7 @@ class DraftRequest:
     generator: torch.Generator | None = None
     device: torch.device = torch.device("cpu")
     tilt: float = 0.0
-    choice: RoundChoice | None = None
+    auto: AutoTree | None = None
 
 
 class DraftSession(ABC):
@@ -94,13 +94,14 @@ class Drafter(ABC):
         name: of the kind; what records call it.
         target: the target it was made for, whose features or weights it reads; None: any of its vocabulary will do.
         directory: where its files lie, None if it has none.
-        choice: chooses each round's tree (see :mod:`fsd_infer.drafters.online`); None: its shape is fixed.
+        auto: what is known of rounds, by which each round's tree is chosen (see :mod:`fsd_infer.drafters.auto`); None:
+            its shape is fixed.
     """
 
     name: str = ""
     target: Target | None = None
     directory: Path | None = None
-    choice: Choice | None = None
+    auto: AutoMemory | None = None
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
@@ -121,7 +122,7 @@ class Drafter(ABC):
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        """Names of the drafters that propose nodes of its trees, in the order of :meth:`TreeRow.proposer`."""
+        """Names of the drafters that propose nodes of its trees, in the order of :attr:`DraftTree.proposers`."""
         return (self.name,)
 
     @property
@@ -185,43 +186,6 @@ class Drafter(ABC):
 
 
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
-
-
-class FreeDrafter(Drafter):
-    """A drafter that needs neither weights nor features. By name ("X+NAME") it can be grafted onto X's tree.
-
-    Args:
-        vocab_size: V of the target.
-        nodes: of its tree, the root included.
-
-    Attributes:
-        depth, nodes: largest of its trees, unless it has other properties that say so.
-    """
-
-    depth: int
-    nodes: int
-
-    @abstractmethod
-    def __init__(self, vocab_size: int, *, nodes: int = 16) -> None: ...
-
-    @property
-    def max_nodes(self) -> int:
-        return self.nodes
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.depth, self.nodes - 1)
-
-    @classmethod
-    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        if name != cls.name:
-            return None
-        return cls(target.vocab_size) if tree is None else cls(target.vocab_size, nodes=tree.nodes)
-
-
-def free_drafters() -> dict[str, type[FreeDrafter]]:
-    """The registered drafters without a model, by name."""
-    return {name: kind for name in DRAFTERS if issubclass(kind := DRAFTERS.get(name), FreeDrafter)}
 
 
 @DRAFTERS.register("none")

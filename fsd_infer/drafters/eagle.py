@@ -16,7 +16,6 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
-from fsd_infer.drafters.candidates import keep_best
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
@@ -190,7 +189,7 @@ class EagleSession(TreeSession):
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
         # what no draft is likely to need soon is read later, all at once
-        if self.choice is None or not self.choice.idle or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
+        if self.auto is None or not self.auto.idle or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
             self._read_all()
 
     def _read_all(self) -> None:
@@ -223,14 +222,14 @@ class EagleSession(TreeSession):
         return self.drafter.run(self.cache, visible, to_device(tokens, self.device), features, places)
 
     def draft(self, roots: Tensor) -> DraftTree:
-        if self.choice is not None and not self.choice.expands():
+        if self.auto is not None and not self.auto.expands():
             return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
         self._read_all()
         assert self.last is not None, "extend() comes first"
         self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        levels = self._grow(self.drafter.q_logits(self._features, self.vocabulary), ids, self.shape.depth)
-        return keep_best(to_device(roots, self.device), levels, self.shape, ids, self.tilt, self.choice)
+        logits = self.drafter.q_logits(self._features, self.vocabulary)
+        return self._best(self._grow(to_device(roots, self.device), logits, ids, self.shape.depth))
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
-from fsd_infer.drafters.online import RoundChoice
-from fsd_infer.drafters.visits import likeliest
+from fsd_infer.drafters.visits import likeliest, path_sums
 from fsd_infer.errors import FsdError
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree
 
 
 @cache
@@ -76,12 +76,10 @@ class GraftedDrafter(Drafter):
 
     @property
     def max_depth(self) -> int:
-        # rows with fewer candidates than others are padded, in the worst case below a chain
-        return max(self.main.max_depth + (self.nodes > self.main.max_nodes), self.side.max_depth)
+        return max(self.main.max_depth, self.side.max_depth)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
-        main, side = (part.start(first_tokens, request) for part in (self.main, self.side))
-        return GraftedSession(self, main, side, request.tilt, request.choice)
+        return GraftedSession(self, first_tokens, request)
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
         main = self.main.for_batch(batch, tilt)
@@ -98,15 +96,9 @@ class GraftedDrafter(Drafter):
 class GraftedSession(DraftSession):
     """A session of each."""
 
-    def __init__(
-        self,
-        drafter: GraftedDrafter,
-        main: DraftSession,
-        side: DraftSession,
-        tilt: float = 0.0,
-        choice: RoundChoice | None = None,
-    ) -> None:
-        self.drafter, self.main, self.side, self.tilt, self.choice = drafter, main, side, tilt, choice
+    def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
+        self.main, self.side = (part.start(first_tokens, request) for part in drafter.parts)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.main.extend(tokens, features, counts)
@@ -117,99 +109,81 @@ class GraftedSession(DraftSession):
             session.observe(tree, logits, path, tokens, accepted)
 
     def draft(self, roots: Tensor) -> DraftTree:
-        main = self.main.draft(roots)
+        drafter, main = self.drafter, self.main.draft(roots)
         if main.sampled:
-            _warn_sampled(self.drafter.main.name)
+            _warn_sampled(drafter.main.name)
             return main
         side = self.side.draft(roots)
         if side.sampled:
-            _warn_sampled(self.drafter.side.name)
+            _warn_sampled(drafter.side.name)
             return main
-        return merge_trees(main, side, self.drafter.nodes, self.tilt, len(self.drafter.main.proposers), self.choice)
+        union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
+        if self.auto is not None:
+            return kept_of(union, main, self.auto.keep(union))
+        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes)
+        if nodes.device.type == "cpu":  # no row needs the rest; elsewhere a look would cost more than padding
+            nodes = nodes[:, : 1 + int(union.is_draft.sum(1).max())]
+        return kept_of(union, main, nodes)
 
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
         self.side.select(rows)
 
 
-def merge_trees(
-    main: DraftTree,
-    side: DraftTree,
-    nodes: int,
-    tilt: float = 0.0,
-    mains: int = 1,
-    choice: RoundChoice | None = None,
-) -> DraftTree:
-    """The best ``nodes`` nodes of both trees, per row; see :class:`GraftedDrafter`. Neither tree may be sampled.
+def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> DraftTree:
+    """All nodes of two trees of the same roots, neither of them sampled; see :class:`GraftedDrafter`.
 
-    mains: drafters that ``main`` comes from, see :meth:`TreeRow.proposer`.
-    choice: chooses how many nodes, in place of ``nodes``.
+    First come those of ``main``, then those of ``side``. What is in ``main`` too is padding there.
+
+    Args:
+        depth: no node lies deeper.
+        mains: drafters that ``main`` comes from.
     """
-    mains_rows = main.to_rows()
-    unions = [_union(*row, mains) for row in zip(mains_rows, side.to_rows(), strict=True)]
-    candidates = [(union.scores, union.parents) for union in unions]
-    kept = likeliest(candidates, tilt, nodes) if choice is None else choice.keep(candidates)
-    rows = [_trimmed(union, row, best) for union, row, best in zip(unions, mains_rows, kept)]
-    return DraftTree.from_rows(rows, main.q_logits, main.draft_ids)
+    place, shared = _places(main, side)
+    parents = torch.cat([main.parents, place.gather(1, side.parents)[:, 1:]], 1)
+    of_side = _chances(side)
+    one = torch.cat([_chances(main), of_side.masked_fill(shared, 0.0)[:, 1:]], 1)
+    other = torch.zeros_like(one).scatter(1, place, of_side.masked_fill(~shared, 0.0))
+    chance = one + other - one * other
+    total = torch.zeros_like(chance).scatter_add(1, parents[:, 1:], chance[:, 1:]).clamp_min(1.0)
+    steps = (chance / total.gather(1, parents)).clamp_max(1.0).log()
+    steps[:, 0] = 0.0
+    proposers = [torch.zeros_like(tree.parents) if tree.proposers is None else tree.proposers for tree in (main, side)]
+    return DraftTree(
+        torch.cat([main.tokens, side.tokens[:, 1:]], 1),
+        parents,
+        path_sums(steps, parents, depth),
+        main.q_logits,
+        torch.nn.functional.pad(main.q_index, (0, parents.shape[1] - main.parents.shape[1]), value=-1),
+        main.draft_ids,
+        proposers=torch.cat([proposers[0], proposers[1][:, 1:] + mains], 1),
+    )
 
 
-def _steps(row: TreeRow) -> list[float]:
-    """Chance of each node given its parent; 0 at padding."""
-    chances = [1.0]
-    for score, parent in zip(row.scores[1:], row.parents[1:]):
-        chances.append(0.0 if score == -math.inf else math.exp(min(0.0, score - row.scores[parent])))
-    return chances
+def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
+    """These nodes [B, K] of a union; without q where they lack the child that ``main`` likes best."""
+    kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
+    first = main.first_choices
+    has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
+    q_index = union.q_index.clone()
+    q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
+    return replace(union, q_index=q_index).keep(nodes)
 
 
-def _union(main: TreeRow, side: TreeRow, mains: int) -> TreeRow:
-    """All nodes of both, those of ``main`` first and with its ``q_index``."""
-    tokens, parents = list(main.tokens), list(main.parents)
-    chances = _steps(main)
-    proposers = [main.proposer(node) for node in range(len(tokens))]
-    number = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens)) if node}
-    place = [0]  # where each side node is in the union, -1 for padding
-    for node, chance in enumerate(_steps(side)):
-        if node == 0:
-            continue
-        parent = place[side.parents[node]]
-        if chance == 0.0 or parent < 0:
-            place.append(-1)
-            continue
-        key = (parent, side.tokens[node])
-        if key in number:
-            same = number[key]
-            chances[same] = 1.0 - (1.0 - chances[same]) * (1.0 - chance)
-        else:
-            same = number[key] = len(tokens)
-            tokens.append(key[1])
-            parents.append(parent)
-            chances.append(chance)
-            proposers.append(mains + side.proposer(node))
-        place.append(same)
-
-    total = [0.0] * len(tokens)
-    for parent, chance in zip(parents[1:], chances[1:]):
-        total[parent] += chance
-    scores = [0.0]
-    for parent, chance in zip(parents[1:], chances[1:]):
-        scores.append(scores[parent] + math.log(chance / max(1.0, total[parent])) if chance > 0.0 else -math.inf)
-
-    q_index = main.q_index + [-1] * (len(tokens) - len(main.tokens))
-    return TreeRow(tokens, parents, scores, q_index, proposers)
+def _chances(tree: DraftTree) -> Tensor:
+    """[B, N] of each node given its parent; 0 at padding."""
+    return (tree.scores - tree.scores.gather(1, tree.parents)).clamp_max(0.0).exp()
 
 
-def _trimmed(union: TreeRow, main: TreeRow, best: list[int]) -> TreeRow:
-    """The root and these nodes of the union."""
-    assert union.proposers is not None
-    kept = [0, *best]
-    renumbered = {node: place for place, node in enumerate(kept)}
-    worst_first = sorted(range(len(main.tokens) - 1, 0, -1), key=main.scores.__getitem__)
-    favourites = {main.parents[node]: node for node in worst_first}  # of equals the first
-    q_index = [union.q_index[node] if favourites.get(node) in renumbered else -1 for node in kept]
-    return TreeRow(
-        [union.tokens[node] for node in kept],
-        [renumbered[union.parents[node]] for node in kept],
-        [union.scores[node] for node in kept],
-        q_index,
-        [union.proposers[node] for node in kept],
-    ).best_first()
+def _places(main: DraftTree, side: DraftTree) -> tuple[Tensor, Tensor]:
+    """[B, M] where each node of ``side`` is in the union, and whether it is a node of ``main``: its path is there."""
+    same = (main.tokens[:, :, None] == side.tokens[:, None]) & main.is_draft[:, :, None] & side.is_draft[:, None]
+    same[:, 0, 0] = True
+    above, count = (main.parents, side.parents), side.parents.shape[1]
+    for _ in range(min(main.parents.shape[1], count).bit_length()):  # each time twice as much of the paths is compared
+        rows, columns = above[0][:, :, None].expand_as(same), above[1][:, None].expand_as(same)
+        same = same & same.gather(1, rows).gather(2, columns)
+        above = above[0].gather(1, above[0]), above[1].gather(1, above[1])
+    shared, place = same.int().max(1)
+    own = torch.arange(count, device=place.device) + main.parents.shape[1] - 1
+    return torch.where(shared > 0, place, own), shared > 0

@@ -24,9 +24,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.candidates import Level
 from fsd_infer.drafters.estimates import PRIORS, Prior
-from fsd_infer.drafters.online import RoundChoice
 from fsd_infer.drafters.shape import (
     DEFAULT_SHAPES,
     LARGEST,
@@ -34,12 +32,11 @@ from fsd_infer.drafters.shape import (
     LITTLE_TILT_SHAPES,
     TILTED_SHAPES,
     TreeShape,
-    not_believed,
     of_device,
 )
-from fsd_infer.drafters.visits import tilted
+from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import at_nodes, visible_slots
+from fsd_infer.tree import DraftTree, at_nodes, visible_slots
 
 
 class TreeDrafter(Drafter):
@@ -72,7 +69,7 @@ class TreeDrafter(Drafter):
         """The same drafter with another tree; nothing is copied."""
         made = copy(self)
         made.shape = self._within(shape)
-        made.by_default, made.choice = False, None
+        made.by_default, made.auto = False, None
         return made
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
@@ -116,10 +113,11 @@ class TreeSession(DraftSession):
     def __init__(self, drafter: TreeDrafter, request: DraftRequest, device: torch.device) -> None:
         self.shape, self.device = drafter.shape, device
         self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
-        self.tilt, self.choice = request.tilt, request.choice
+        self.tilt, self.auto = request.tilt, request.auto
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.width = drafter.shape.width  # children of an expanded node
-        self.looks = self.choice is not None and self.choice.watches  # at each depth, to choose what is expanded
+        self.looks = self.auto is not None and self.auto.looks  # at each depth, to choose what is expanded
+        self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -142,38 +140,70 @@ class TreeSession(DraftSession):
         """logits [B, E, Vd] -> (ln q [B, E, width], falling; entries of the vocabulary): the children proposed."""
         return ops.likeliest(logits, self.width)
 
-    def _grow(self, logits: Tensor, ids: Tensor | None, depth: int) -> list[Level]:
-        """Candidates depth by depth, at most ``depth`` deep.
+    def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
+        """All candidates, depth by depth, at most ``depth`` deep.
 
         Args:
-            logits: [B, 1, Vd] at the root, which was read.
+            roots: [B]
+            logits: [B, 1, Vd] at the roots, which were read.
             ids: [Vd] what they are about.
         """
         batch, device = len(self.lengths), self.device
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # node numbers; the root is node 0
-        path_scores = torch.zeros(batch, 1, device=device)  # their cumulative log q
-        frontier = _Frontier(self.shape, self.width, self.tilt, self.choice, self.looks)
+        path_scores = self._visits = torch.zeros(batch, 1, device=device)  # their cumulative log q
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # expanded nodes each of them descends from
-        levels: list[Level] = []
-        first = 1  # number of the first node of this depth
+        tokens, parents, scores = [roots[:, None]], [expanded], [path_scores]  # of each depth
+        all_expanded, all_logits, count = [expanded], [logits], 1
         for level in range(1, depth + 1):
             log_q, entries = self._candidates(logits)  # [B, E, w]
-            tokens = (entries if ids is None else ids[entries]).flatten(1)
-            scores = (path_scores[..., None] + log_q).flatten(1)
-            levels.append(Level(tokens, scores, expanded, path_scores, logits))
-            if level == depth:
-                break
-            best = frontier.next(log_q, scores)  # [B, E] of the candidates, to be expanded
+            drafts = (entries if ids is None else ids[entries]).flatten(1)
+            sums = (path_scores[..., None] + log_q).flatten(1)
+            tokens.append(drafts)
+            parents.append(expanded[..., None].expand_as(log_q).flatten(1))
+            scores.append(sums)
+            best = None if level == depth else self._frontier(log_q, sums)
             if best is None:
                 break
-            path_scores = scores.gather(1, best)
+            path_scores = sums.gather(1, best)
             own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            parents = best // self.width  # which of the E expanded nodes each frontier node hangs under
-            sees = torch.cat([at_nodes(sees, parents), own], dim=-1)
-            logits = self._expand(tokens.gather(1, best), parents, sees, level)
-            expanded = first + best
-            first += tokens.shape[1]
-        return levels
+            above = best // self.width  # which of the E expanded nodes each frontier node hangs under
+            sees = torch.cat([at_nodes(sees, above), own], dim=-1)
+            logits = self._expand(drafts.gather(1, best), above, sees, level)
+            expanded = count + best
+            count += drafts.shape[1]
+            all_expanded.append(expanded)
+            all_logits.append(logits)
+        numbers = torch.cat(all_expanded, 1)
+        index = torch.full((batch, count + drafts.shape[1]), -1, device=device)
+        index = index.scatter(1, numbers, torch.arange(numbers.shape[1], device=device).expand_as(numbers))
+        return DraftTree(
+            torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), torch.cat(all_logits, 1), index, ids
+        )
+
+    def _frontier(self, log_q: Tensor, sums: Tensor) -> Tensor | None:
+        """Places [B, E'] of the candidates that are expanded next; None where drafting stops.
+
+        Args:
+            log_q: [B, E, w] ln q of the candidates, the likeliest of each node first.
+            sums: [B, E * w] cumulative.
+        """
+        if self.auto is not None and self.looks:
+            return self.auto.expand(log_q)
+        best = sums.topk(self.width, dim=-1).indices
+        if self.shape.stop_below:
+            steps = self._visits[..., None] + tilted(log_q, self.tilt)
+            self._visits = steps.flatten(1).gather(1, best)
+            if float(self._visits.exp().sum(-1).max()) < self.shape.stop_below:  # waits for the device
+                return None
+        if self.auto is not None:
+            self.auto.count(best.shape[1])
+        return best
+
+    def _best(self, tree: DraftTree) -> DraftTree:
+        """The candidates that are worth their verification."""
+        if self.auto is not None:
+            return tree.keep(self.auto.keep(tree))
+        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, self.shape.max_nodes))
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on one frontier [B, E]; its keys go after the text and after earlier frontiers."""
@@ -183,32 +213,3 @@ class TreeSession(DraftSession):
         positions, slots = to_device(positions, self.device), to_device(slots, self.device)
         self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
         return self._read_nodes(tokens, parents, positions, visible)
-
-
-class _Frontier:
-    """Which candidates are expanded next: the ``width`` likeliest until ``stop_below``, or what a choice says."""
-
-    def __init__(self, shape: TreeShape, width: int, tilt: float, choice: RoundChoice | None, looks: bool) -> None:
-        self.stop_below, self.width, self.tilt, self.choice, self.looks = shape.stop_below, width, tilt, choice, looks
-        self._visits: Tensor | None = None  # [B, E] tilted scores of the nodes that were expanded last
-
-    def next(self, log_q: Tensor, scores: Tensor) -> Tensor | None:
-        """Places [B, E'] among the candidates, None where drafting stops.
-
-        Args:
-            log_q: [B, E, w] ln q of the candidates, the likeliest of each node first.
-            scores: [B, E * w] cumulative.
-        """
-        if self.choice is not None and self.looks:
-            chosen = self.choice.expand(log_q.tolist())
-            return torch.tensor(chosen, device=scores.device) if chosen else None
-        best = scores.topk(self.width, dim=-1).indices
-        if self.stop_below:
-            steps = tilted(log_q, self.tilt)
-            visits = steps if self._visits is None else self._visits[..., None] + steps
-            self._visits = visits.flatten(1).gather(1, best)
-            if not_believed(self._visits, self.stop_below):
-                return None
-        if self.choice is not None:
-            self.choice.count(best.shape[1])
-        return best

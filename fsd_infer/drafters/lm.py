@@ -17,7 +17,6 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
-from fsd_infer.drafters.candidates import Level, keep_best
 from fsd_infer.drafters.estimates import Prior
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
@@ -42,7 +41,7 @@ class LMDrafter(TreeDrafter):
 
     A chain is as deep as the tree would be, or ends where the small model gives what it has drafted less than
     ``stop_below``, or where a choice of trees says so: by the past and by the drafts so far, hence by the context
-    alone, and no rule's law changes (:mod:`fsd_infer.drafters.online`).
+    alone, and no rule's law changes (:mod:`fsd_infer.drafters.auto`).
 
     Where the small model's own context ends, drafting does, with one warning. In a batch it goes on as long as any row
     is within it; the other rows' nodes are then without q, so that no gate opens there.
@@ -108,7 +107,7 @@ class LMSession(TreeSession):
         self.lengths = torch.ones(request.batch, dtype=torch.long)
         self.cached = torch.zeros_like(self.lengths)
         if not request.greedy:
-            self.width, self.looks = 1, self.choice is not None
+            self.width, self.looks = 1, self.auto is not None
         self._expanded = [_Expanded() for _ in range(request.batch)]
         self._q_scores: list[Tensor] = []  # [B, 1, V] from which a chain's drafts were sampled
         self._positions: list[Tensor] = []  # [B, E] of the expanded nodes, where the model's windows need them
@@ -119,7 +118,7 @@ class LMSession(TreeSession):
         self._keep_expanded(tokens, counts)
         self.lengths = self.lengths + counts
         self.cached = torch.minimum(self.cached, self.lengths - 1)  # the root is always read again
-        if self._unread > self.shape.depth and (self.choice is None or not self.choice.idle):
+        if self._unread > self.shape.depth and (self.auto is None or not self.auto.idle):
             self._read(self.lengths - 1)  # a prompt: no part of a draft
 
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
@@ -143,28 +142,19 @@ class LMSession(TreeSession):
         reach = self._reach()
         depth = int(reach.max())
         on_device = to_device(roots, self.device)
-        if depth < 1 or self.choice is not None and not self.choice.expands():
+        if depth < 1 or self.auto is not None and not self.auto.expands():
             return DraftTree.root_only(on_device, self.drafter.vocabulary)
         self._q_scores, self._positions = [], []
-        levels = self._grow(self._read(self.lengths), None, depth)
+        tree = self._grow(on_device, self._read(self.lengths), None, depth)
         if self.request.greedy:
-            tree = keep_best(on_device, levels, self.shape, None, self.tilt, self.choice)
+            tree = self._best(tree)
         else:
-            tree = self._chain(on_device, levels)
-        if int(reach.min()) < len(levels):
-            _forget_q_beyond(tree, reach)
-        return tree
-
-    def _chain(self, roots: Tensor, levels: list[Level]) -> DraftTree:
-        scores = [torch.zeros_like(levels[0].scores), *(level.scores for level in levels)]
-        tree = DraftTree.chain(
-            torch.cat([roots[:, None], *(level.tokens for level in levels)], 1),
-            torch.cat([level.logits for level in levels], 1),
-            q_scores=torch.cat(self._q_scores, 1),
-            scores=torch.cat(scores, 1),
-        )
-        if self.choice is not None:
-            self.choice.keep_all([(row.scores, row.parents) for row in tree.to_rows()])
+            tree.q_scores = torch.cat(self._q_scores, 1)
+            if self.auto is not None:
+                self.auto.keep_all(tree)
+        if int(reach.min()) < depth:  # no q where the model could not read
+            beyond = tree.depths >= to_device(reach, self.device)[:, None]
+            tree.q_index = tree.q_index.masked_fill(beyond, -1)
         return tree
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,14 +248,6 @@ class _Expanded:
                 break
             path.append(place)
         return path[1:]
-
-
-def _forget_q_beyond(tree: DraftTree, reach: Tensor) -> None:
-    """No q of nodes whose children lie deeper than ``reach`` [B], on the CPU: there the model could not read."""
-    beyond = tree.depths >= to_device(reach, tree.depths.device)[:, None]
-    tree.q_index = tree.q_index.masked_fill(beyond, -1)
-    for row, most in zip(tree.rows or (), reach.tolist()):
-        row.q_index = [-1 if depth >= most else index for index, depth in zip(row.q_index, row.depths())]
 
 
 def _sampled(scores: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter, free_drafters
+from fsd_infer.drafters.auto import AutoMemory
+from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
+from fsd_infer.drafters.free import free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import LMDrafter, load_lm
-from fsd_infer.drafters.online import Choice
 from fsd_infer.drafters.shape import AUTO, DEFAULT_SHAPES, TreeShape, of_device
 from fsd_infer.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
@@ -40,7 +42,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             ================  ===================================================================================
         target: what it is to draft for.
         tree: shape of the tree of a head or small LM, or "auto": chosen round by round, see
-            :mod:`fsd_infer.drafters.online`. None: "auto" on a CPU, elsewhere a shape. Its nodes are those of "lookup"
+            :mod:`fsd_infer.drafters.auto`. None: "auto" on a CPU, elsewhere a shape. Its nodes are those of "lookup"
             and of a grafted tree too (by default as many as a head's tree has on this device).
 
     Raises:
@@ -68,7 +70,7 @@ def main_of(drafter: Drafter) -> TreeDrafter | None:
 
 def choose_trees(drafter: Drafter) -> Drafter:
     """Let each round's tree of a head or small LM, also of one in a graft, be chosen; see
-    :mod:`fsd_infer.drafters.online`.
+    :mod:`fsd_infer.drafters.auto`.
 
     Args:
         drafter: is changed.
@@ -84,7 +86,7 @@ def choose_trees(drafter: Drafter) -> Drafter:
         )
     largest = of_device(main.largest, main.target.device)
     main.shape, main.by_default = main.reshaped(largest).shape, False
-    drafter.choice = Choice(main.target.device.type, prior=main.prior)
+    drafter.auto = AutoMemory(main.target.device.type, prior=main.prior)
     part = drafter
     while isinstance(part, GraftedDrafter):
         part.nodes, part = largest.nodes, part.main
@@ -131,6 +133,7 @@ def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) 
         return _load(side, target, tree)
     shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
-    made = GraftedDrafter(onto, free_drafters()[side](target.vocab_size, nodes=nodes), nodes)
+    free: Any = free_drafters()[side]
+    made = GraftedDrafter(onto, free(target.vocab_size, nodes=nodes), nodes)
     made.directory = onto.directory
     return made

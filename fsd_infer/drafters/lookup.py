@@ -6,17 +6,16 @@ tree, and every node has a score: how likely it is to be accepted, learned from 
 
 from __future__ import annotations
 
-import heapq
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter
-from fsd_infer.drafters.shape import check_tree
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
+from fsd_infer.drafters.free import FreeDrafter, Options
 from fsd_infer.errors import FsdError
-from fsd_infer.tree import DraftTree, TreeRow
+from fsd_infer.tree import DraftTree
 
 LONGEST_MATCH = 8  # matches are compared up to this many tokens; longer ones count as this long
 PRIOR_CHANCES = (0.25, 0.45, 0.6, 0.75)  # of the first candidate after a match of 1, 2, 3, >= 4 tokens
@@ -93,7 +92,7 @@ class TextIndex:
             if len(positions) > self.width:
                 del positions[0]
 
-    def candidates(self, context: list[int]) -> list[Candidate]:
+    def candidates(self, context: Sequence[int]) -> list[Candidate]:
         """Different next tokens after ``context``: longest match first, then the most recent.
 
         Args:
@@ -119,44 +118,16 @@ class TextIndex:
                 return found[: self.width]
         return found
 
-    def tree(self, root: int, nodes: int, depth: int, least: float) -> TreeRow:
-        """The most promising continuations of the text as a tree, best first.
+    def options(self, context: Sequence[int]) -> Options:
+        """Different next tokens after ``context``, and how likely each is the one."""
+        missed, options = 1.0, []  # chance that all earlier candidates are wrong
+        for rank, (length, position) in enumerate(self.candidates(context)):
+            chance = self.chances.chance(rank, length)
+            options.append((self.text[position], missed * chance))
+            missed *= 1.0 - chance
+        return options
 
-        Args:
-            root: the text's last token.
-            nodes: most nodes, the root included.
-            depth: deepest node.
-            least: chance of acceptance below which a node is not worth its verification.
-        """
-        tokens, parents, scores, depths = [root], [0], [0.0], [0]
-        floor = math.log(least)
-        queue: list[tuple[float, int, int, int, list[int]]] = []  # -score, order of arrival, parent, token, context
-        arrivals = 0
-
-        def branch(node: int, context: list[int]) -> None:
-            nonlocal arrivals
-            missed = 1.0  # chance that all earlier candidates are wrong
-            for rank, (length, position) in enumerate(self.candidates(context)):
-                chance = self.chances.chance(rank, length)
-                score = scores[node] + math.log(missed * chance)
-                missed *= 1.0 - chance
-                if score >= floor:
-                    arrivals += 1
-                    heapq.heappush(queue, (-score, arrivals, node, self.text[position], context))
-
-        branch(0, self.text[-LONGEST_MATCH:])
-        while queue and len(tokens) < nodes:
-            negative, _, parent, token, context = heapq.heappop(queue)
-            node = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-negative)
-            depths.append(depths[parent] + 1)
-            if depths[node] < depth:
-                branch(node, [*context[1 - LONGEST_MATCH :], token])
-        return TreeRow(tokens, parents, scores, [-1] * len(tokens))
-
-    def _match(self, context: list[int], position: int, length: int) -> int:
+    def _match(self, context: Sequence[int], position: int, length: int) -> int:
         """Length of the match that ends before ``position``, known to be at least ``length``."""
         longest = min(len(context), position, LONGEST_MATCH)
         while length < longest and self.text[position - 1 - length] == context[-1 - length]:
@@ -186,6 +157,7 @@ class LookupDrafter(FreeDrafter):
     """
 
     name = "lookup"
+    reach = LONGEST_MATCH
 
     def __init__(
         self,
@@ -197,16 +169,16 @@ class LookupDrafter(FreeDrafter):
         min_ngram: int = 1,
         least: float = 0.02,
     ) -> None:
-        check_tree("lookup", depth, nodes, width)
+        super().__init__(vocab_size, depth, nodes, width, least)
         if not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
             raise FsdError(
                 f"lookup needs 1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}; got {min_ngram} and {max_ngram}."
             )
-        if not 0.0 < least < 1.0:
-            raise FsdError(f"lookup needs 0 < least < 1; got {least}.")
-        self.vocab_size = vocab_size
-        self.depth, self.nodes, self.width = depth, nodes, width
-        self.max_ngram, self.min_ngram, self.least = max_ngram, min_ngram, least
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+
+    def index(self) -> TextIndex:
+        """An empty one."""
+        return TextIndex(self.max_ngram, self.min_ngram, self.width)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LookupSession:
         return LookupSession(self, first_tokens, request.device)
@@ -221,25 +193,19 @@ class LookupSession(DraftSession):
 
     def __init__(self, drafter: LookupDrafter, first_tokens: Tensor, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
-        self.indexes = []
-        for token in first_tokens.tolist():
-            index = TextIndex(drafter.max_ngram, drafter.min_ngram, drafter.width)
-            index.append(token)
-            self.indexes.append(index)
+        self.indexes = [drafter.index() for _ in first_tokens]
+        self._append([[token] for token in first_tokens.tolist()])
 
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        for index, row, count in zip(self.indexes, tokens.tolist(), counts.tolist(), strict=True):
-            for token in row[:count]:
+    def _append(self, texts: Sequence[Sequence[int]]) -> None:
+        for index, tokens in zip(self.indexes, texts, strict=True):
+            for token in tokens:
                 index.append(token)
 
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self._append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)])
+
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter = self.drafter
-        rows = [
-            index.tree(root, drafter.nodes, drafter.depth, drafter.least)
-            for index, root in zip(self.indexes, roots.tolist(), strict=True)
-        ]
-        no_q = torch.empty(len(rows), 0, drafter.vocab_size, device=self.device)
-        return DraftTree.from_rows(rows, no_q)
+        return self.drafter.trees(self.indexes, [index.text[-LONGEST_MATCH:] for index in self.indexes], self.device)
 
     def select(self, rows: Tensor) -> None:
         self.indexes = [self.indexes[row] for row in rows.tolist()]

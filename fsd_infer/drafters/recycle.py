@@ -6,7 +6,6 @@ thrown away. Kept by the tokens they followed, they are drafts for the next time
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession, FreeDrafter
-from fsd_infer.drafters.shape import check_tree
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
+from fsd_infer.drafters.free import FreeDrafter, Options
 from fsd_infer.errors import FsdError
-from fsd_infer.tree import DraftTree, TreeRow, at_nodes
+from fsd_infer.tree import DraftTree, at_nodes
 
 BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
 BUCKET_NATS = 0.4
@@ -92,41 +91,11 @@ class Recycled:
             # never certain either way: a score must fall from parent to child, and a bucket must be able to recover
             hits[bucket] = min(max(hits[bucket], 0.01), trials[bucket] - 0.05)
 
-    def tree(self, context: Sequence[int], nodes: int, depth: int, least: float) -> TreeRow:
-        """The most promising continuations as a tree, best first.
-
-        Args:
-            context: the last one or two tokens of the text; the last is the root.
-            nodes: most nodes, the root included.
-            depth: deepest node.
-            least: chance of acceptance below which a node is not worth its verification.
-        """
-        tokens, parents, scores, depths = [context[-1]], [0], [0.0], [0]
-        floor = math.log(least)
-        queue: list[tuple[float, int, int, int]] = []  # -score, order of arrival, parent, token
-        arrivals = 0
-
-        def branch(node: int, context: Sequence[int]) -> None:
-            nonlocal arrivals
-            options = [(token, self.chance(kind, bucket)) for token, kind, bucket in self.candidates(context)]
-            total = max(1.0, sum(chance for _, chance in options))
-            for token, chance in options:
-                score = scores[node] + math.log(chance / total)
-                if score >= floor:
-                    arrivals += 1
-                    heapq.heappush(queue, (-score, arrivals, node, token))
-
-        branch(0, context)
-        while queue and len(tokens) < nodes:
-            negative, _, parent, token = heapq.heappop(queue)
-            node = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-negative)
-            depths.append(depths[parent] + 1)
-            if depths[node] < depth:
-                branch(node, [tokens[parent], token])
-        return TreeRow(tokens, parents, scores, [-1] * len(tokens))
+    def options(self, context: Sequence[int]) -> Options:
+        """Different next tokens after ``context``, and how likely each is the one."""
+        options = [(token, self.chance(kind, bucket)) for token, kind, bucket in self.candidates(context)]
+        total = max(1.0, sum(chance for _, chance in options))
+        return [(token, chance / total) for token, chance in options]
 
 
 @DRAFTERS.register("recycle")
@@ -155,6 +124,7 @@ class RecycleDrafter(FreeDrafter):
     """
 
     name = "recycle"
+    reach = 2
 
     def __init__(
         self,
@@ -166,14 +136,15 @@ class RecycleDrafter(FreeDrafter):
         most: int = 100_000,
         keep: bool = True,
     ) -> None:
-        check_tree("recycle", depth, nodes, width)
+        super().__init__(vocab_size, depth, nodes, width, least)
         if most < 1:
             raise FsdError(f"recycle needs most >= 1, got {most}.")
-        if not 0.0 < least < 1.0:
-            raise FsdError(f"recycle needs 0 < least < 1; got {least}.")
-        self.vocab_size = vocab_size
-        self.depth, self.nodes, self.width, self.least, self.most, self.keep = depth, nodes, width, least, most, keep
+        self.most, self.keep = most, keep
         self.recycled = Recycled(width, most)
+
+    def tables(self, count: int) -> list[Recycled]:
+        """For so many texts: what is remembered, or, where nothing is kept, nothing."""
+        return [self.recycled if self.keep else Recycled(self.width, self.most) for _ in range(count)]
 
     def forget(self) -> None:
         self.recycled = Recycled(self.width, self.most)
@@ -192,9 +163,7 @@ class RecycleSession(DraftSession):
     def __init__(self, drafter: RecycleDrafter, request: DraftRequest) -> None:
         self.drafter, self.device = drafter, request.device
         self.last: list[list[int]] = [[] for _ in range(request.batch)]  # the last two tokens of each text
-        self.recycled = [
-            drafter.recycled if drafter.keep else Recycled(drafter.width, drafter.most) for _ in range(request.batch)
-        ]
+        self.recycled = drafter.tables(request.batch)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         for last, row, count in zip(self.last, tokens.tolist(), counts.tolist(), strict=True):
@@ -221,12 +190,8 @@ class RecycleSession(DraftSession):
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter = self.drafter
-        rows = [
-            recycled.tree([*last[-2:-1], root], drafter.nodes, drafter.depth, drafter.least)
-            for recycled, last, root in zip(self.recycled, self.last, roots.tolist(), strict=True)
-        ]
-        return DraftTree.from_rows(rows, torch.empty(len(rows), 0, drafter.vocab_size, device=self.device))
+        contexts = [[*last[-2:-1], root] for last, root in zip(self.last, roots.tolist(), strict=True)]
+        return self.drafter.trees(self.recycled, contexts, self.device)
 
     def select(self, rows: Tensor) -> None:
         kept = rows.tolist()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from fsd_infer.errors import FsdError
 from fsd_infer.numerals import read_float, read_int
@@ -122,11 +121,3 @@ def parse_tree(text: str | None) -> TreeShape | str | None:
 def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
     """What ``defaults`` has for this kind of device; accelerators that it does not name are as "cuda"."""
     return defaults.get(device.type, defaults["cuda"])
-
-
-def not_believed(path_scores: Tensor, stop_below: float) -> bool:
-    """Does the drafter give every row less than the chance ``stop_below`` (0: never) to go through any of these nodes?
-
-    path_scores: [B, E] cumulative log q of the E nodes to be expanded. Waits for the device unless ``stop_below`` is 0.
-    """
-    return bool(stop_below) and float(path_scores.exp().sum(-1).max()) < stop_below

@@ -7,14 +7,13 @@ z(n) = e^(V(n)/λ),
 
     z(n) = 1 - q(C) + Σ_c q(c)·e^t·z(c),    r̂(c) = q(c)·e^t·z(c) / z(n)
 
-over the children C of n, and z = 1 at leaves. Along a path all z but the last cancel, so a node is visited with a
-chance in proportion to (its cumulative q)·e^(t·depth)·z. It never exceeds its parent's, so the likeliest form a tree.
+over the children C of n, and z = 1 at leaves. A node is visited with the product of r̂ on its path. It never exceeds its
+parent's, so the likeliest form a tree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,28 +21,28 @@ from torch import Tensor
 MOST_TILT = 2.5  # e^(2.5 · 256), of the deepest tree, is still a number; above, hardly any choice changes
 
 
-def visit_scores(scores: Sequence[float], parents: Sequence[int], tilt: float) -> list[float]:
-    """Log chances, up to a constant, with which nodes are visited.
+def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Tensor:
+    """[B, N] log chances with which nodes are visited.
 
     Args:
-        scores: [N] cumulative log q, parents before children, the root first. -inf: never.
-        parents: [N].
+        scores: [B, N] cumulative log q, parents before children, the root first. -inf: never.
+        parents: [B, N].
+        depth: no node lies deeper.
         tilt: nats given for an accepted draft, at least 0; 0: ``scores`` themselves.
     """
     if not tilt:
-        return list(scores)
-    gain = math.exp(min(tilt, MOST_TILT))
-    ahead, depths = [1.0] * len(scores), [0] * len(scores)  # ahead: z
-    for node in range(1, len(scores)):
-        depths[node] = depths[parents[node]] + 1
-    for node in range(len(scores) - 1, 0, -1):
-        if scores[node] > -math.inf:
-            q = math.exp(min(0.0, scores[node] - scores[parents[node]]))
-            ahead[parents[node]] += q * (gain * ahead[node] - 1.0)
-    visits = [score + depth * math.log(gain) + math.log(z) for score, depth, z in zip(scores, depths, ahead)]
-    for node, parent in enumerate(parents):  # rounding must not part a child from its parent
-        visits[node] = min(visits[node], visits[parent])
-    return visits
+        return scores
+    tilt = min(tilt, MOST_TILT)
+    steps = (scores - scores.gather(1, parents)).double()
+    steps[:, 0] = -math.inf  # the root is nobody's child
+    q = steps.exp()
+    z = torch.ones_like(q)
+    for _ in range(depth):  # from the leaves up: each time it is right at one more height
+        z = torch.ones_like(q).scatter_add(1, parents, q * (math.exp(tilt) * z - 1.0))
+    log_z = z.log()
+    log_r = (steps + tilt + log_z - log_z.gather(1, parents)).clamp_max(0.0)
+    log_r[:, 0] = 0.0
+    return path_sums(log_r, parents, depth)
 
 
 def tilted(log_q: Tensor, tilt: float) -> Tensor:
@@ -54,41 +53,20 @@ def tilted(log_q: Tensor, tilt: float) -> Tensor:
     return log_q + tilt - (log_q.exp().sum(-1, keepdim=True) * math.expm1(tilt)).log1p()
 
 
-def likeliest(rows: Sequence[tuple[Sequence[float], Sequence[int]]], tilt: float, nodes: int) -> list[list[int]]:
-    """Of each row's tree (scores, parents) the ``nodes - 1`` drafts that are visited most likely, ascending."""
-    kept = []
-    for scores, parents in rows:
-        visits = visit_scores(scores, parents, tilt)
-        # stable: at equal scores the earlier node, hence the parent, goes first
-        best = sorted(range(1, len(visits)), key=visits.__getitem__, reverse=True)
-        kept.append(sorted(best[: nodes - 1]))
-    return kept
+def likeliest(scores: Tensor, parents: Tensor, depth: int, tilt: float, nodes: int) -> Tensor:
+    """[B, K] the root and the up to ``nodes`` - 1 drafts that are visited most likely, the likeliest first.
 
-
-def visit_scores_by_level(levels: Sequence[tuple[Tensor, Tensor, Tensor]], tilt: float) -> Tensor:
-    """The same [B, C] of all C candidates of trees that were grown level by level, on any device.
-
-    Args:
-        levels: of each, the candidates' cumulative log q [B, E·w], w of them under each of E nodes, these nodes'
-            numbers [B, E] (0 is the root, and the candidates follow level by level), and their cumulative log q.
-        tilt: as above.
+    So the likeliest path comes early in the tree: where the answer takes it, keys and values lie in place already.
+    Arguments as of :func:`visit_scores`.
     """
-    scores = torch.cat([found for found, _, _ in levels], 1)
-    if not tilt:
-        return scores
-    tilt = min(tilt, MOST_TILT)
-    ahead = torch.ones(scores.shape[0], 1 + scores.shape[1], dtype=torch.float64, device=scores.device)
-    end = ahead.shape[1]
-    for found, nodes, before in reversed(levels):
-        start, under = end - found.shape[1], (nodes.shape[1], -1)
-        q = (found.unflatten(1, under) - before[..., None]).double().exp()
-        worth = math.exp(tilt) * ahead[:, start:end].unflatten(1, under) - 1.0
-        ahead = ahead.scatter_add(1, nodes, (q * worth).sum(-1))
-        end = start
-    visits = ahead[:, :1].log()
-    for depth, (found, nodes, _) in enumerate(levels, 1):
-        end = visits.shape[1] + found.shape[1]
-        own = found + tilt * depth + ahead[:, visits.shape[1] : end].log()
-        above = visits.gather(1, nodes).repeat_interleave(found.shape[1] // nodes.shape[1], 1)
-        visits = torch.cat([visits, own.minimum(above)], 1)  # rounding must not part a child from its parent
-    return visits[:, 1:]
+    visits = visit_scores(scores, parents, depth, tilt)
+    # what is no number is kept, to be refused; stable: of equals the earlier node, hence the parent, goes first
+    return visits.nan_to_num(0.0, neginf=-math.inf).sort(descending=True, stable=True).indices[:, :nodes]
+
+
+def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:
+    """[B, N] at each node the sum of ``steps`` on its path, the root's being 0. No node lies deeper than ``depth``."""
+    sums = torch.zeros_like(steps)
+    for _ in range(depth):  # a child's is its parent's and one step: rounding does not part steps of at most 0
+        sums = steps + sums.gather(1, parents)
+    return sums

@@ -1,6 +1,7 @@
 """The decoding loop, and what a run reports."""
 
-from fsd_infer.engine.loop import Outcome, Request, decode
+from fsd_infer.engine.loop import decode
+from fsd_infer.engine.request import Outcome, Request
 from fsd_infer.engine.rounds import Round
 
 __all__ = ["Outcome", "Request", "Round", "decode"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from fsd_infer.rules.verification import Emission, Verdict
+from fsd_infer.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Round:
         draft_ids: [Vd] target id of each drafter vocabulary entry; None if they are the same.
         logits: [N, V] the target's raw logits after each node.
         path: [D+1] the accepted nodes, the root first, padded with the last.
-        tokens, sources, spent: of the emitted tokens: ids, :class:`.Source`, nats. Token j follows ``path[j]``.
+        emissions: the emitted tokens; token j follows ``path[j]``.
         seconds: of the round by phase; of the first round ``prefill``.
     """
 
@@ -31,7 +35,40 @@ class Round:
     draft_ids: Tensor | None
     logits: Tensor
     path: list[int]
-    tokens: list[int]
-    sources: list[int]
-    spent: list[float]
+    emissions: Sequence[Emission]
     seconds: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        tree: DraftTree,
+        row: int,
+        logits: Tensor,
+        verdict: Verdict,
+        emissions: Sequence[Emission],
+        seconds: dict[str, float],
+    ) -> Round:
+        """One row of a batch. Waits for the device."""
+        real = tree.is_draft[row].clone()
+        real[0] = True  # the root
+        whose = tree.parents.new_zeros(tree.parents.shape) if tree.proposers is None else tree.proposers
+        columns = (tree.tokens, tree.parents, whose, tree.q_index)
+        nodes, parents, proposers, q_index = (column[row][real].tolist() for column in columns)
+        path = verdict.path[row].tolist()
+        return cls(
+            nodes,
+            parents,
+            proposers,
+            q_index,
+            tree.q_logits[row],
+            tree.draft_ids,
+            logits[row],
+            path,
+            emissions,
+            seconds,
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the emissions."""
+        return [emission.token for emission in self.emissions]

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
-from fsd_infer.rules import Source
+from fsd_infer.rules import Emission, Source
 
 
 class Share(TypedDict):
@@ -162,33 +162,42 @@ class GenerationStats:
 
 @dataclass
 class RowRecord:
-    """One answer while it grows: per emitted token its id, :class:`Source`, gate flag, nats spent, and which of the
-    drafter's ``proposers`` proposed it, -1 if none did.
+    """One answer while it grows.
 
-    ``drafts``: proposer, depth and regret of the drafter's first choice at every context that had one.
-    ``steps``: of a search with beams; None elsewhere, where each token is a step.
+    Attributes:
+        tokens: token ids.
+        emissions: one by one what is known of them; none with beams.
+        steps: of a search with beams; None elsewhere, where each token is a step.
     """
 
     tokens: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    gates: list[bool] = field(default_factory=list)
-    spent: list[float] = field(default_factory=list)
-    proposers: list[int] = field(default_factory=list)
-    drafts: list[tuple[int, int, float]] = field(default_factory=list)
-    log_likelihoods: list[float] = field(default_factory=list)
+    emissions: list[Emission] = field(default_factory=list)
     target_forwards: int = 0
     steps: int | None = None
     finish_reason: str | None = None
     decode_seconds: float = 0.0
 
+    @property
+    def sources(self) -> list[Source]:
+        return [emission.source for emission in self.emissions]
+
+    @property
+    def gates(self) -> list[bool]:
+        return [emission.gate_open for emission in self.emissions]
+
+    @property
+    def spent(self) -> list[float]:
+        return [emission.nats for emission in self.emissions]
+
     def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
         """Args: the prompt's tokens, and the names of the drafter's proposers."""
         drafts = Drafts()
-        for proposer, depth, regret in self.drafts:
-            drafts.add(proposers[proposer], depth, regret)
-        whose = [(*proposers, "target")[place] for place in self.proposers]
-        count = len(self.tokens)
-        forwards = self.target_forwards
+        for emission in self.emissions:
+            if emission.first_choice is not None:
+                drafts.add(proposers[emission.first_choice[0]], emission.depth, emission.first_choice[1])
+        whose = [(*proposers, "target")[emission.proposer] for emission in self.emissions]
+        count, forwards = len(self.tokens), self.target_forwards
+        log_p = [emission.log_likelihood for emission in self.emissions if emission.log_likelihood is not None]
         return RowStats(
             new_tokens=count,
             target_forwards=forwards,
@@ -201,21 +210,21 @@ class RowRecord:
             decode_seconds=self.decode_seconds,
             copied_4grams=copied_ngrams(prompt, self.tokens),
             repeated_4grams=repeated_ngrams(self.tokens),
-            by_proposer=_shares(whose, self),
-            by_kind=_shares(kinds(prompt, self.tokens), self),
+            by_proposer=_shares(whose, self.emissions),
+            by_kind=_shares(kinds(prompt, self.tokens), self.emissions),
             drafts=drafts,
-            mean_log_likelihood=sum(self.log_likelihoods) / count if self.log_likelihoods else None,
+            mean_log_likelihood=sum(log_p) / count if log_p else None,
         )
 
 
-def _shares(labels: Sequence[str], record: RowRecord) -> dict[str, Share]:
-    found: dict[str, Share] = {}
-    for label, source, nats in zip(labels, record.sources, record.spent):
-        share = found.setdefault(label, Share(tokens=0, lossy=0, nats=0.0))
+def _shares(labels: Sequence[str], emissions: Sequence[Emission]) -> dict[str, Share]:
+    shares: dict[str, Share] = {}
+    for label, emission in zip(labels, emissions):
+        share = shares.setdefault(label, Share(tokens=0, lossy=0, nats=0.0))
         share["tokens"] += 1
-        share["lossy"] += source == Source.GATE
-        share["nats"] += nats
-    return found
+        share["lossy"] += emission.source == Source.GATE
+        share["nats"] += emission.nats
+    return shares
 
 
 def _share(flags: Sequence[bool]) -> float:

@@ -113,17 +113,16 @@ class Chains(Evidence):
 
     def __init__(self, step: Step, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
         batch, nodes = step.shape
-        tree = DraftTree.chain(step.tokens.clamp_min(0), scores.new_empty(batch, 0, scores.shape[-1]))
-        tree.q_index = torch.full_like(step.tokens, -1)  # vLLM does not say what its drafter's distribution was
+        # vLLM does not say what its drafter's distribution was; what is no draft counts as padding
+        no_draft = torch.nn.functional.pad(~step.drafted[:, :-1], (1, 0))
+        tree = DraftTree.chain(
+            step.tokens.clamp_min(0),
+            scores.new_empty(batch, 0, scores.shape[-1]),
+            scores=torch.zeros(step.shape, device=scores.device).masked_fill(no_draft, -math.inf),
+        )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
         round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
         super().__init__(round, lazy=False)
-        self.drafted = step.drafted
-
-    @cached_property
-    def is_draft(self) -> Tensor:
-        """See the base."""
-        return torch.nn.functional.pad(self.drafted[:, :-1], (1, 0))
 
     def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         """[B, N] the lift of the draft that follows each node under the rule, and what the law there costs in nats; 0

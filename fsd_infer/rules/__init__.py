@@ -30,7 +30,7 @@ from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.threshold import Threshold
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.typical import Typical
-from fsd_infer.rules.verification import Source, Verdict, Verification
+from fsd_infer.rules.verification import Emission, Source, Verdict, Verification
 
 __all__ = [
     "RULES",
@@ -38,6 +38,7 @@ __all__ = [
     "CascadeToken",
     "Contexts",
     "DraftOnly",
+    "Emission",
     "Ensemble",
     "Evidence",
     "Exact",

@@ -41,10 +41,8 @@ def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool
         FsdError: uniforms are missing, or sampled drafts do not form a chain.
     """
     evidence = Evidence(round, lazy)
-    if evidence.lazy:
-        refuse(evidence.unfit())
     left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
-    return _Walk(evidence, laws, left).verdict()
+    return _Walk(evidence, [(law(evidence), rows) for law, rows in laws], left).verdict()
 
 
 def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
@@ -63,38 +61,52 @@ class _Walk:
     Attributes:
         closed: chance of each draft under the target's law.
         open: under the rule's.
-        cost: nats at each context that the rule's law costs.
+        cost: nats at each context that the rule's law costs; None: there is no law but the target's.
         applies: contexts with a law other than the target's.
         asked: contexts whose gate and dense law are known, or that have none.
         opened: the token of a dense law at temperature 0.
         slot: above it, where a dense law r is known: row of ``dense`` [·, V]. -1 elsewhere.
     """
 
-    def __init__(self, evidence: Evidence, laws: Groups, left: Tensor) -> None:
+    def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor) -> None:
         self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
+        self.reads_q = evidence.sampled or any(law.gate or law.log_r for law, _ in laws)
+        self.unfit = evidence.unfit(self.reads_q)
+        if evidence.lazy:
+            refuse(self.unfit)
         self.left = to_device(left, self.device) if min(left.tolist()) < math.inf else None
-        self.closed = self.open = evidence.chance
-        self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
-        self.applies = self.asked = torch.zeros_like(evidence.is_draft)
-        self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
+        self.laws: list[tuple[Law, Tensor | bool]] = []
         self.dense: list[Tensor] = []
-        self.laws = [self._add(law(evidence), rows) for law, rows in laws]
+        if self.tree.parents.shape[1] == 1:
+            return  # nothing was drafted
+        self.closed = self.open = evidence.chance
+        self.applies = self.asked = torch.zeros_like(evidence.is_draft)
+        self.cost: Tensor | None = None
+        self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
+        self.laws = [self._add(law, rows) for law, rows in laws]
         self.looks = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
 
     def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
         """A law and its rows, [B, 1] bool or True for all, with what is known before the walk begins."""
-        index, applies = to_device(torch.tensor(rows), self.device), law.applies
+        applies, index = law.applies, torch.tensor(rows)
         mine: Tensor | bool = len(rows) == len(applies)
-        mine = mine or torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
+        if not mine:
+            index = to_device(index, self.device)
+            mine = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
 
         def put(new: Tensor, old: Tensor) -> Tensor:
             return new if mine is True else torch.where(mine, new, old)
 
+        if law.test is not None:
+            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
+        if law.is_target:
+            self.asked = self.asked | mine
+            return law, mine
+        if self.cost is None:
+            self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if law.lift is not None:
             applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
-        if law.test is not None:
-            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
         self.applies = put(applies, self.applies)
         if law.gate is None and law.log_r is None:
             self.asked = self.asked | mine
@@ -129,10 +141,13 @@ class _Walk:
             chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
             chance = chance / evidence.log_q.exp() if evidence.sampled else chance
         self.open = torch.where((above >= 0) & evidence.is_draft, chance, self.open)
+        assert self.cost is not None
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
     def verdict(self) -> Verdict:
         """The path by what is known of the laws; again, until that is enough."""
+        if self.tree.parents.shape[1] == 1:
+            return self._undrafted()
         while True:
             pays, taken, exact = self._taken()
             taken[:, 0] = True
@@ -150,7 +165,7 @@ class _Walk:
         """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; drafts that would follow
         in exact decoding, too."""
         evidence, pays, chance = self.evidence, self.applies, self.closed
-        if self.left is not None:
+        if self.left is not None and self.cost is not None:
             pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
         if self.open is not self.closed:
             chance = torch.where(evidence.above(pays), self.open, self.closed)
@@ -163,6 +178,15 @@ class _Walk:
             place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
         return pays, (place >= 0) & (place < chance), place < self.closed
 
+    def _undrafted(self) -> Verdict:
+        """The verdict on roots alone: a token from p each."""
+        evidence, none = self.evidence, torch.zeros_like(self.tree.parents)
+        token = evidence.likeliest if evidence.greedy else self._final(none, none > 0)
+        (token,) = self._on_host(token)
+        none, token = torch.zeros(token.shape, dtype=torch.long), token.long()
+        nats = torch.zeros(token.shape, dtype=torch.float64)
+        return Verdict(none, none[:, 0], token, none, none > 0, nats, none - 1, nats / 0)
+
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
         """The verdict, from what holds at every node, on the CPU."""
         tree, evidence, nodes = self.tree, self.evidence, self.evidence.nodes
@@ -172,28 +196,40 @@ class _Walk:
         path = end.expand_as(reached).scatter(1, places, ends)
         last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays.gather(1, end)), tree.tokens.gather(1, below))
-        is_open = pays.gather(1, path) & ~beyond
         sources = (nodes < accepted) * int(Source.EXACT)  # Source.TARGET is 0
-        if self.open is not self.closed:
+        if self.cost is None:
+            is_open, spent = (
+                pays,
+                torch.zeros(last.shape, dtype=wide(self.device), device=self.device),
+            )  # no law but the target's
+        else:
+            is_open = pays.gather(1, path) & ~beyond
+            spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
             dense = torch.zeros_like(last)
             for law, mine in self.laws if not evidence.sampled else []:
                 dense = dense | mine if law.log_r is not None else dense
             sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
-        child = (tree.parents[:, None] == path[..., None]) & (evidence.is_draft[:, None] & ~beyond[..., None])
-        leads = child.int() if tree.scores is None else tree.scores[:, None].masked_fill(~child, -math.inf)
-        first = leads.argmax(-1).masked_fill_(~child.any(-1), -1)
+        first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
-        unfit = {} if evidence.lazy else evidence.unfit()
         forks = (evidence.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
         columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
-        accepted, depths, forks, *found = on_host(accepted, tree.depths, forks, *unfit.values(), *columns)
-        refuse({who: found.pop(0) > 0 for who in unfit})
+        whose = [] if tree.proposers is None else [tree.proposers]
+        accepted, depths, forks, *found = self._on_host(accepted, tree.depths, forks, *columns, *whose)
         if forks.any():
             raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
-        path, tokens, sources, is_open, spent, first, regret = (x[:, : int(depths.max()) + 1] for x in found)
+        proposers = found.pop().long() if whose else None
+        width = int(depths.max()) + 1
+        path, tokens, sources, is_open, spent, first, regret = (column[:, :width] for column in found)
         numbers = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
-        return Verdict(*numbers, is_open > 0, spent, first.long(), regret)
+        return Verdict(*numbers, is_open > 0, spent, first.long(), regret, proposers)
+
+    def _on_host(self, *columns: Tensor) -> list[Tensor]:
+        """Columns [B, N] on the CPU, with what is unfit, which is refused."""
+        if self.evidence.lazy:  # it was before
+            return on_host(*columns)
+        found = on_host(*self.unfit.values(), *columns)
+        refuse({who: found.pop(0) > 0 for who in self.unfit})
+        return found
 
     def _final(self, end: Tensor, is_open: Tensor) -> Tensor:
         """[B, 1] the token after the path, which ends at ``end`` [B, 1]: none of those that were drafted there."""

@@ -64,27 +64,24 @@ class Evidence:
         """[N] 0, 1, …"""
         return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
 
-    @cached_property
+    @property
     def is_draft(self) -> Tensor:
         """bool; every node but roots and padding."""
-        found, rows = (self.nodes > 0).expand_as(self.tree.parents), self.tree.rows
-        if rows is not None and self.tree.scores is not None and any(-math.inf in row.scores for row in rows):
-            found = found & (self.tree.scores > -math.inf)  # only trees made of rows have padding
-        return found
+        return self.tree.is_draft
 
-    @cached_property
+    @property
     def child(self) -> Tensor:
         """[B, N, N] bool; is node j a child of node i."""
-        return (self.tree.parents[:, None] == self.nodes[:, None]) & self.is_draft[:, None]
+        return self.tree.child
 
     @cached_property
     def _no_child(self) -> Tensor:
         return ~self.child
 
-    @cached_property
+    @property
     def inner(self) -> Tensor:
         """bool; contexts with children."""
-        return self.child.any(-1)
+        return self.tree.inner
 
     @property
     def has_q(self) -> Tensor:
@@ -207,17 +204,22 @@ class Evidence:
         count = self.nodes.shape[0]
         return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
-    def unfit(self) -> dict[str, Tensor]:
-        """Where logits are no distribution, [B, N] bool, by whose they are; see :func:`refuse`."""
+    def unfit(self, reads_q: bool) -> dict[str, Tensor]:
+        """Where logits are no distribution, [B, N] bool, by whose they are; see :func:`refuse`.
+
+        reads_q: is the drafter's distribution looked at? Else its trees' scores tell.
+        """
         round, index, raw = self.round, self.tree.q_index, self._maxima[0]
         if round.scores is not round.logits:
             raw = ops.row_maxima(round.logits)[0]
         wrong = {"the target's logits": ~(raw.abs() < math.inf)}
         if round.scores is not round.logits:
             wrong["the target's processed logits"] = ~(self._maxima[0].abs() < math.inf)
-        if self.tree.q_logits.shape[1]:  # rows that no node points to may hold anything
+        if reads_q and self.tree.q_logits.shape[1]:  # rows that no node points to may hold anything
             largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
             wrong["the drafter's logits"] = ~(largest.abs() < math.inf) & (index >= 0)
+        elif self.tree.parents.shape[1] > 1:
+            wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
 
 

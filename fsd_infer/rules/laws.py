@@ -55,6 +55,11 @@ class Law:
     gate: AtContexts | None = None
     test: Test | None = None
 
+    @property
+    def is_target(self) -> bool:
+        """Is r = p at all contexts."""
+        return self.lift is None and self.log_r is None
+
     @classmethod
     def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
         """r = p; nothing is spent."""

@@ -5,9 +5,10 @@ Shapes as in :mod:`fsd_infer.tree`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +22,30 @@ class Source(IntEnum):
     TARGET = 0  # the target's own draw: outside the drafted children, or at a leaf
     EXACT = 1  # a drafted token that the exact rule accepts too
     GATE = 2  # a token that only a law other than the target's let through
+
+
+class Emission(NamedTuple):
+    """A token that was emitted.
+
+    Attributes:
+        token: its id.
+        source: where it came from.
+        gate_open: was the law there another than the target's.
+        nats: spent there.
+        proposer: which of the drafter's ``proposers`` proposed it; -1 if none did.
+        depth: its place among the tokens of its round, from 1.
+        first_choice: what the drafter liked best there: who proposed it, and its regret; None: nothing was drafted.
+        log_likelihood: the target's raw log-probability of it, if measured.
+    """
+
+    token: int
+    source: Source
+    gate_open: bool
+    nats: float
+    proposer: int
+    depth: int
+    first_choice: tuple[int, float] | None
+    log_likelihood: float | None
 
 
 @dataclass
@@ -73,6 +98,7 @@ class Verdict:
             highest score, the lowest of equals and of trees without scores. -1 where there is none, and in the padding.
         regret: [B, D+1] ln p of the processed target's likeliest token less ln p of that choice, at least 0; NaN where
             there is none.
+        proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
         allowed: [B] nats that each row's rule allows for the tokens that it emitted, on the device of the logits; None
             where no rule's price is learned.
     """
@@ -85,4 +111,25 @@ class Verdict:
     spent: Tensor
     first: Tensor
     regret: Tensor
+    proposers: Tensor | None = None
     allowed: Tensor | None = None
+
+    def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
+        """Each row's tokens in order. log_p: [B][D+1] their log-likelihoods, if measured."""
+        columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.regret)
+        whose = None if self.proposers is None else self.proposers.tolist()
+        found: list[list[Emission]] = []
+        for row, (count, *facts) in enumerate(zip(self.accepted.tolist(), *(column.tolist() for column in columns))):
+            tokens, sources, gates, spent, path, first, regret = facts
+            by = [0] * (1 + max(*path, *first)) if whose is None else whose[row]
+            found.append([
+                Emission(
+                    tokens[step], sources[step], gates[step], spent[step],
+                    by[path[step + 1]] if step < count else -1,
+                    step + 1,
+                    (by[first[step]], regret[step]) if first[step] >= 0 else None,
+                    None if log_p is None else log_p[row][step],
+                )
+                for step in range(count + 1)
+            ])  # fmt: skip
+        return found

@@ -27,9 +27,9 @@ from fsd_infer.rules import parse_rule
 from fsd_infer.serving.adjust import Adjustment
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.serving.fields import UNSUPPORTED, Asked, ChatAsked, CompletionAsked, ViewAsked
+from fsd_infer.serving.page import server_page
 from fsd_infer.serving.replies import Reply
-from fsd_infer.view.html import server_page
-from fsd_infer.view.trace import Trace
+from fsd_infer.serving.trace import Trace
 
 Said = tuple[int, Any, bool]  # which answer, what is new of it, is it over
 
@@ -352,6 +352,7 @@ def _jobs(
             tell=lambda text, done: None,
             adjustment=adjustment,
             guide=guides[0] if guides else None,
+            user=asked.user,
             alternatives=asked.logprobs_asked,
         )
         for index in range(asked.n)

@@ -48,6 +48,7 @@ class Job:
         tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
         adjustment: of the logits; jobs share a batch only if it is the same.
         guide: what the answer must be, the same for a batch.
+        user: whose it is in a prefix cache.
         alternatives: how many of the likeliest tokens :attr:`logprobs` name; None: no log-probabilities.
         on_round: called in the decoding thread with every round.
         logprobs: of the answer's tokens, by the target's own logits, without temperature, bias and penalties.
@@ -67,6 +68,7 @@ class Job:
     tell: Callable[[str, Job | None], None]
     adjustment: Adjustment = Adjustment()
     guide: Guide | None = None
+    user: str = ""
     alternatives: int | None = None
     on_round: Callable[[Round], None] | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -199,6 +201,7 @@ class Batcher:
                 on_tokens=lambda row, ids: batch[row].grow(ids, tokenizer),
                 on_round=(lambda row, round: batch[row].watch(round, tokenizer)) if watched else None,
                 guide=batch[0].guide,
+                cache_keys=[job.user for job in batch],
                 logits_processor=[Adjust(adjustment, start)] if adjustment else None,
                 **batch[0].sampling,
             )

@@ -29,12 +29,14 @@ class Prefix:
         states: keys and values, as :meth:`SlotCache.saved` gives them.
         features: [n, F], the target's.
         watched: the layers that these are of, see :meth:`Target.watch`.
+        key: whose it is: only requests with the same key read it.
     """
 
     tokens: Tensor
     states: dict[Any, Tensor]
     features: Tensor
     watched: tuple[int, ...]
+    key: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +45,7 @@ class Prefix:
     def cut(self, count: int) -> Prefix:
         """Its first ``count`` tokens; nothing is copied."""
         states = {key: state[..., :count, :] for key, state in self.states.items()}
-        return Prefix(self.tokens[:count], states, self.features[:count], self.watched)
+        return Prefix(self.tokens[:count], states, self.features[:count], self.watched, self.key)
 
 
 class PrefixCache:
@@ -66,12 +68,13 @@ class PrefixCache:
     def nbytes(self) -> int:
         return sum(text.nbytes for text in self.texts)
 
-    def find(self, prompt: Sequence[int], watched: tuple[int, ...]) -> Prefix | None:
-        """The longest start that a known text and the prompt share, short of the prompt's last token: its logits are
-        wanted.
+    def find(self, prompt: Sequence[int], watched: tuple[int, ...], key: str = "") -> Prefix | None:
+        """The longest start that a known text of this key and the prompt share, short of the prompt's last token: its
+        logits are wanted.
         """
         wanted = torch.tensor(prompt[:-1])
-        shared = [_shared(text.tokens, wanted) if text.watched == watched else 0 for text in self.texts]
+        known = (watched, key)
+        shared = [_shared(text.tokens, wanted) if (text.watched, text.key) == known else 0 for text in self.texts]
         count = max(shared, default=0)
         if count < LEAST:
             return None
@@ -83,10 +86,19 @@ class PrefixCache:
         """Keep a text, in place of those that it begins with."""
         if text.nbytes > self.max_bytes or len(text.tokens) < LEAST:
             return
-        others = [known for known in self.texts if _shared(known.tokens, text.tokens) < len(known.tokens)]
+        others = [
+            known
+            for known in self.texts
+            if known.key != text.key or _shared(known.tokens, text.tokens) < len(known.tokens)
+        ]
         self.texts = [*others, text]
         while self.nbytes > self.max_bytes:
             self.texts.pop(0)
+
+
+def _begins(text: Prefix, known: Prefix) -> bool:
+    """Does the text begin with all of a known one of the same key."""
+    return known.key == text.key and _shared(known.tokens, text.tokens) == len(known.tokens)
 
 
 def _shared(one: Tensor, other: Tensor) -> int:

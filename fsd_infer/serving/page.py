@@ -52,7 +52,7 @@ def _page(data: dict[str, Any], connect: str) -> str:
 
 @cache
 def _template() -> str:
-    return files("fsd_infer.view").joinpath("page.html").read_text(encoding="utf-8")
+    return files("fsd_infer.serving").joinpath("page.html").read_text(encoding="utf-8")
 
 
 @cache

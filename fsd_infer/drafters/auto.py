@@ -32,8 +32,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior, Rate, Trees
 from fsd_infer.tree import DraftTree
 
@@ -46,8 +51,15 @@ LONGEST_PAUSE = 1024
 MOST_TOGETHER = 160  # nodes of a batch
 
 
-@dataclass(frozen=True)
-class Law:
+class Step(NamedTuple):
+    """A draft given its parent: the drafter's ln q, and whether it is the likeliest of its siblings."""
+
+    parent: int
+    log_q: float
+    first: bool
+
+
+class Law(NamedTuple):
     """By what the drafts of a request will be verified.
 
     Attributes:
@@ -74,8 +86,8 @@ class Knowledge:
         self.patience = RETRY
 
 
-class Choice:
-    """A drafter's: hands out what is known to requests, and keeps it between them.
+class AutoMemory:
+    """A drafter's: what its requests have taught of rounds.
 
     Args:
         device: the kind of device.
@@ -85,7 +97,7 @@ class Choice:
 
     def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, prior: Prior | None = None) -> None:
         self.prior = prior or PRIORS.get(device, PRIORS["cuda"])
-        self.watches = device == "cpu"  # elsewhere a look at each depth would make the host wait
+        self.looks = device == "cpu"  # elsewhere a look at each depth would make the host wait
         self.clock = clock
         self._costs: dict[int, Costs] = {}
         self._known: dict[tuple[int, Law], Knowledge] = {}
@@ -94,69 +106,62 @@ class Choice:
         """Of earlier requests; what is learned is added to it."""
         size = batch.bit_length()
         costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, replace(law, tilt=round(4 * min(law.tilt, 4.0)))
+        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
         if key not in self._known:
             self._known[key] = Knowledge(costs, batch, law)
         return self._known[key]
 
-    def begin(
-        self, batch: int, law: Law, nodes: int, sizes: Sequence[int] | None = None, learns: bool = True
-    ) -> RoundChoice:
-        """For a request of ``batch`` rows under this law.
 
-        Args:
-            nodes: most of a tree, the root included.
-            sizes: of trees that are as cheap as somewhat smaller ones, where forwards are recorded; None: any.
-            learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
-        """
-        return RoundChoice(self, batch, law, nodes, sizes, learns)
+class AutoTree:
+    """Chooses the tree of each of a request's rounds, and learns from what the round took and emitted.
 
+    A round: :meth:`expands`, :meth:`expand` depth by depth, :meth:`keep`; :meth:`mark` as it begins, is drafted and
+    verified; :meth:`end`.
 
-@dataclass
-class Plan:
-    """What a round is expected to emit and to cost."""
-
-    tokens: float
-    cost: float
-
-
-class RoundChoice:
-    """One request's, round by round: :meth:`expands`, :meth:`expand` depth by depth, :meth:`keep`, :meth:`learn`."""
+    Args:
+        memory: the drafter's.
+        batch: rows.
+        law: of the request.
+        nodes: most of a tree, the root included.
+        sizes: of trees that are as cheap as somewhat smaller ones, where forwards are recorded; None: any.
+        learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
+    """
 
     def __init__(
-        self, choice: Choice, batch: int, law: Law, nodes: int, sizes: Sequence[int] | None, learns: bool
+        self,
+        memory: AutoMemory,
+        batch: int,
+        law: Law,
+        nodes: int,
+        sizes: Sequence[int] | None = None,
+        learns: bool = True,
     ) -> None:
-        self.choice, self.law, self.most, self.sizes, self.learns = choice, law, nodes, sizes, learns
+        self.memory, self.law, self.most, self.sizes, self.learns = memory, law, nodes, sizes, learns
+        self.looks = memory.looks
         if learns:
-            self.known = choice.knowledge(batch, law)
+            self.known = memory.knowledge(batch, law)
         else:
-            self.known = Knowledge(Costs(choice.prior, learns=False), batch, law)
+            self.known = Knowledge(Costs(memory.prior, learns=False), batch, law)
         self.known.curve.begin_text()
-        self.rate = self.known.rate.recent(RATE_MEMORY)
+        self.trees, self.batch = Trees(), 0
+        self._begin(batch)
+
+    def _begin(self, batch: int) -> None:
+        """A round of so many rows."""
+        if self.learns:
+            self.known = self.memory.knowledge(batch, self.law)
+        if batch != self.batch:
+            self.rate = self.known.rate.recent(RATE_MEMORY)
         self.batch = batch
-        self.trees = Trees()
-        self._new_round()
-
-    @property
-    def watches(self) -> bool:
-        return self.choice.watches
-
-    def _new_round(self) -> None:
         self.depths = self.expanded = 0
         self._resumed = self._tries = False
-        self._reaches = [float(self.batch)]  # rows that are expected to come to nodes that are expanded, by depth
-        self._plan: Plan | None = None
+        self._reaches = [float(batch)]  # rows that are expected to come to nodes that are expanded, by depth
         self._chances: list[float] = []  # of all drafts so far, of any row
-        self._frontier = [[1.0] for _ in range(self.batch)]
+        self._frontier = [[1.0] for _ in range(batch)]
         self._worth = self._net(self._chances)
-
-    def select(self, rows: int) -> None:
-        """So many rows go on."""
-        self.batch = rows
-        if self.learns:
-            self.known = self.choice.knowledge(rows, self.law)
-        self.rate = self.known.rate.recent(RATE_MEMORY)
-        self._new_round()
+        self._marks: list[float] = []
+        self._steps: list[list[Step]] = []  # of each row's tree
+        self._nodes = 0  # of a row's tree; 0: its root alone, for nothing was drafted
 
     # drafting --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +173,7 @@ class RoundChoice:
     def expands(self) -> bool:
         """Is the root worth expanding?"""
         known = self.known
-        pays = not self.watches or self._pays(1, known.costs.reading)
+        pays = not self.looks or self._pays(1, known.costs.reading)
         if known.rounds < max(TRIALS // self.batch, LEAST_TRIALS):
             known.rounds += 1
             self._tries = known.rounds % 2 == 1
@@ -185,19 +190,17 @@ class RoundChoice:
             self.count(1)
         return pays
 
-    def expand(self, log_q: list[list[list[float]]]) -> list[list[int]]:
-        """Which candidates of this depth to expand, as places among the row's E · w, equally many of each row.
-
-        Nothing: drafting stops here.
+    def expand(self, log_q: Tensor) -> Tensor | None:
+        """Which candidates of this depth to expand, [B, E'] places among the row's E · w; None: drafting stops here.
 
         Args:
-            log_q: [B][E][w] ln q of the candidates under the nodes that were expanded last.
+            log_q: [B, E, w] ln q of the candidates under the nodes that were expanded last.
         """
         curve, depth = self.known.curve, self.depths
         best: list[list[int]] = []
         frontier: list[list[float]] = []
-        most, known = len(log_q[0][0]), self.known
-        for row, before in zip(log_q, self._frontier):
+        most, known = log_q.shape[2], self.known
+        for row, before in zip(log_q.tolist(), self._frontier):
             chances: list[float] = []
             for steps, above in zip(row, before):
                 chances += [above * curve.chance(step, depth, place == 0) for place, step in enumerate(steps)]
@@ -214,11 +217,11 @@ class RoundChoice:
         hit = known.hit.value * known.reach.value
         width = sum(hit * sum(row[place] for row in frontier) > price * self.batch for place in range(len(best[0])))
         if not width or not self._pays(width):
-            return []
+            return None
         self.count(width)
         self._frontier = [row[:width] for row in frontier]
         self._reaches.append(sum(min(sum(row), 1.0) for row in self._frontier))
-        return [row[:width] for row in best]
+        return torch.tensor([row[:width] for row in best], device=log_q.device)
 
     def _pays(self, width: int, more: float = 0.0) -> bool:
         """Is it worth it to expand the ``width`` likeliest nodes of each row's frontier, and perhaps the likeliest of
@@ -260,99 +263,103 @@ class RoundChoice:
 
     # what is verified ------------------------------------------------------------------------------------------------
 
-    def keep(self, rows: Sequence[tuple[Sequence[float], Sequence[int]]]) -> list[list[int]]:
-        """The nodes of each row to verify besides the root, parents with their children, in ascending order.
-
-        rows: (scores: cumulative log q, the root first; parents) of all candidates.
-        """
-        total = [0.0] * self.most
+    def keep(self, tree: DraftTree) -> Tensor:
+        """[B, K] the nodes of a tree of candidates that are worth their verification, likely ones first. Waits for the
+        device."""
+        total, found, longest = [0.0] * self.most, self._read(tree), 1
         orders = []
-        for scores, parents in rows:
-            chances = self._chances_of(scores, parents)
-            order = sorted((n for n in range(1, len(chances)) if chances[n] > 0.0), key=lambda n: -chances[n])
+        for _, chances in found:
+            order = sorted(range(1, len(chances)), key=lambda node: -chances[node])  # a parent before its children
             orders.append(order)
+            longest = max(longest, 1 + sum(chance > 0.0 for chance in chances[1:]))
             sums = 0.0
             for count in range(1, self.most):
                 sums += chances[order[count - 1]] if count <= len(order) else 0.0
                 total[count] += sums
-        longest = 1 + max(map(len, orders))
-        most = min(self.most, longest, max(MOST_TOGETHER // len(rows), 2))
+        most = min(self.most, longest, max(MOST_TOGETHER // self.batch, 2))
         costs, rate = self.known.costs, self.rate.value
         sizes = range(1, most + 1) if self.sizes is None else [*(n for n in self.sizes if n < most), most]
         if self._tries:
             sizes = [n for n in sizes if n > 1] or sizes
-        nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * len(rows)))
-        self._expect(total[nodes - 1], nodes * len(rows))
-        return [sorted(order[: nodes - 1]) for order in orders]
+        nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * self.batch))
+        self._expect(total[nodes - 1], nodes)
+        kept = [[0, *order[: nodes - 1]] for order in orders]
+        for (steps, _), row in zip(found, kept):
+            number = {node: place for place, node in enumerate(row)}
+            self._steps.append([steps[node]._replace(parent=number[steps[node].parent]) for node in row])
+        return torch.tensor(kept, device=tree.parents.device)
 
-    def keep_all(self, rows: Sequence[tuple[Sequence[float], Sequence[int]]]) -> None:
-        """The same for drafts that were sampled, none of which may be dropped."""
-        self._expect(sum(sum(self._chances_of(*row)[1:]) for row in rows), sum(len(scores) for scores, _ in rows))
+    def keep_all(self, tree: DraftTree) -> None:
+        """The same of drafts that were sampled, none of which may be dropped."""
+        found = self._read(tree)
+        self._expect(sum(sum(chances[1:]) for _, chances in found), tree.tokens.shape[1])
+        self._steps = [steps for steps, _ in found]
 
     def _expect(self, drafts: float, nodes: int) -> None:
-        """So many drafts of all rows will be accepted, and so many nodes are verified."""
+        """So many drafts of all rows will be accepted, and so many nodes of each are verified."""
         costs = self.known.costs
-        cost = costs.forward(nodes) + costs.drafting(self.depths, self.expanded) + costs.rest(not self.idle)
-        self._plan = Plan(self.batch + drafts, cost)
+        cost = costs.forward(nodes * self.batch) + costs.drafting(self.depths, self.expanded)
+        self._nodes, self._tokens, self._cost = nodes, self.batch + drafts, cost + costs.rest(not self.idle)
 
-    def _chances_of(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
-        curve, firsts = self.known.curve, _firsts(scores, parents)
-        chances, depths = [1.0] * len(scores), [0] * len(scores)
-        for node in range(1, len(scores)):
-            parent = parents[node]
-            depths[node] = depths[parent] + 1
-            above = chances[parent]
-            if above > UNLIKELY:
-                above *= curve.chance(scores[node] - scores[parent], depths[node], firsts[parent] == node)
-            else:
-                above = 0.0
-            chances[node] = above
-        return chances
+    def _read(self, tree: DraftTree) -> list[tuple[list[Step], list[float]]]:
+        """Of each row its nodes' steps and chances to be accepted."""
+        self._steps = []
+        found = []
+        for scores, parents in zip(*lists(tree.scores, tree.parents)):
+            firsts: dict[int, int] = {}  # the likeliest child of each node that has any
+            for node in range(1, len(scores)):
+                best = firsts.setdefault(parents[node], node)
+                if scores[node] > scores[best]:
+                    firsts[parents[node]] = node
+            steps, chances, depths = [Step(0, 0.0, False)], [1.0] * len(scores), [0] * len(scores)
+            for node in range(1, len(scores)):
+                parent = parents[node]
+                depths[node] = depths[parent] + 1
+                steps.append(Step(parent, scores[node] - scores[parent], firsts[parent] == node))
+                above = chances[parent]
+                of_step = self.known.curve.chance(steps[node].log_q, depths[node], steps[node].first)
+                chances[node] = above * of_step if above > UNLIKELY else 0.0
+            found.append((steps, chances))
+        return found
 
     # what it teaches -------------------------------------------------------------------------------------------------
 
-    def learn(
-        self, tree: DraftTree, path: Sequence[Sequence[int]], accepted: Sequence[int],
-        draft: float, forward: float, rest: float | None,
-    ) -> None:  # fmt: skip
-        """A round is over.
+    def mark(self) -> None:
+        """A round begins, is drafted, or is verified, in turn."""
+        self._marks.append(self.memory.clock() if self.learns else 0.0)
+
+    def end(self, path: Sequence[Sequence[int]], accepted: Sequence[int], rows: int) -> None:
+        """A round is over, or, where none was marked, the prompts are read.
 
         Args:
-            tree: what was verified.
             path, accepted: per row the nodes on the accepted path, the root first, and how many are drafts.
-            draft, forward, rest: seconds of its parts.
+            rows: that go on.
         """
-        rows, nodes = tree.tokens.shape
-        costs = self.known.costs
-        reads = not self.idle
-        plan = self._plan or Plan(float(rows), costs.forward(rows * nodes) + costs.rest(reads))
-        tokens, seconds = float(sum(accepted) + rows), draft + forward + (rest or 0.0)
-        self.trees.add(Trees([nodes], tokens, plan.tokens, seconds, plan.cost * (costs.pace or 0.0)))
-        self.rate.learn(tokens, plan.cost)
-        self.known.rate.learn(tokens, plan.cost)
+        if self._marks:
+            self.mark()
+            self._learn(path, accepted, timed=rows == self.batch)
+        if rows:
+            self._begin(rows)
+
+    def _learn(self, path: Sequence[Sequence[int]], accepted: Sequence[int], timed: bool) -> None:
+        if not self._nodes:
+            self._expect(0.0, 1)
+        costs, curve, nodes = self.known.costs, self.known.curve, self._nodes * self.batch
+        draft, forward, rest = (last - first for first, last in pairwise(self._marks))
+        tokens, seconds = float(sum(accepted) + self.batch), draft + forward + (rest if timed else 0.0)
+        self.trees.add(Trees([self._nodes], tokens, self._tokens, seconds, self._cost * (costs.pace or 0.0)))
+        self.rate.learn(tokens, self._cost)
+        self.known.rate.learn(tokens, self._cost)
         if not self._resumed:
-            costs.learn(rows * nodes, forward, self.depths, self.expanded, draft, rest, reads)
+            own = rest if timed else None
+            costs.learn(nodes, forward, self.depths, self.expanded, draft, own, reads=not self.idle)
         for depth, expected in enumerate(self._reaches if self.depths else ()):
             came, went = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
             self.known.hit.learn(went, came)
             if depth:
                 self.known.reach.learn(came, expected)
-        for row, nodes_of, count in zip(tree.rows or (), path, accepted):
-            taken_nodes = dict(zip(nodes_of[: count + 1], range(count + 1)))
-            firsts = _firsts(row.scores, row.parents)
-            for node in range(1, len(row.parents)):
-                parent = row.parents[node]
-                if parent in taken_nodes:
-                    step, depth = row.scores[node] - row.scores[parent], taken_nodes[parent] + 1
-                    self.known.curve.learn(step, depth, firsts[parent] == node, node in taken_nodes)
-        self._new_round()
-
-
-def _firsts(scores: Sequence[float], parents: Sequence[int]) -> dict[int, int]:
-    """The likeliest child of each node that has any."""
-    firsts: dict[int, int] = {}
-    for node in range(1, len(scores)):
-        best = firsts.setdefault(parents[node], node)
-        if scores[node] > scores[best]:
-            firsts[parents[node]] = node
-    return firsts
+        for steps, way, count in zip(self._steps, path, accepted):
+            taken = dict(zip(way[: count + 1], range(count + 1)))
+            for node, step in enumerate(steps[1:], 1):
+                if step.parent in taken:
+                    curve.learn(step.log_q, taken[step.parent] + 1, step.first, node in taken)

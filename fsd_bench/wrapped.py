@@ -12,7 +12,7 @@ class WrappedDrafter(Drafter):
     """Drafts as ``drafter`` does. A subclass opens a :class:`WrappedSession` of its own in ``start``."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.name, self.choice = drafter, drafter.name, drafter.choice
+        self.drafter, self.name, self.auto = drafter, drafter.name, drafter.auto
 
     @property
     def parts(self) -> tuple[Drafter]:

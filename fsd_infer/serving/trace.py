@@ -74,24 +74,22 @@ class Trace:
         new_or_not = kinds(self.prompt, self.tokens)
         js = divergence("js")
         found = []
-        for step, token in enumerate(round.tokens):
-            node, place = round.path[step], before + step
+        for step, emission in enumerate(round.emissions):
+            node, place, token = round.path[step], before + step, emission.token
             own, known = log_p[node], log_q.get(node)
             best = int(own.argmax())
-            drafted = round.sources[step] != Source.TARGET
-            proposer = round.proposers[round.path[step + 1]] if drafted and step + 1 < len(round.path) else None
             found.append(
                 {
                     "text": pieces[step],
-                    "source": "target" if proposer is None else self.proposers[proposer],
-                    "lossy": round.sources[step] == Source.GATE,
+                    "source": "target" if emission.proposer < 0 else self.proposers[emission.proposer],
+                    "lossy": emission.source == Source.GATE,
                     "lnp": _finite(own[token]),
                     "rank": 1 + int((own > own[token]).sum()),
                     "best": token_pieces(self.tokenizer, [*self.tokens[max(place - 1, 0) : place], best])[-1],
                     "best_lnp": float(own[best]),
                     "lnq": None if known is None else _finite(known[token]),
                     "js": None if known is None else float(js(own[None], known[None])[0]),
-                    "nats": round.spent[step],
+                    "nats": emission.nats,
                     "copied": new_or_not[place] == "copied",
                     "repeated": new_or_not[place] == "repeated",
                 }

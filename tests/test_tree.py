@@ -1,0 +1,164 @@
+"""The draft tree: its paths, parts of it, and which candidates of a model, under which law, become one."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.cpu import ops
+from fsd_infer.drafters import Drafter, DraftRequest, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter
+from fsd_infer.drafters.growth import TreeSession
+from fsd_infer.drafters.shape import LITTLE_TILT_SHAPES, TILTED_SHAPES
+from fsd_infer.drafters.visits import likeliest, visit_scores
+from fsd_infer.rules import parse_rule
+from fsd_infer.tree import DraftTree
+from tests.families import VOCAB, noisy_model, tiny_head, tiny_model, tiny_prompts
+from tests.tree_rounds import check_tree, tree_of, tree_round
+
+PARENTS = [0, 0, 0, 1, 1, 2, 3, 3]
+STEPS = [1.0, 0.5, 0.3, 0.6, 0.2, 0.9, 0.7, 0.1]
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    """From the node up to the root."""
+    path = [node]
+    while path[-1]:
+        path.append(parents[path[-1]])
+    return path
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_paths_are_those_of_the_parents(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(ops, "kernels", lambda: None)
+    for count in (1, 2, 3, 9, 40):
+        parents = torch.tensor(
+            [[0, *(random.Random(count + row).randrange(node) for node in range(1, count))] for row in range(3)]
+        )
+        found = DraftTree(parents, parents, parents.float(), torch.empty(3, 0, VOCAB), parents - count)
+        for row, of_row in enumerate(parents.tolist()):
+            for node in range(count):
+                path = path_of(of_row, node)
+                assert found.ancestors[row, node].nonzero()[:, 0].tolist() == path[::-1]
+                assert found.depths[row, node] == len(path) - 1
+
+
+def test_a_part_of_a_tree_is_a_tree() -> None:
+    tree = tree_round(0).tree
+    assert torch.equal(tree.keep(torch.arange(9).expand(6, -1)).ancestors, tree.ancestors)
+    for root in range(9):
+        for row, nodes in enumerate(tree.ancestors[:, :, root]):
+            kept = nodes.nonzero()[:, 0]
+            part = tree.keep(kept.expand(6, -1))
+            assert part.tokens[row].tolist() == tree.tokens[row, kept].tolist()
+            for new, old in enumerate(kept.tolist()):
+                assert kept[part.parents[row, new]] == (tree.parents[row, old] if new else root)
+                assert part.q_index[row, new] == tree.q_index[row, old], "only leaves of the part are without q"
+            torch.testing.assert_close(part.scores[row], tree.scores[row, kept] - tree.scores[row, root])
+    without = tree_of(
+        ([0, 1, 2], [0, 0, 1], [0.0, -1.0, -2.0]), vocab=4, q_logits=torch.zeros(1, 2, 4), q_index=[[0, 1, -1]]
+    )
+    assert without.keep(torch.tensor([[0, 1]])).q_index.tolist() == [[0, -1]], "what became a leaf has no q"
+
+
+def by_enumeration(steps: list[float], parents: list[int], tilt: float) -> list[float]:
+    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(tilt · its drafts)."""
+    visited, total = [0.0] * len(steps), 0.0
+    for end in range(len(steps)):
+        path = path_of(parents, end)
+        ends_here = 1 - sum(steps[node] for node in range(1, len(steps)) if parents[node] == end)
+        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(tilt * (len(path) - 1))
+        total += weight
+        for node in path:
+            visited[node] += weight
+    return [weight / total for weight in visited]
+
+
+@pytest.mark.parametrize("tilt", [0.0, 0.3, 1.0, 2.5])
+def test_visits_are_those_of_the_tilted_law(tilt: float) -> None:
+    """The law r ∝ q·e^(v·tilt) by one backward pass is, over whole walks, q times e^(tilt · drafts)."""
+    scores = [math.log(math.prod(STEPS[node] for node in path_of(PARENTS, end))) for end in range(len(STEPS))]
+    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, tilt)
+    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, tilt))
+
+
+SESSIONS = [
+    (shape, tilt, lm) for shape in ("1,3,9", "3,1,4", "4,3,8", "5,6,16") for tilt in (0.0, 1.0, 9.0) for lm in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("shape", "tilt", "lm"), SESSIONS)
+def test_the_likeliest_candidates_become_the_tree(
+    shape: str, tilt: float, lm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where q is all but 1, so that rounding decides which of parent and child is likelier."""
+    target = Target(tiny_model("llama"))
+    grown: list[DraftTree] = []
+    grow = TreeSession._grow
+    monkeypatch.setattr(TreeSession, "_grow", lambda *args: grown.append(grow(*args)) or grown[-1])
+    for sharp in (1.0, 60.0):
+        drafter: Drafter = tiny_head(target, TreeShape.parse(shape), draft_vocab_size=40)
+        if lm:
+            drafter = LMDrafter(Target(noisy_model("llama")), target, TreeShape.parse(shape))
+        for module in drafter.modules():
+            for parameter in module.parameters():
+                parameter.data *= 1 + (sharp - 1) * (parameter.dim() == 1)
+        for prompts in (tiny_prompts()[:1], [prompt[:5] for prompt in tiny_prompts()]):
+            tree = drafted(drafter, target, prompts, tilt)
+            check_tree(tree)
+            candidates = grown.pop()
+            visits = visit_scores(candidates.scores, candidates.parents, 9, tilt).sort(descending=True).values
+            kept = likeliest(candidates.scores, candidates.parents, 9, tilt, tree.tokens.shape[1])
+            ours = visit_scores(candidates.scores, candidates.parents, 9, tilt).gather(1, kept)
+            assert (
+                torch.equal(ours, visits[:, : kept.shape[1]]) and tree.tokens.shape[1] <= TreeShape.parse(shape).nodes
+            )
+            assert torch.equal(tree.tokens, candidates.tokens.gather(1, kept))
+            assert_scores_are_q(tree)
+
+
+def drafted(drafter: Drafter, target: Target, prompts: list[list[int]], tilt: float) -> DraftTree:
+    """The trees that follow prompts of one length."""
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        session = drafter.start(ids[:, 0], DraftRequest(len(ids), 99, tilt=tilt))
+        counts = torch.full((len(ids),), ids.shape[1] - 1)
+        session.extend(ids[:, 1:], target.features(ids)[:, :-1], counts)
+        return session.draft(ids[:, -1])
+
+
+def assert_scores_are_q(tree: DraftTree) -> None:
+    """Each node's q belongs to it: its children's scores say so."""
+    log_q = tree.q_logits.float().log_softmax(-1)
+    for row, node in tree.is_draft.nonzero().tolist():
+        parent, token = int(tree.parents[row, node]), int(tree.tokens[row, node])
+        entry = token if tree.draft_ids is None else int((tree.draft_ids == token).nonzero()[0])
+        step = log_q[row, tree.q_index[row, parent], entry]
+        torch.testing.assert_close(tree.scores[row, node], tree.scores[row, parent] + step, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_not_a_number_comes_through_to_be_refused() -> None:
+    scores = torch.tensor([[0.0, -1.0, torch.nan, -0.5]])
+    assert likeliest(scores, torch.zeros(1, 4, dtype=torch.long), 1, 0.0, 3).tolist() == [[0, 2, 3]]
+
+
+def test_the_rule_chooses_the_default_tree_and_exact_decoding_stays_exact() -> None:
+    target = Target(tiny_model("llama"))
+    drafter = tiny_head(target)
+    drafter = EagleDrafter(drafter.head, target)
+    decoder = FuzzyDecoder(target, drafter)
+    assert drafter.for_batch(1) is drafter
+    for greedy, shapes in ((True, TILTED_SHAPES), (False, LITTLE_TILT_SHAPES)):
+        tilted = drafter.for_batch(1, parse_rule("tilted:2").tilt(greedy))
+        assert isinstance(tilted, EagleDrafter) and tilted.shape == shapes["cpu"]
+    given = drafter.reshaped(TreeShape(2, 2, 4))
+    assert given.for_batch(1, 1.0) is given, "a tree that was asked for stays"
+    plain = decoder.generate([[1, 2, 3]], drafter=given, max_new_tokens=12).sequences
+    for grafted in (drafter, GraftedDrafter(drafter, LookupDrafter(decoder.target.vocab_size))):
+        options = {"drafter": grafted, "max_new_tokens": 12}
+        assert decoder.generate([[1, 2, 3]], "tilted:inf", **options).sequences == plain
+        assert decoder.generate([[1, 2, 3]], "tilted:1", **options).stats.drafter["depth"] >= 7
