@@ -16,7 +16,8 @@ from torch import Tensor
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
-from fsd_infer.device.transfer import padded, to_device
+from fsd_infer.device.rows import at_nodes, padded, visible_slots
+from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.auto import AutoTree, Law
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.shape import AUTO
@@ -29,7 +30,7 @@ from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
 from fsd_infer.rules.tilted import FIRST_PRICE
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, at_nodes, visible_slots
+from fsd_infer.tree import DraftTree
 
 
 @torch.inference_mode()
