@@ -101,9 +101,9 @@ class DraftTree:
 
     def keep(self, nodes: Tensor) -> DraftTree:
         """The part of these nodes [B, K], a parent before its children, the new root first. Leaves have no q."""
-        number = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
-        parents = torch.zeros_like(self.parents).scatter(1, nodes, number).gather(1, self.parents.gather(1, nodes))
-        parents[:, 0] = 0
+        places = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+        number = torch.zeros_like(self.parents).scatter(1, nodes, places)  # of what is not kept 0
+        parents = number.gather(1, self.parents.gather(1, nodes))
         scores = self.scores.gather(1, nodes)
         kept = replace(
             self,

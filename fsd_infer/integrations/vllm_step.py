@@ -113,9 +113,10 @@ class Chains(Evidence):
         step: the drafts.
         scores: [B, N, V] ln p up to a constant; at temperature 0 raw logits.
         greedy: temperature 0.
+        overspent: [B] see :class:`Verification`.
     """
 
-    def __init__(self, step: Step, scores: Tensor, greedy: bool) -> None:
+    def __init__(self, step: Step, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
         batch, nodes = step.shape
         # vLLM does not say what its drafter's distribution was; what is no draft counts as padding
         no_draft = torch.nn.functional.pad(~step.drafted[:, :-1], (1, 0))
@@ -125,7 +126,8 @@ class Chains(Evidence):
             scores=torch.zeros(step.shape, device=scores.device).masked_fill(no_draft, -math.inf),
         )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
-        super().__init__(Verification(tree, scores, scores, greedy, uniforms, texts=step.texts), lazy=False)
+        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
+        super().__init__(round, lazy=False)
 
     def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         """[B, N] the lift of the draft that follows each node under the rule, and what the law there costs in nats; 0
