@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fsd_infer.device.rows import visible_slots
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import visible_slots
 
 
 class Probe:

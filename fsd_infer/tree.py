@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import lists, padded, to_device
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask (True: visible) as eager attention adds it to its scores: 0, or the least number of ``dtype``."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+from fsd_infer.device.rows import padded
+from fsd_infer.device.transfer import lists, to_device
 
 
 @dataclass
@@ -105,9 +101,9 @@ class DraftTree:
 
     def keep(self, nodes: Tensor) -> DraftTree:
         """The part of these nodes [B, K], a parent before its children, the new root first. Leaves have no q."""
-        number = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
-        parents = torch.zeros_like(self.parents).scatter(1, nodes, number).gather(1, self.parents.gather(1, nodes))
-        parents[:, 0] = 0
+        places = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+        number = torch.zeros_like(self.parents).scatter(1, nodes, places)  # of what is not kept 0
+        parents = number.gather(1, self.parents.gather(1, nodes))
         scores = self.scores.gather(1, nodes)
         kept = replace(
             self,
@@ -158,31 +154,3 @@ class DraftTree:
 
 
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a row's tree, as in DraftTree
-
-
-def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
-    """values [B, N, ...], nodes [B, K] -> [B, K, ...]. Copies whole entries, where gather goes number by number."""
-    if len(values) == 1:
-        return values[0].index_select(0, nodes[0])[None]
-    count = values.shape[1]
-    index = nodes + count * torch.arange(nodes.shape[0], device=nodes.device)[:, None]
-    return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
-
-
-def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
-    """Which cache slots new tokens may attend to: the whole text, and chosen tokens after it.
-
-    Args:
-        lengths: [B] text length of each row, on the CPU; its tokens occupy the slots before it.
-        sees: [B, M, E] bool; may token i attend to the e-th slot after the text.
-
-    Returns:
-        [B, M, S] bool on the device of ``sees``, with S = longest text + E.
-    """
-    if lengths.shape[0] == 1:  # no row has a longer text than its own
-        return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
-    extra = sees.shape[-1]
-    offset = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
-    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
-    inside = (offset >= 0) & (offset < extra)
-    return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (offset < 0)[:, None])

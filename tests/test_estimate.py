@@ -19,13 +19,13 @@ from fsd_bench.estimate import Planned, by_device, planned_head
 from fsd_bench.planned import planned_target
 from fsd_bench.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.cli.main import main as infer
+from fsd_infer.device.rows import visible_slots
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import shipped_drafter
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import visible_slots
 from fsd_train.cli import main as cli
 from fsd_train.commands.estimate import head_recipe, on_paper
 from fsd_train.data import features

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsd_infer import FsdError, FuzzyDecoder, Target
-from fsd_infer.drafters import DraftRequest, LookupDrafter
+from fsd_infer.drafters import LookupDrafter
 from fsd_infer.drafters.free import best_first
 from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, ChanceTable, TextIndex
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
-from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB
 from tests.rules_enumeration import Enumeration
 from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, simulate, text_of
-from tests.tree_rounds import check_tree
+from tests.test_free import drafted
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -88,35 +85,8 @@ def test_old_evidence_fades() -> None:
     assert 0 < table.chance(0, 3) < 0.01
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 6))
-def test_trees_are_trees(texts: list[list[int]], nodes: int, depth: int) -> None:
-    drafter = LookupDrafter(VOCAB, depth=depth, nodes=nodes)
-    tree = draft(drafter, texts)
-    check_tree(tree)
-    assert tree.tokens.shape[1] <= nodes
-    assert tree.max_depth <= drafter.max_depth
-    assert bool((tree.q_index == -1).all())
-    real = [int(row.isfinite().sum()) for row in tree.scores]
-    assert max(real) == tree.tokens.shape[1], "padding is for rows with fewer nodes than others"
-    for row, text in enumerate(texts):
-        alone = draft(drafter, [text])
-        assert torch.equal(alone.tokens[0], tree.tokens[row, : real[row]]), "a row's tree depends on its text alone"
-
-
-def draft(drafter: LookupDrafter, texts: list[list[int]]) -> DraftTree:
-    """The trees for texts that arrive in pieces of three, right-padded."""
-    session = drafter.start(torch.tensor([text[0] for text in texts]), DraftRequest(len(texts), 100))
-    longest = max(map(len, texts))
-    for start in range(1, longest, 3):
-        pieces = [text[start : start + 3] for text in texts]
-        tokens = torch.tensor([piece + [9] * (3 - len(piece)) for piece in pieces])
-        session.extend(tokens, torch.empty(len(texts), 3, 0), torch.tensor([len(piece) for piece in pieces]))
-    return session.draft(torch.tensor([text[-1] for text in texts]))
-
-
 def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
-    tree = draft(LookupDrafter(VOCAB, depth=10), [[1, 2, 3] * 4])
+    _, tree = drafted(LookupDrafter(VOCAB, depth=10), [[1, 2, 3] * 4])
     assert tree.max_depth == 10
     path = [0]
     while len(path) <= 10:  # the most likely child each time
@@ -126,33 +96,9 @@ def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
 
 def test_other_continuations_are_branches() -> None:
     # "1 2" went on with 3, then with 4; "2" alone with 5 as well
-    tree = draft(LookupDrafter(VOCAB), [[1, 2, 3, 8, 1, 2, 4, 9, 2, 5, 1, 2]])
+    _, tree = drafted(LookupDrafter(VOCAB), [[1, 2, 3, 8, 1, 2, 4, 9, 2, 5, 1, 2]])
     children = tree.tokens[0, 1:][tree.parents[0, 1:] == 0].tolist()
     assert children == [4, 3, 5]
-
-
-def test_rows_leave() -> None:
-    texts = [[1, 2, 1], [3, 4, 3, 4, 3], [5]]
-    drafter = LookupDrafter(VOCAB)
-    session = drafter.start(torch.tensor([1, 3, 5]), DraftRequest(3, 20))
-    tokens = torch.tensor([[2, 1, 0, 0], [4, 3, 4, 3], [0, 0, 0, 0]])
-    session.extend(tokens, torch.empty(3, 4, 0), torch.tensor([2, 4, 0]))
-    session.select(torch.tensor([1]))
-    assert torch.equal(session.draft(torch.tensor([3])).tokens, draft(drafter, texts[1:2]).tokens)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
-def test_greedy_equals_generate(family: str) -> None:
-    model = tiny_model(family) if family != "llama" else circling_model()
-    decoder = FuzzyDecoder(Target(model), LookupDrafter(VOCAB))
-    prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
-    expected = reference(model, prompts, max_new_tokens=48)
-    assert decoder.generate(prompts[:1], max_new_tokens=48, do_sample=False).sequences == expected[:1]
-    for rule in ("exact", "draft-only"):  # no distribution is known, so nothing but the target decides
-        out = decoder.generate(prompts, rule=rule, max_new_tokens=48, do_sample=False)
-        assert out.sequences == expected
-        assert out.stats.divergence_spent == 0
-    assert out.stats.tau > 2.5 or family != "llama", "answers that go in circles are followed around them"
 
 
 @dataclass(frozen=True)
@@ -176,15 +122,3 @@ def test_every_rules_law_is_the_targets(spec: str, processed: bool) -> None:
     assert p_value(got.codes, Enumeration(toy, "exact").target_law()) > ALARM
     assert got.spent.sum() == 0
     assert got.gates.sum() == 0
-
-
-BAD_OPTIONS: list[dict[str, float]] = [
-    *({"depth": 0}, {"nodes": 1}, {"width": 0}, {"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}),
-    *({"max_ngram": LONGEST_MATCH + 1}, {"least": 0.0}, {"least": math.nan}),
-]
-
-
-@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
-def test_options_out_of_range_are_named(options: dict[str, float]) -> None:
-    with pytest.raises(FsdError, match=next(iter(options))):
-        LookupDrafter(VOCAB, **options)  # type: ignore[arg-type]

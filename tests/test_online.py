@@ -16,7 +16,7 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.auto import RETRY, AutoMemory, AutoTree, Law
+from fsd_infer.drafters.auto import RETRY, AutoMemory, AutoTree, LawKind
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
 from fsd_infer.drafters.growth import TreeDrafter
@@ -149,14 +149,14 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize("sure", [0.3, 0.9])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, Law(), 48)
+    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, LawKind(), 48)
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
 def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again() -> None:
     machine = Machine(small_machine, 0.02)
-    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, Law(), 48)
+    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, LawKind(), 48)
     speed(choice, machine, 0.5, 100)
     assert choice.idle
     before = machine.spent

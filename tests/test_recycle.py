@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsd_bench.engine import EngineMethod
-from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.recycle import BUCKET_NATS, BUCKETS, PRIORS, Recycled
@@ -17,7 +17,6 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
-from tests.tree_rounds import check_tree
 
 
 def logs(*chances: float) -> list[float]:
@@ -86,44 +85,6 @@ def test_drafts_are_judged_before_their_answer_is_known() -> None:
     assert tree.tokens[0, 0] == 7
 
 
-def test_trees_are_trees() -> None:
-    generator = torch.Generator().manual_seed(0)
-    drafter = RecycleDrafter(VOCAB, depth=4, nodes=12, width=4)
-    for _ in range(300):
-        context = torch.randint(6, (2,), generator=generator).tolist()
-        tokens = torch.randperm(6, generator=generator)[:4].tolist()
-        drafter.recycled.remember(context, tokens, logs(0.5, 0.3, 0.1, 0.05))
-    session = drafter.start(torch.tensor([1, 2, 9]), DraftRequest(3, 100))
-    session.extend(torch.tensor([[1, 3], [4, 5], [9, 9]]), torch.empty(3, 2, 0), torch.tensor([2, 2, 2]))
-    tree = session.draft(torch.tensor([3, 5, 9]))
-    check_tree(tree)
-    assert tree.tokens.shape[1] == 12 and tree.max_depth <= 4
-    assert bool((tree.q_index == -1).all())
-    session.select(torch.tensor([1]))
-    assert torch.equal(session.draft(torch.tensor([5])).tokens, tree.tokens[1:2])
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
-@pytest.mark.parametrize("keep", [True, False])
-def test_greedy_equals_generate(family: str, keep: bool) -> None:
-    model = tiny_model(family)
-    target = Target(model)
-    prompts = tiny_prompts()
-    expected = reference(model, prompts, max_new_tokens=32)
-    drafter = RecycleDrafter(VOCAB, keep=keep)
-    decoder = FuzzyDecoder(target, drafter)
-    for prompt, answer in list(zip(prompts, expected))[:2]:
-        assert decoder.generate([prompt], max_new_tokens=32, do_sample=False).sequences == [answer]
-    for rule in ("exact", "draft-only"):  # no distribution is known, so nothing but the target decides
-        out = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
-        assert out.sequences == expected
-    assert bool(len(drafter.recycled)) == keep
-    drafter.forget()
-    assert not len(drafter.recycled)
-    if keep:
-        assert out.stats.tau > 2, "the same prompts again"
-
-
 def test_without_keep_an_answer_depends_on_its_request_alone() -> None:
     decoder = FuzzyDecoder(Target(circling_model()), RecycleDrafter(VOCAB, keep=False))
     first, again = (decoder.generate(tiny_prompts((9, 5)), max_new_tokens=64, do_sample=False) for _ in range(2))
@@ -156,9 +117,3 @@ def test_a_repeated_prompt_is_not_measured_from_memory() -> None:
     runs = [method.answer(tiny_prompts(), dict(max_new_tokens=24, do_sample=False), 0) for _ in range(2)]
     first, second = ([answer.target_forwards for answer in run.answers] for run in runs)
     assert first == second
-
-
-@pytest.mark.parametrize("options", [{"depth": 0}, {"nodes": 1}, {"width": 0}, {"most": 0}, {"least": 1.0}], ids=str)
-def test_options_out_of_range_are_named(options: dict[str, float]) -> None:
-    with pytest.raises(FsdError, match=next(iter(options))):
-        RecycleDrafter(VOCAB, **options)  # type: ignore[arg-type]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fsd_bench.worth.steps import BEGINNING, HIT, UNKNOWN, Rounds, Step, bin_of
+from fsd_infer.device.rows import at_nodes
 from fsd_infer.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.rules import Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
-from fsd_infer.tree import DraftTree, at_nodes
+from fsd_infer.tree import DraftTree
 
 Cell = tuple[Rule, TreeShape]
 _Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on

@@ -19,7 +19,8 @@ from fsd_infer.beams.width import chances_of_width, dynamic_width, guesses_of
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
-from fsd_infer.device.transfer import lists, padded, to_device
+from fsd_infer.device.rows import padded
+from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
@@ -183,15 +184,15 @@ class _Beams:
 
     def advance(self) -> None:
         """Take every step that can be taken; put answers that are complete aside."""
-        settled: list[list[Node]] = []
+        grown: list[list[Node]] = []
         for search in self.searches:
-            before = search.forest.settled
+            before = search.forest.shared
             while not search.done:
                 self._look_at(search.row, [beam.node for beam in search.live if beam.node.logits is not None])
                 if not search.step():
                     break
-            settled.append(_between(before, search.forest.settled))
-        self.proposer.settle(settled)
+            grown.append(_between(before, search.forest.shared))
+        self.proposer.extend(grown)
         self._put_aside()
         self.clock.lap("search")
 

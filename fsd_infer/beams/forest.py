@@ -106,7 +106,7 @@ class Forest:
         self.root.slot = len(prompt) - 1
         self.positions = torch.arange(slots)  # of what lies in each slot
         self.used = len(prompt)  # slots from 0 on that have ever been taken
-        self.settled = self.root  # what all live beams share ends here
+        self.shared = self.root  # the last node that all live beams share
         self._free: list[int] = []
         self.spare = slots - 1
 
@@ -153,8 +153,8 @@ class Forest:
             while node.parent is not None and not node.children and node not in alive:
                 self.drop(node)
                 node = node.parent
-        while self.settled not in alive and len(self.settled.children) == 1:
-            (self.settled,) = self.settled.children.values()
+        while self.shared not in alive and len(self.shared.children) == 1:
+            (self.shared,) = self.shared.children.values()
 
     def trim(self, live: Sequence[Node]) -> None:
         """Drop what is below live beams."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fsd_infer.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import lists, padded, to_device
+from fsd_infer.device.rows import at_nodes, padded
+from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters import (
     Drafter,
     EagleDrafter,
@@ -35,7 +36,6 @@ from fsd_infer.drafters.lookup import TextIndex
 from fsd_infer.drafters.recycle import Recycled
 from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
-from fsd_infer.tree import at_nodes
 
 
 class Proposer:
@@ -51,8 +51,8 @@ class Proposer:
     def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
         """The target has read these nodes, [B] rows. Ignored by default."""
 
-    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """These nodes, [B] rows, one below the other in each, have become part of every beam. Ignored by default."""
+    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
+        """What all beams share grew by these nodes, [B] rows, one below the other in each. Ignored by default."""
 
     def select(self, rows: Tensor) -> None:
         """Keep only these prompts [B'], ascending, on the CPU."""
@@ -272,7 +272,7 @@ class _LookupProposer(_TableProposer):
 
     tables: Sequence[TextIndex]
 
-    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
         for index, row in zip(self.tables, nodes, strict=True):
             for node in row:
                 index.append(node.token)
@@ -299,7 +299,7 @@ class _RecycleProposer(_TableProposer):
                     values, tokens = node.likely
                     recycled.remember(_tail(forest, node, 2), tokens[: recycled.width], [min(x, 0.0) for x in values])
 
-    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
         for recycled, forest, row in zip(self.tables, self.forests, nodes, strict=True):
             for node in row:
                 if node.parent is not None:
@@ -344,9 +344,9 @@ class _GraftedProposer(Proposer):
         for part in self.parts:
             part.observe(nodes)
 
-    def settle(self, nodes: Sequence[Sequence[Node]]) -> None:
+    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
         for part in self.parts:
-            part.settle(nodes)
+            part.extend(nodes)
 
     def select(self, rows: Tensor) -> None:
         for part in self.parts:

@@ -16,7 +16,7 @@ from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
-from fsd_infer.device.memory import give_back
+from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.rounds import Round
@@ -162,7 +162,7 @@ class FuzzyDecoder:
                 self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
             if self._recorder is not None:
                 made.use_graphs(self._recorder)
-        give_back()  # weights in the type and layout of their file came and went
+        release_freed()  # weights in the type and layout of their file came and went
         return made
 
     def pack(self, drafter: Drafter, release: bool) -> None:

@@ -46,7 +46,7 @@ def free_bytes(device: torch.device) -> int | None:
     return None if kibibytes is None else 1024 * int(kibibytes)
 
 
-def give_back() -> None:
+def release_freed() -> None:
     """Return to the system what has been freed, what only cycles still refer to included."""
     gc.collect()
     trim()

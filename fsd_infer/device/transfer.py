@@ -6,7 +6,6 @@ end (fsd_infer/rules/_walk.py), and what goes the other way is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ _UNPINNED = {"cpu", "mps"}  # devices that share the host's memory
 def wide(device: torch.device) -> torch.dtype:
     """The widest floating-point type of a device. Token ids fit into either."""
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
-
-
-def padded(rows: Sequence[Sequence[Any]], fill: float = 0) -> Tensor:
-    """Rows of different lengths -> [B, N] on the CPU, filled up at their ends."""
-    most = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (most - len(row))] for row in rows])
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

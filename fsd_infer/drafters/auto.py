@@ -59,7 +59,7 @@ class Step(NamedTuple):
     first: bool
 
 
-class Law(NamedTuple):
+class LawKind(NamedTuple):
     """By what the drafts of a request will be verified.
 
     Attributes:
@@ -76,7 +76,7 @@ class Law(NamedTuple):
 class Knowledge:
     """What was learned of a law and a size of batch."""
 
-    def __init__(self, costs: Costs, batch: int, law: Law) -> None:
+    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
         self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach = Rate(1.0, 1.0, DEPTH_MEMORY)  # rows that came to nodes that were expanded, per row expected to
@@ -100,9 +100,9 @@ class AutoMemory:
         self.looks = device == "cpu"  # elsewhere a look at each depth would make the host wait
         self.clock = clock
         self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, Law], Knowledge] = {}
+        self._known: dict[tuple[int, LawKind], Knowledge] = {}
 
-    def knowledge(self, batch: int, law: Law) -> Knowledge:
+    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
         """Of earlier requests; what is learned is added to it."""
         size = batch.bit_length()
         costs = self._costs.setdefault(size, Costs(self.prior))
@@ -131,26 +131,23 @@ class AutoTree:
         self,
         memory: AutoMemory,
         batch: int,
-        law: Law,
+        law: LawKind,
         nodes: int,
         sizes: Sequence[int] | None = None,
         learns: bool = True,
     ) -> None:
         self.memory, self.law, self.most, self.sizes, self.learns = memory, law, nodes, sizes, learns
         self.looks = memory.looks
-        if learns:
-            self.known = memory.knowledge(batch, law)
-        else:
-            self.known = Knowledge(Costs(memory.prior, learns=False), batch, law)
+        self.known = memory.knowledge(batch, law) if learns else Knowledge(Costs(memory.prior, False), batch, law)
         self.known.curve.begin_text()
         self.trees, self.batch = Trees(), 0
         self._begin(batch)
 
     def _begin(self, batch: int) -> None:
         """A round of so many rows."""
-        if self.learns:
-            self.known = self.memory.knowledge(batch, self.law)
         if batch != self.batch:
+            if self.learns:
+                self.known = self.memory.knowledge(batch, self.law)
             self.rate = self.known.rate.recent(RATE_MEMORY)
         self.batch = batch
         self.depths = self.expanded = 0

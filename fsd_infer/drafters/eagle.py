@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
+from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
@@ -23,7 +24,7 @@ from fsd_infer.heads.checkpoint import is_head, is_public, load_head, read_confi
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, at_nodes
+from fsd_infer.tree import DraftTree
 
 READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory
 MOST_UNREAD = 1024  # tokens of a text

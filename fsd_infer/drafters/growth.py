@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.estimates import PRIORS, Prior
@@ -36,7 +37,7 @@ from fsd_infer.drafters.shape import (
 )
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, at_nodes, visible_slots
+from fsd_infer.tree import DraftTree
 
 
 class TreeDrafter(Drafter):

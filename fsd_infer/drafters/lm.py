@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Recorder
+from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.estimates import Prior
@@ -22,7 +23,7 @@ from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
 from fsd_infer.errors import VocabularyMismatchError
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, at_nodes, visible_slots
+from fsd_infer.tree import DraftTree
 
 
 @cache

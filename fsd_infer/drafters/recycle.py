@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu import ops
+from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
 from fsd_infer.drafters.free import FreeDrafter, Options
 from fsd_infer.errors import FsdError
-from fsd_infer.tree import DraftTree, at_nodes
+from fsd_infer.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
 BUCKET_NATS = 0.4

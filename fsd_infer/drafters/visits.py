@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from fsd_infer.device.transfer import wide
+
 MOST_TILT = 2.5  # e^(2.5 · 256), of the deepest tree, is still a number; above, hardly any choice changes
 
 
@@ -33,7 +35,7 @@ def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Te
     if not tilt:
         return scores
     tilt = min(tilt, MOST_TILT)
-    steps = (scores - scores.gather(1, parents)).double()
+    steps = (scores - scores.gather(1, parents)).to(wide(scores.device))
     steps[:, 0] = -math.inf  # the root is nobody's child
     q = steps.exp()
     z = torch.ones_like(q)

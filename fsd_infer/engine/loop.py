@@ -16,8 +16,9 @@ from torch import Tensor
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
-from fsd_infer.device.transfer import padded, to_device
-from fsd_infer.drafters.auto import AutoTree, Law
+from fsd_infer.device.rows import at_nodes, padded, visible_slots
+from fsd_infer.device.transfer import to_device
+from fsd_infer.drafters.auto import AutoTree, LawKind
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.request import Outcome, Request
@@ -32,7 +33,7 @@ from fsd_infer.rules.tilted import FIRST_PRICE
 from fsd_infer.rules.verification import Emission
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, at_nodes, visible_slots
+from fsd_infer.tree import DraftTree
 
 
 def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Outcome:
@@ -118,7 +119,7 @@ class _Batch:
         if drafter.auto is None:
             return None
         names = {row.rule.name for row in self.rows}
-        law = Law(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
+        law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
         recorded = None if self.target.graphs is None else TOKENS
         learns = request.generator is None and not self.target.is_shared_out  # else trees follow from the text alone
         return AutoTree(drafter.auto, len(self.rows), law, drafter.max_nodes, recorded, learns)

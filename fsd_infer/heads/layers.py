@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
-from fsd_infer.tree import additive
+from fsd_infer.device.rows import additive
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # kinds of layers that EAGLE-3 heads are published with
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import at_nodes
 
 PREFILL_CHUNK = 512
 # Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.

@@ -77,11 +77,11 @@ class _Walk:
         self.left = to_device(left, self.device) if min(left.tolist()) < math.inf else None
         self.laws: list[tuple[Law, Tensor | bool]] = []
         self.dense: list[Tensor] = []
+        self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
         self.closed = self.open = evidence.chance
         self.applies = self.asked = torch.zeros_like(evidence.is_draft)
-        self.cost: Tensor | None = None
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.laws = [self._add(law, rows) for law, rows in laws]
         self.looks = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
@@ -180,9 +180,8 @@ class _Walk:
 
     def _undrafted(self) -> Verdict:
         """The verdict on roots alone: a token from p each."""
-        evidence, none = self.evidence, torch.zeros_like(self.tree.parents)
-        token = evidence.likeliest if evidence.greedy else self._final(none, none > 0)
-        (token,) = self._on_host(token)
+        none = torch.zeros_like(self.tree.parents)
+        (token,) = self._on_host(self._final(none, none > 0))
         none, token = torch.zeros(token.shape, dtype=torch.long), token.long()
         nats = torch.zeros(token.shape, dtype=torch.float64)
         return Verdict(none, none[:, 0], token, none, none > 0, nats, none - 1, nats / 0)
@@ -195,7 +194,7 @@ class _Walk:
         places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
         path = end.expand_as(reached).scatter(1, places, ends)
         last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
-        tokens = torch.where(last, self._final(end, pays.gather(1, end)), tree.tokens.gather(1, below))
+        tokens = torch.where(last, self._final(end, pays), tree.tokens.gather(1, below))
         sources = (nodes < accepted) * int(Source.EXACT)  # Source.TARGET is 0
         if self.cost is None:
             is_open, spent = (
@@ -231,9 +230,12 @@ class _Walk:
         refuse({who: found.pop(0) > 0 for who in self.unfit})
         return found
 
-    def _final(self, end: Tensor, is_open: Tensor) -> Tensor:
+    def _final(self, end: Tensor, pays: Tensor) -> Tensor:
         """[B, 1] the token after the path, which ends at ``end`` [B, 1]: none of those that were drafted there."""
         evidence, tree = self.evidence, self.tree
+        if evidence.greedy and self.cost is None:
+            return evidence.likeliest.gather(1, end)
+        is_open = pays.gather(1, end)
         if evidence.greedy:
             return torch.where(is_open, self.opened.gather(1, end), evidence.likeliest.gather(1, end))
         at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import to_device
 from fsd_infer.registry import Registry
 from fsd_infer.rules._walk import walk
@@ -18,7 +19,6 @@ from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.phases import markers
 from fsd_infer.rules.verification import Verdict, Verification
-from fsd_infer.tree import at_nodes
 
 
 class Rule:

@@ -17,13 +17,13 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
 from fsd_infer.device.lock import RequestLock
+from fsd_infer.device.rows import additive
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.token_ids import eos_ids
-from fsd_infer.tree import additive
 
 _DIGEST_ROWS = 1024
 

@@ -1,0 +1,50 @@
+"""Rows of a batch that differ in length: filled up, picked from, and kept from what is not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import to_device
+
+
+def padded(rows: Sequence[Sequence[Any]], fill: float = 0) -> Tensor:
+    """Rows of different lengths -> [B, N] on the CPU, filled up at their ends."""
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (most - len(row))] for row in rows])
+
+
+def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
+    """values [B, N, ...], nodes [B, K] -> [B, K, ...]. Copies whole entries, where gather goes number by number."""
+    if len(values) == 1:
+        return values[0].index_select(0, nodes[0])[None]
+    count = values.shape[1]
+    index = nodes + count * torch.arange(nodes.shape[0], device=nodes.device)[:, None]
+    return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
+
+
+def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
+    """Which cache slots new tokens may attend to: the whole text, and chosen tokens after it.
+
+    Args:
+        lengths: [B] text length of each row, on the CPU; its tokens occupy the slots before it.
+        sees: [B, M, E] bool; may token i attend to the e-th slot after the text.
+
+    Returns:
+        [B, M, S] bool on the device of ``sees``, with S = longest text + E.
+    """
+    if lengths.shape[0] == 1:  # no row has a longer text than its own
+        return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
+    extra = sees.shape[-1]
+    offset = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
+    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
+    inside = (offset >= 0) & (offset < extra)
+    return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (offset < 0)[:, None])
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (True: visible) as eager attention adds it to its scores: 0, or the least number of ``dtype``."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

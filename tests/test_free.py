@@ -1,0 +1,96 @@
+"""Drafters without a model: best-first trees of their tables, answers that stay exact, and options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.device.rows import padded
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer.drafters.free import best_first
+from fsd_infer.drafters.lookup import LONGEST_MATCH
+from fsd_infer.tree import DraftTree
+from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
+from tests.tree_rounds import check_tree
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "lookup": lambda: LookupDrafter(VOCAB),
+    "recycle": lambda: RecycleDrafter(VOCAB),
+    "forgetful": lambda: RecycleDrafter(VOCAB, keep=False),
+    "both": lambda: GraftedDrafter(LookupDrafter(VOCAB), RecycleDrafter(VOCAB)),
+}
+
+
+def test_the_likeliest_nodes_come_first() -> None:
+    table = {1: [(2, 0.6), (3, 0.3)], 2: [(4, 0.4), (5, 0.6)], 5: [(1, 1.0)]}
+    tokens, parents, scores = best_first(lambda text: table.get(text[-1], []), [9, 1], 2, 6, 2, 0.2)
+    assert (tokens, parents) == ([1, 2, 5, 3, 4], [0, 0, 1, 0, 1])  # the path from 5 on is too deep
+    assert scores == pytest.approx([0.0, *map(math.log, (0.6, 0.36, 0.3, 0.24))])
+    assert best_first(lambda text: table.get(text[-1], []), [1], 2, 3, 9, 0.2)[0] == [1, 2, 5]
+    assert best_first(lambda text: table.get(text[-1], []), [1], 2, 9, 9, 0.7)[0] == [1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_are_trees_and_rows_leave(kind: str) -> None:
+    """A row's tree follows from its own text, whatever its neighbours have."""
+    drafter = KINDS[kind]()
+    texts = [[1, 2, 3, 1, 2, 4, 1, 2], [5], [6, 7] * 9]
+    (session, whole), (_, alone) = (drafted(drafter, some) for some in (texts, texts[2:]))
+    check_tree(whole)
+    assert whole.tokens.shape[1] <= drafter.max_nodes and whole.max_depth <= drafter.max_depth
+    assert bool((whole.q_index == -1).all())
+    count = alone.tokens.shape[1]
+    assert torch.equal(whole.tokens[2:, :count], alone.tokens) and not whole.is_draft[2:, count:].any()
+    session.select(torch.tensor([2]))
+    assert torch.equal(session.draft(torch.tensor([7])).tokens, alone.tokens)
+
+
+def drafted(drafter: Drafter, texts: list[list[int]]) -> tuple[DraftSession, DraftTree]:
+    """A session that has read these texts, in pieces of three tokens, and its trees."""
+    session = drafter.start(torch.tensor([text[0] for text in texts]), DraftRequest(len(texts), 99))
+    for start in range(1, max(map(len, texts)), 3):
+        pieces = [text[start : start + 3] for text in texts]
+        counts = torch.tensor([len(piece) for piece in pieces])
+        session.extend(padded([[*piece, *[9] * (3 - len(piece))] for piece in pieces]), torch.empty(0), counts)
+    return session, session.draft(torch.tensor([text[-1] for text in texts]))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_generate(kind: str, family: str) -> None:
+    model = circling_model() if kind == "lookup" and family == "llama" else tiny_model(family)
+    drafter: Drafter = KINDS[kind]()
+    decoder = FuzzyDecoder(Target(model), drafter)
+    prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
+    expected = reference(model, prompts, max_new_tokens=32)
+    assert decoder.generate(prompts[:1], max_new_tokens=32, do_sample=False).sequences == expected[:1]
+    for rule in ("exact", "draft-only"):  # no distribution is known, so nothing but the target decides
+        out = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
+        assert out.sequences == expected and out.stats.divergence_spent == 0
+    if isinstance(drafter, RecycleDrafter):
+        assert bool(len(drafter.recycled)) == drafter.keep
+        assert out.stats.tau > 2 or not drafter.keep, "the same prompts again"
+        drafter.forget()
+        assert not len(drafter.recycled)
+    assert out.stats.tau > 2.5 or model.config.model_type != "llama" or kind != "lookup", "circles are followed"
+
+
+BAD: dict[type, list[dict[str, float]]] = {
+    LookupDrafter: [
+        *({"depth": 0}, {"nodes": 1}, {"width": 0}, {"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}),
+        *({"max_ngram": LONGEST_MATCH + 1}, {"least": 0.0}, {"least": math.nan}),
+    ],
+    RecycleDrafter: [{"nodes": 1}, {"most": 0}, {"least": 1.0}],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_options_out_of_range_are_named(kind: type) -> None:
+    for options in BAD[kind]:
+        with pytest.raises(FsdError, match=next(iter(options))):
+            kind(VOCAB, **options)
