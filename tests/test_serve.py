@@ -7,15 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
+from transformers import AutoModelForCausalLM
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
+from tests.test_adapters import save_adapter
+from tests.text_toys import save_tiny_chat_target
 
 CHAT = "/v1/chat/completions"
 
@@ -205,3 +210,33 @@ def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
         bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
         found = list(pool.map(lambda body: client.post("/v1/completions", json=body).status_code, bodies))
     assert found == [400, 200, 200, 400]
+
+
+def test_phases_are_part_of_the_rule(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
+    """A pair that the target lacks fails its own request alone."""
+    opening, closing = toy_decoder.tokenizer.convert_ids_to_tokens([5, 6])
+    rule = f"tilted:0.5:novel=0:only_in={opening}..{closing}"
+    wanted = toy_decoder.generate("the cat sat on the mat", rule, max_new_tokens=8, temperature=0).texts[0]
+    found = client.post(CHAT, json=asked(rule=rule))
+    assert found.json()["choices"][0]["message"]["content"] == wanted
+    refused = client.post(CHAT, json=asked(rule="tilted:only_in=think"))
+    assert refused.status_code == 400 and "no token of the target's" in refused.json()["error"]["message"]
+    with pytest.raises(FsdError, match="no token of the target's"):
+        make_app(toy_decoder, "tilted:only_in=think")
+
+
+def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
+    base = save_tiny_chat_target(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base), str(base))
+    decoder = FuzzyDecoder.from_pretrained(str(base), "lookup", dtype=torch.float32, adapters={"mine": adapter})
+    with TestClient(make_app(decoder, "exact", Limits(max_new_tokens=16))) as client:
+        names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert names == [str(base), "mine"]
+        bodies = [asked(max_tokens=12, model=name) for name in (*names, names[0])]
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda body: client.post(CHAT, json=body).json(), bodies))
+    for name, reply in zip((*names, names[0]), found):
+        adapter_of = {"adapter": "mine"} if name == "mine" else {}
+        wanted = decoder.generate(asked()["messages"], max_new_tokens=12, temperature=0, **adapter_of).texts[0]
+        assert reply["choices"][0]["message"]["content"] == wanted and reply["model"] == name
+    assert found[0]["choices"] != found[1]["choices"]

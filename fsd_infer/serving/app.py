@@ -24,7 +24,9 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
+from fsd_infer.rules.phases import markers_of
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
+from fsd_infer.targets.adapters import adapter_names
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,11 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     Raises:
         FsdError: an unknown rule, or a target without a tokenizer.
     """
-    parse_rule(rule)
     limits = limits or Limits()
     if decoder.tokenizer is None:
         raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files.")
+    markers_of([parse_rule(rule)], decoder.tokenizer)
+    adapters = adapter_names(decoder.target.model)
     batcher = Batcher(decoder, limits.max_batch, limits.max_queue)
     metrics = Metrics(batcher)
 
@@ -180,7 +183,8 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": decoder.target.name, "object": "model", "owned_by": "fsd-infer"}]}
+        names = [decoder.target.name, *adapters]
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "fsd-infer"} for name in names]}
 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(asked: CompletionAsked, request: Request) -> Response:
@@ -196,6 +200,8 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
         loop = asyncio.get_running_loop()
         try:
             job = _job(decoder, asked, prompt, is_chat, rule, limits)
+            if asked.model in adapters:
+                job.sampling["adapter"] = asked.model
 
             def tell(text: str, done: Job | None) -> None:
                 if done is not None and done.stats is not None:
@@ -210,7 +216,7 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
         except FsdError as error:
             metrics.requests.labels("malformed").inc()
             raise HTTPException(400, str(error)) from error
-        reply = _Reply(decoder.target.name, is_chat)
+        reply = _Reply(job.sampling.get("adapter", decoder.target.name), is_chat)
 
         async def parts() -> AsyncIterator[str]:
             """New text until the end; a client that went away cancels the job."""
@@ -264,7 +270,8 @@ def _job(decoder: FuzzyDecoder, asked: Asked, prompt: Any, is_chat: bool, rule: 
     most = asked.max_completion_tokens or asked.max_tokens or limits.max_new_tokens
     if room is not None and len(ids) >= room:
         raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}.")
-    named = asked.rule or asked.vllm_xargs.get("rule") or rule
+    named = parse_rule(asked.rule or asked.vllm_xargs.get("rule") or rule)
+    markers_of([named], decoder.tokenizer)  # or the batch would fail
     greedy = asked.temperature == 0
     sampling: dict[str, Any] = {"do_sample": not greedy, "top_k": None, "seed": asked.seed}
     sampling.update(temperature=None, top_p=None) if greedy else sampling.update(
@@ -273,9 +280,7 @@ def _job(decoder: FuzzyDecoder, asked: Asked, prompt: Any, is_chat: bool, rule: 
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     deadline = time.monotonic() + limits.seconds
     new = min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids))
-    return Job(
-        ids, parse_rule(named), sampling, new, [text for text in stop if text], deadline, lambda text, done: None
-    )
+    return Job(ids, named, sampling, new, [text for text in stop if text], deadline, lambda text, done: None)
 
 
 @dataclass
