@@ -108,11 +108,14 @@ def measure(
     assert head_dir is not None
     try:
         for name, dtype in DTYPES.items():
+            if name == "bf16" and not args.decoded:
+                continue
             target = load(args.target, kind, dtype, Path(args.scratch))
-            target.name = TARGET
+            if not args.decoded:
+                continue
             decoder = FuzzyDecoder.from_pretrained(target.model, "none", target.tokenizer, pack=kind == "plain")
             decoder.drafter = decoder.load_drafter(str(head_dir), TreeShape(5, 6, 16))
-            found[name] = follows(decoder, prompts, args.max_new_tokens)
+            found[name] = follows(decoder, prompts[: args.decoded], args.max_new_tokens)
         doctor = Doctor(Target(target.model, target.tokenizer), load_head(head_dir), rows)
         found["agreement"] = [doctor.feeding.agreement(at_step(step)) for step in range(3)]
         found["precision"] = target.precision
@@ -126,13 +129,14 @@ def text(lines: list[dict[str, Any]]) -> str:
     rows = []
     for line in lines:
         if "refused" in line:
-            rows.append([line["kind"], "not here", "", "", "", ""])
+            rows.append([line["kind"], "not here", *[""] * 4])
             continue
-        shown = [f"{one['answers'] - one['parted']}/{one['answers']}" for one in (line["fp32"], line["bf16"])]
         agreement = " ".join(f"{share:.1%}" for share in line["agreement"])
-        rows.append([line["kind"], shown[0], shown[1], f"{line['bf16']['tie']:.3f}", agreement,
-                     f"{line['bf16']['tau']:.2f}"])  # fmt: skip
-    return table(["weights", "fp32 equal", "bf16 equal", "parts at", "agreement, steps 1 2 3", "tau"], rows)
+        both = [line[name] for name in ("fp32", "bf16") if name in line]
+        shown = [f"{one['answers'] - one['parted']}/{one['answers']}" for one in both]
+        bf16 = [f"{both[1]['tie']:.3f}", f"{both[1]['tau']:.2f}"] if both else ["", "", "", ""]
+        rows.append([line["kind"], agreement, *shown, *bf16])
+    return table(["weights", "agreement, steps 1 2 3", "fp32 equal", "bf16 equal", "parts at", "tau"], rows)
 
 
 def main() -> None:
@@ -140,8 +144,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", default=TARGET, help="built-in name or directory (%(default)s)")
     parser.add_argument("--prompts", default="data/spec_bench_dev.jsonl", help="(%(default)s)")
-    parser.add_argument("--limit", type=int, default=6, help="prompts (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="(%(default)s)")
+    parser.add_argument("--limit", type=int, default=12, help="texts to agree on (%(default)s)")
+    parser.add_argument(
+        "--decoded", type=int, default=3, help="of their prompts, decoded by each kind, 0: none (%(default)s)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=16, help="of each of these (%(default)s)")
     parser.add_argument("--kinds", nargs="+", default=kinds(), choices=kinds())
     parser.add_argument("--scratch", help="for checkpoints; default: a folder that is deleted")
     parser.add_argument("--output", help="file of the record")
@@ -153,7 +160,7 @@ def main() -> None:
         every = list(read_prompts(args.prompts))
         chosen = every[:: max(1, len(every) // args.limit)][: args.limit]
         prompts = [encode_chat(decoder.tokenizer, row.messages) for row in chosen]
-        made = decoder.generate(prompts, max_new_tokens=96, do_sample=False, chat=False, seed=0).sequences
+        made = decoder.generate(prompts, max_new_tokens=64, do_sample=False, chat=False, seed=0).sequences
         rows = [{"prompt_ids": p, "response_ids": a} for p, a in zip(prompts, made, strict=True)]
         lines: list[dict[str, Any]] = []
         record = {"command": "python -m benchmarks.quantised", "options": vars(args), "environment": environment()}

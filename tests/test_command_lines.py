@@ -109,7 +109,8 @@ def test_options_within_what_makes_sense(kind: object, bad: list[str], capsys: p
 
 def test_extras_are_those_of_the_project(repo_root: Path) -> None:
     text = (repo_root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
-    distributions = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}
+    distributions = {name: name.replace("_", "-") for name in ("prometheus_client", "compressed_tensors")}
+    distributions["yaml"] = "pyyaml"
     for package, extra in EXTRAS.items():
         section = re.search(rf"^{extra} = \[(.*?)\](?:\s|$)", text, flags=re.M | re.S)
         assert section is not None and f'"{distributions.get(package, package)}' in section[1]

@@ -18,7 +18,7 @@ LONGEST = {"stories": 60}
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(script: Path, toy: Toy, builtin_target_dir: Path, repo_root: Path, tmp_path: Path) -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
-    assert len(EXAMPLES) == 6 and len(lines) <= LONGEST.get(script.stem, 30)
+    assert len(EXAMPLES) == 7 and len(lines) <= LONGEST.get(script.stem, 30)
     small = ["--target", str(toy.target), "--drafter", str(toy.drafter)] if script.stem == "stories" else []
     done = subprocess.run(
         [sys.executable, str(script), *small], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(repo_root)},

@@ -27,8 +27,8 @@ CHAT = [
 ]
 FILES = {
     "me/chat": {
-        "README.md": b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train_sft\n    path: sft.jsonl\n"
-        b"  - split: test\n    path: test.jsonl\n---\n",
+        "README.md": b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train_sft\n"
+        b"    path: sft.jsonl\n  - split: test\n    path: test.jsonl\n---\n",
         "sft.jsonl": lines(CHAT),
         "test.jsonl": lines(CHAT[:1]),
     },

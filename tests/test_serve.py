@@ -17,12 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from transformers import AutoModelForCausalLM
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
+from tests.test_adapters import save_adapter
+from tests.text_toys import save_tiny_chat_target
 
 CHAT = "/v1/chat/completions"
 
@@ -351,3 +354,33 @@ def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyD
     ends = [place + 1 for place, token in enumerate(answer) if token == eos]
     wanted = toy_decoder.tokenizer.decode(answer[: min(ends, default=10)], skip_special_tokens=True)
     assert texts[1] == texts[2] == wanted
+
+
+def test_phases_are_part_of_the_rule(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
+    """A pair that the target lacks fails its own request alone."""
+    opening, closing = toy_decoder.tokenizer.convert_ids_to_tokens([5, 6])
+    rule = f"tilted:0.5:novel=0:only_in={opening}..{closing}"
+    wanted = toy_decoder.generate("the cat sat on the mat", rule, max_new_tokens=8, temperature=0).texts[0]
+    found = client.post(CHAT, json=asked(rule=rule))
+    assert found.json()["choices"][0]["message"]["content"] == wanted
+    refused = client.post(CHAT, json=asked(rule="tilted:only_in=think"))
+    assert refused.status_code == 400 and "no token of the target's" in refused.json()["error"]["message"]
+    with pytest.raises(FsdError, match="no token of the target's"):
+        make_app(toy_decoder, "tilted:only_in=think")
+
+
+def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
+    base = save_tiny_chat_target(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base), str(base))
+    decoder = FuzzyDecoder.from_pretrained(str(base), "lookup", dtype=torch.float32, adapters={"mine": adapter})
+    with TestClient(make_app(decoder, "exact", Limits(max_new_tokens=16))) as client:
+        names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert names == [str(base), "mine"]
+        bodies = [asked(max_tokens=12, model=name) for name in (*names, names[0])]
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda body: client.post(CHAT, json=body).json(), bodies))
+    for name, reply in zip((*names, names[0]), found):
+        adapter_of = {"adapter": "mine"} if name == "mine" else {}
+        wanted = decoder.generate(asked()["messages"], max_new_tokens=12, temperature=0, **adapter_of).texts[0]
+        assert reply["choices"][0]["message"]["content"] == wanted and reply["model"] == name
+    assert found[0]["choices"] != found[1]["choices"]

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from fsd_infer.cli import commands, evidence, planning
-from fsd_infer.cli.options import SCORES, TARGET_KWARGS, gibibytes, positive, real_number, thread_count, whole_number
+from fsd_infer.cli.options import (
+    SCORES,
+    TARGET_KWARGS,
+    gibibytes,
+    named_directory,
+    positive,
+    real_number,
+    thread_count,
+    whole_number,
+)
 from fsd_infer.cli.run import Parser, run
 from fsd_infer.numerals import MOST_SEED
 
@@ -289,6 +298,14 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="exact", help="of requests that name none (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="(%(default)s)")
     parser.add_argument("--port", type=whole_number(0, 65535), default=8000, help="(%(default)s)")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        type=named_directory,
+        metavar="NAME=DIR",
+        help="a LoRA adapter, used by requests for the model NAME; may be given several times",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-batch", type=positive, default=8, help="requests decoded together (%(default)s)")
     limits.add_argument("--max-queue", type=positive, default=64, help="requests that may wait (%(default)s)")

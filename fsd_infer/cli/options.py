@@ -43,6 +43,14 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def named_directory(text: str) -> tuple[str, str]:
+    """NAME=DIR."""
+    name, equals, directory = text.partition("=")
+    if not (name and equals and directory):
+        raise ArgumentTypeError(f"{text!r:.60}: needs NAME=DIR")
+    return name, directory
+
+
 TARGET_KWARGS: dict[str, Any] = {  # of an option of this name
     "type": json_object,
     "metavar": "JSON",

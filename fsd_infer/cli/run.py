@@ -23,6 +23,7 @@ EXTRAS = {
     **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client"), "serve"),
     "lm_eval": "lm-eval",
     "deepspeed": "deepspeed",
+    **dict.fromkeys(("torchao", "bitsandbytes", "compressed_tensors", "optimum"), "quant"),
     **dict.fromkeys(("lightning", "peft", "datasets", "torchmetrics", "jsonargparse", "tensorboardX", "yaml"), "train"),
 }  # the extra of pyproject.toml that installs a package
 _LONGEST = 2000  # characters of a line

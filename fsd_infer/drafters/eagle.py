@@ -160,7 +160,7 @@ class EagleDrafter(TreeDrafter):
         return self.target.lm_logits(read, self.lm_head)
 
     def describe(self) -> dict[str, Any]:
-        public = {"public": True} if self.public else {}
+        public: dict[str, Any] = {"public": True} if self.public else {}
         public |= {} if self.trained_for is None else {"trained_for": self.trained_for}
         narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
         weights = {"weights": "fp8"} if narrow else {}

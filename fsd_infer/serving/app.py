@@ -24,12 +24,14 @@ from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable
 from fsd_infer.rules import parse_rule
+from fsd_infer.rules.phases import markers_of
 from fsd_infer.serving.adjust import Adjustment
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.serving.fields import UNSUPPORTED, Asked, ChatAsked, CompletionAsked, ViewAsked
 from fsd_infer.serving.page import server_page
 from fsd_infer.serving.replies import Reply
 from fsd_infer.serving.trace import Trace
+from fsd_infer.targets.adapters import adapter_names
 
 Said = tuple[int, Any, bool]  # which answer, what is new of it, is it over
 
@@ -98,6 +100,7 @@ class Service:
 
     def __init__(self, decoder: FuzzyDecoder, rule: str, limits: Limits) -> None:
         self.decoder, self.rule, self.limits = decoder, rule, limits
+        self.adapters = adapter_names(decoder.target.model)
         self.batcher = Batcher(decoder, limits.max_batch, limits.max_queue)
         self.metrics = Metrics(self.batcher)
 
@@ -115,10 +118,8 @@ class Service:
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
     async def models(self) -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [{"id": self.decoder.target.name, "object": "model", "owned_by": "fsd-infer"}],
-        }
+        names = [self.decoder.target.name, *self.adapters]
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "fsd-infer"} for name in names]}
 
     async def completions(self, asked: CompletionAsked, request: Request) -> Response:
         return await self.answer(asked, asked.prompt, False, request)
@@ -169,17 +170,18 @@ class Service:
 
     async def answer(self, asked: Asked, prompt: Any, is_chat: bool, request: Request) -> Response:
         """One request's answers, streamed or whole. Raises HTTPException."""
-        if asked.model not in ("", self.decoder.target.name):
-            raise HTTPException(
-                404, f"model {asked.model!r:.80} is not here: this server has {self.decoder.target.name!r}."
-            )
+        names = [self.decoder.target.name, *self.adapters]
+        if asked.model not in ("", *names):
+            raise HTTPException(404, f"model {asked.model!r:.80} is not here: this server has {', '.join(names)}.")
         said: asyncio.Queue[Said] = asyncio.Queue()
         jobs = self.jobs(asked, prompt, is_chat)
         tell = self.teller(said)
         for index, job in enumerate(jobs):
+            if asked.model in self.adapters:
+                job.sampling["adapter"] = asked.model
             job.tell = partial(tell, index)
         self.submit(jobs)
-        reply = Reply(self.decoder.target.name, is_chat, jobs)
+        reply = Reply(asked.model or names[0], is_chat, jobs)
         parts = self.parts(jobs, said, request)
         if asked.stream:
             events = _events(parts, reply, asked.stream_options.include_usage)
@@ -267,6 +269,7 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     limits = limits or Limits()
     if decoder.tokenizer is None:
         raise FsdError(f"target {decoder.target.name} has no tokenizer: add its tokenizer files.")
+    markers_of([parse_rule(rule)], decoder.tokenizer)
     service = Service(decoder, rule, limits)
 
     @asynccontextmanager
@@ -334,6 +337,8 @@ def _jobs(
     sampling: dict[str, Any] = {"do_sample": not greedy, "top_k": None, "temperature": None, "top_p": None}
     if not greedy:
         sampling.update(temperature=asked.temperature, top_p=asked.top_p)
+    named = parse_rule(asked.rule or asked.vllm_xargs.rule or rule)
+    markers_of([named], decoder.tokenizer)  # or the batch would fail
     adjustment = Adjustment(tuple(asked.logit_bias.items()), asked.presence_penalty, asked.frequency_penalty)
     adjustment.check(decoder.target.vocab_size)
     guides = asked.guides
@@ -344,7 +349,7 @@ def _jobs(
     return [
         Job(
             prompt=ids,
-            rule=parse_rule(asked.rule or asked.vllm_xargs.rule or rule),
+            rule=named,
             sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},
             max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
             stop=[text for text in asked.stop if text],
