@@ -89,7 +89,7 @@ def test_process_that_dies_loses_nothing(
     assert main(argv) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "method 'a': its process ended with status 1: RuntimeError: out of luck" in said
-    assert "3 finished turns are kept" in said and "--resume" in said
+    assert "3 finished runs are kept" in said and "--resume" in said
     log.write_text("")
     assert main([*argv, "--resume"]) == 0
     assert log.read_text().count("answer") == 1, "what was measured is not measured again"

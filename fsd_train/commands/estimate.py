@@ -19,9 +19,9 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from fsd_bench.estimate import Planned, planned_head, seconds
-from fsd_bench.planned import planned_target
-from fsd_bench.roofline import HARDWARE, Work, devices_for, size
+from fsd_bench.estimate import Planned, planned_head
+from fsd_bench.planned import count_weights, planned_target
+from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
@@ -117,7 +117,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     cached = data.features is not None or recipe.cache is not None
     parts = step_memory(
         facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
-        sum(parameter.numel() for parameter in module.head.parameters()),
+        count_weights(module.head),
         module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.unroll_steps,
         module.device.type,
     )  # fmt: skip
@@ -196,11 +196,12 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
         CheckpointError: an option of the head.
     """
     name = name or recipe.model["target"]
-    target, facts = planned_target(name), facts_of(name)
+    target = planned_target(name)
+    facts = facts_of(target)
     given, vocabulary = recipe.model.get("head") or {}, recipe.model.get("draft_vocab_size")
     options = {name: value for name, value in given.items() if value is not None}
     planned = Planned(target, planned_head(target, draft_vocab_size=vocabulary, **options))
-    weights = sum(parameter.numel() for parameter in planned.head.parameters())
+    weights = count_weights(planned.head)
     tokens, steps = int(recipe.data["batch_tokens"]), int(recipe.model["unroll_steps"])
     batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     total = int(recipe.trainer.get("max_steps") or 0)
@@ -223,16 +224,14 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
         amount = each.times * each.operations
         lines.append((f"step: {each.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(each.bytes),
                       f"{each.times} x {each.how}"))  # fmt: skip
-    rows = []
-    for hardware in HARDWARE:
-        count = devices_for(parts, hardware)
-        if count is None:
-            rows.append([hardware.name, "over 8", "-", "-"])
-        else:
-            each_step = seconds(work, hardware, count)
-            rows.append([hardware.name, str(count), f"{each_step:.2f}", _time(total * each_step)])
     columns = ["device", "count", "seconds a step, at least", f"{total} steps, at least"]
-    return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), table(columns, rows)])
+
+    def cells(hardware: Hardware, count: int) -> list[str]:
+        each = seconds(work, hardware, count)
+        return [f"{each:.2f}", _time(total * each)]
+
+    devices = table(columns, device_rows(parts, cells, columns))
+    return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), devices])
 
 
 def _time(seconds: float) -> str:

@@ -12,6 +12,7 @@ from fsd_bench.planned import Sizes, planned_target, sizes_of
 from fsd_bench.roofline import Part
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import usual_layers
+from fsd_infer.targets.target import Target
 from fsd_train.losses.rows import default_chunk_size
 
 SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
@@ -74,18 +75,19 @@ class Choices:
     tokenizer: bool = False
 
 
-def facts_of(name: str) -> TargetFacts:
-    """The facts of a target, from its config alone: no weights are read.
+def facts_of(target: str | Target) -> TargetFacts:
+    """The facts of a target, by name from its config alone: no weights are read.
 
     Raises:
         ModelLoadError: it cannot be found, is no decoder-only language model, or has layers that token trees cannot be
             verified through.
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
-    target = planned_target(name)
+    if isinstance(target, str):
+        target = planned_target(target)
     experts = any(getattr(target.config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     scaled_norm = getattr(getattr(target.decoder, "norm", None), "weight", None) is not None
-    return TargetFacts(**{**vars(sizes_of(target)), "name": name}, scaled_norm=scaled_norm, experts=experts)
+    return TargetFacts(**vars(sizes_of(target)), scaled_norm=scaled_norm, experts=experts)
 
 
 def choose(facts: TargetFacts) -> Choices:
