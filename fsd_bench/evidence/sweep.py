@@ -56,7 +56,7 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
         writable(path, "the sweep's file"), "sweep", jsonable(described), dict.fromkeys(jobs, 1), jsonable(facts)
     )
     assert file.path is not None
-    if len(file.runs) < len(jobs):
+    if len(file.runs) < len(jobs) or not file.described.keys() >= set(names):
         with file.kept():
             _run(options, rows, references, jobs, file, progress)
     return file.path
