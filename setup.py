@@ -10,7 +10,14 @@ setup(
     ],
     package_dir={"fsd_train.shipped.recipes": "recipes", "fsd_train.shipped.data": "data"},
     package_data={
-        "fsd_infer": ["cpu/kernels.cpp", "serving/page.html", "shipped/**/*", "integrations/lm_eval/tasks/*", "py.typed"],
+        "fsd_infer": [
+            "cpu/kernels.cpp",
+            "serving/page.html",
+            "shipped/**/*",
+            "integrations/lm_eval/tasks/*",
+            "py.typed",
+        ],
+        "fsd_bench": ["evidence/page.html", "py.typed"],
         "fsd_train": ["commands/recipe.yaml.in", "py.typed"],
         "fsd_train.shipped.recipes": ["*.yaml"],
         "fsd_train.shipped.data": ["quickstart_prompts.jsonl", "smollm2-135m-answers.jsonl.gz"],

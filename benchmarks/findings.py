@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsd_bench.base import Answer
+from fsd_bench.base import Turn
 from fsd_bench.evidence.settings import EXACT
-from fsd_bench.evidence.summary import At, Sweep, per_prompt, read_sweep, summarise
+from fsd_bench.evidence.summary import summarise
+from fsd_bench.evidence.sweep import Sweep, read_sweep
 from fsd_bench.intervals import RESAMPLES, mean_interval
 from fsd_bench.likelihood import log_likelihoods
+from fsd_bench.paired import AVERAGES, RATES, columns
 from fsd_bench.record import write_record
 from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import FsdError
@@ -42,8 +44,9 @@ def judged(sweep: Sweep, judge: str) -> dict[str, dict[str, dict[str, Any]]]:
     readings: dict[str, dict[str, dict[str, Any]]] = {}
     for at in sweep.at:
         bits: dict[str, list[tuple[float, float]]] = {}
-        for name, lines in at.lines.items():
-            texts = [(sweep.head["prompts"][line["prompt"]]["text"], line["text"]) for line in lines]
+        for name in sweep.settings if at.turns else []:
+            answers = [answer.text or "" for answer in at.answers(name)]
+            texts = [(sweep.head["prompts"][turn.group]["text"], text) for turn, text in zip(at.turns, answers)]
             pairs = [tuple(decoder.encode(text, chat=False) for text in pair) for pair in texts]
             sums = log_likelihoods(decoder.target, [(prompt, answer or [0]) for prompt, answer in pairs])
             bits[name] = [(-nats / math.log(2), float(len(text))) for (nats, _), (_, text) in zip(sums, texts)]
@@ -63,22 +66,24 @@ def record_of(sweep: Sweep) -> dict[str, Any]:
     return {
         "settings": {key: value for key, value in sweep.head["settings"].items() if key != "examples"},
         "environment": sweep.head["environment"],
-        "temperatures": {f"{at.temperature:g}": facts_of(at, sweep.settings, seed) for at in sweep.at if at.turns},
+        "temperatures": {
+            f"{at.temperature:g}": facts_of(at.turns, sweep.settings, seed) for at in sweep.at if at.turns
+        },
     }
 
 
-def facts_of(at: At, names: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
+def facts_of(turns: Sequence[Turn], names: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
     """By setting: :func:`fsd_bench.evidence.summary.summarise`, ``nats_per_answer`` and ``less_random``."""
-    summaries = summarise(at, names, seed)
-    against = less_random(at, names, seed)
+    summaries = summarise(turns, names, seed)
+    against = less_random(turns, names, seed)
     for name, facts in summaries.items():
-        spent = [turn.runs[name].answers[0].divergence_spent for turn in at.turns]
+        spent = [turn.runs[name].answers[0].divergence_spent for turn in turns]
         facts["nats_per_answer"] = {"mean": float(np.mean(spent)), "most": max(spent)}
         facts["less_random"] = against.get(name)
     return summaries
 
 
-def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
+def less_random(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
     """By setting and quality: its mean less that of random gates at equal tokens per forward, {"mean", "low", "high"}.
 
     95 % percentile bootstrap intervals over prompts. None where the setting emits more per forward than every gate.
@@ -87,12 +92,13 @@ def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[s
     others = [name for name in names if name not in gates]
     if len(gates) == 1 or not others:
         return {}
-    columns = {name: _columns(at, name) for name in names}  # [P, 2 + 2 * qualities]
-    prompts = len(columns[EXACT])
+    values = (RATES["tau"], *(AVERAGES[quality] for quality in QUALITIES))
+    by_prompt = {name: columns(name, turns, *values) for name in names}  # [P, 2 + 2 * qualities]
+    prompts = len(by_prompt[EXACT])
     draws = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
     weights = np.stack([np.bincount(row, minlength=prompts) for row in draws]).astype(float)
     weights = np.concatenate([np.ones((1, prompts)), weights])  # the first row: as measured
-    sums = {name: weights @ values for name, values in columns.items()}  # [1 + W, ...]
+    sums = {name: weights @ values for name, values in by_prompt.items()}  # [1 + W, ...]
     tau = {name: values[:, 0] / values[:, 1] for name, values in sums.items()}
     gaps_by_name: dict[str, dict[str, Any]] = {name: {} for name in others}
     for place, quality in enumerate(QUALITIES):
@@ -107,20 +113,6 @@ def less_random(at: At, names: Sequence[str], seed: int = 0) -> dict[str, dict[s
             ])  # fmt: skip
             gaps_by_name[name][quality] = _interval(gaps)
     return gaps_by_name
-
-
-def _columns(at: At, name: str) -> Floats:
-    """[prompts] tokens and forwards, then the weighted sum and the weight of each quality."""
-
-    def values(run: Any) -> tuple[float, ...]:
-        answer: Answer = run.answers[0]
-        likelihood = None if answer.log_likelihood is None else answer.log_likelihood * answer.length
-        pairs = [(answer.score, 1.0), (likelihood, float(answer.length)), (answer.copied_4grams, 1.0)]
-        pairs.append((answer.repeated_4grams, 1.0))
-        flat = [number for value, weight in pairs for number in ((0.0, 0.0) if value is None else (value, weight))]
-        return (answer.length - 1.0, float(answer.target_forwards or 0), *flat)
-
-    return per_prompt(at, name, values)
 
 
 def _at(tau: float, points: Sequence[tuple[float, float]]) -> float:

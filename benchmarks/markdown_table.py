@@ -16,47 +16,57 @@ from typing import Any
 
 from fsd_bench.report import head_trees
 
+RATIOS = ("tau", "target_forwards", "answer_tokens", "speed")
+
 
 def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def percent(share: float | None, digits: int = 0) -> str:
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def span(values: dict[str, Any] | None, key: str = "ratio") -> str:
+    """A ratio with its interval."""
+    return "–" if values is None else f"{values[key]:.2f} ({values['low']:.2f}–{values['high']:.2f})"
+
+
+def score(values: dict[str, Any] | None, digits: int) -> str:
+    """A mean score with its interval."""
+    if values is None:
+        return "–"
+    mean, low, high = (f"{100 * values[key]:.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} % ({low}–{high})"
+
+
 def markdown(record: dict[str, Any], name: str) -> str:
     methods, settings, environment = record["methods"], record["settings"], record["environment"]
-    baselines = list(record["ratios"])
-    headers = ["method", "tok/s", *(f"× `{b}` (95 %)" for b in baselines), "τ", "τ, mean over categories"]
-    headers += ["target forwards", "answer tokens", "gate open", "nats spent", "log-likelihood/token"]
+    headers = ["method", "tok/s", *(f"× `{baseline}` (95 %)" for baseline in record["ratios"])]
+    headers += ["τ", "τ, mean over categories", "target forwards", "answer tokens", "gate open", "nats spent"]
+    headers += ["log-likelihood/token"]
     scored = any(facts.get("score") is not None for facts in methods.values())
     headers += ["task score (95 %)"] if scored else []
-    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    rows = []
     for method, facts in methods.items():
-        row = [f"`{method}`", number(facts["tokens_per_second"], 1)]
-        for baseline in baselines:
-            compared = record["ratios"][baseline].get(method)
-            ratio = None if compared is None else compared["tokens_per_second"]
-            row.append("1" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})")
+        row = [method, number(facts["tokens_per_second"], 1)]
+        for against in record["ratios"].values():
+            row.append(span(against[method]["tokens_per_second"], "median") if method in against else "1")
         row += [number(facts["tau"], 2), number(facts["tau_category_mean"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1)]
-        share = facts["gate_open_fraction"]
-        row += ["–" if share is None else f"{100 * share:.0f} %", number(facts["divergence_spent"], 2)]
-        row += [number(facts["log_likelihood_per_token"], 3)]
-        if scored:
-            compared = facts["intervals"].get("score")
-            percent = {} if compared is None else {key: 100 * compared[key] for key in ("mean", "low", "high")}
-            row.append("{mean:.1f} % ({low:.1f}–{high:.1f})".format(**percent) if percent else "–")
-        lines.append("| " + " | ".join(row) + " |")
+        row += [percent(facts["gate_open_fraction"]), number(facts["divergence_spent"], 2)]
+        row.append(number(facts["log_likelihood_per_token"], 3))
+        rows.append(row + [score(facts["intervals"].get("score"), 1)] * scored)
     trees = "".join(f"tree {tree}, " for tree in head_trees(methods))
     answers = next(iter(methods.values()))["answers"]
-    lines += [
-        "",
+    return (
+        f"{table(headers, rows)}\n\n"
         f"[`{name}`]({name}): {answers} prompts of `{settings['prompts']}`, {settings['max_new_tokens']} new tokens, "
         f"temperature {settings['temperature']:g}, {settings['dtype']}, {trees}batch {settings['batch_size']}, seed "
         f"{settings['seed']}; {environment.get('cpu', environment.get('cpu_model', '?'))}, "
-        f"{environment.get('threads')} threads; commit {str(environment.get('commit'))[:10]}.",
-        "",
-        f"`{environment.get('command')}`",
-    ]
-    return "\n".join(lines)
+        f"{environment.get('threads')} threads; commit {str(environment.get('commit'))[:10]}.\n\n"
+        f"`{environment.get('command')}`"
+    )
 
 
 def beside(record: dict[str, Any], baseline: str) -> str:
@@ -65,38 +75,24 @@ def beside(record: dict[str, Any], baseline: str) -> str:
     Above temperature 0 with the nats spent per answer, since likelihood is no measure of loss there.
     """
     methods, ratios, differences = record["methods"], record["ratios"][baseline], record["differences"][baseline]
-    headers = [
-        "method",
-        "× tok/s (95 %)",
-        "τ",
-        "× τ",
-        "forwards",
-        "tokens",
-        "log-likelihood",
-        "copied 4-grams",
-        "repeated 4-grams",
-    ]
+    headers = ["method", "× tok/s (95 %)", "τ", "× τ", "forwards", "tokens", "log-likelihood", "copied 4-grams"]
+    headers.append("repeated 4-grams")
     sampled = record["settings"]["temperature"] > 0
     scored = methods[baseline].get("score") is not None
     headers += ["nats per answer"] * sampled + ["score, points"] * scored
     rows = []
     for method, facts in methods.items():
         if method == baseline:
-            speed = "1"
-            shares = [
-                facts[key] for key in ("copied_4grams", "repeated_4grams")
-            ]  # None where no answer has four tokens
-            score = f"{100 * facts['score']:.1f}" if scored else ""
+            speed, points = "1", f"{100 * facts['score']:.1f}" if scored else ""
             likelihood = number(facts["log_likelihood_per_token"], 3)
-            copies, repeats = ("–" if share is None else f"{100 * share:.1f} %" for share in shares)
+            copies, repeats = (percent(facts[key], 1) for key in ("copied_4grams", "repeated_4grams"))
         else:
-            speedup = ratios[method]["tokens_per_second"]
-            speed = f"{speedup['median']:.2f} ({speedup['low']:.2f}–{speedup['high']:.2f})"
-            score, likelihood, copies, repeats = qualities(differences[method], score_digits=1)
+            speed = span(ratios[method]["tokens_per_second"], "median")
+            points, likelihood, copies, repeats = qualities(differences[method], score_digits=1)
         row = [method, speed, number(facts["tau"], 2), number(facts["tau"] / methods[baseline]["tau"], 2)]
         row += [number(facts["target_forwards"], 1), number(facts["answer_tokens"], 1), likelihood, copies, repeats]
         nats = number(float(facts["divergence_spent"]), 1).replace("inf", "∞")
-        rows.append(row + [nats] * sampled + [score] * scored)
+        rows.append(row + [nats] * sampled + [points] * scored)
     return table(headers, rows)
 
 
@@ -128,16 +124,15 @@ def sweep(record: dict[str, Any]) -> str:
     parts = []
     for temperature, settings in record["temperatures"].items():
         exact = settings["exact"]
-        score = {end: 100 * share for end, share in exact["means"].get("score", {}).items()}
-        solved = ", score {mean:.0f} % ({low:.0f}–{high:.0f})".format(**score) if score else ""
+        solved = exact["means"].get("score")
         rows = []
         for name, facts in settings.items():
             if name != "exact":
-                ratios = [facts["ratios"][key] for key in ("tau", "target_forwards", "answer_tokens", "speed")]
-                row = [name, *("{ratio:.2f} ({low:.2f}–{high:.2f})".format(**ratio) for ratio in ratios)]
+                row = [name, *(span(facts["ratios"].get(key)) for key in RATIOS)]
                 row += [*qualities(facts["differences"], score_digits=0), f"{facts['nats_per_answer']['mean']:.1f}"]
                 rows.append(row)
-        title = f"Temperature {temperature}, `exact`: {exact['tau']:.2f} tokens per forward{solved}."
+        title = f"Temperature {temperature}, `exact`: {exact['tau']:.2f} tokens per forward"
+        title += f", score {score(solved, 0)}." if solved else "."
         parts.append(f"{title}\n\n{table(headers, rows)}\n")
     return "\n".join(parts)
 

@@ -1,6 +1,6 @@
 """Which tree: ``--tree auto`` beside fixed trees, on kinds of prompts that take turns.
 
-All trees decode every prompt one after the other, rules in turns, in one process. A prompt's rate is new tokens per
+All trees and rules decode every prompt in turns, in one process. A prompt's rate is new tokens per
 second after the prefill; a kind's is the harmonic mean over its prompts, as are those of all prompts (``mixed``).
 ``oracle`` is the best fixed tree of each prompt, known in hindsight.
 
@@ -10,25 +10,23 @@ Example: python -m benchmarks.trees --target smollm2-135m-maths --json benchmark
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import harmonic_mean, quantiles
 from typing import Any
 
-import torch
-
-from benchmarks.workplace import shown_command
+from benchmarks.recorded import record_main, settings_of
+from fsd_bench import run
 from fsd_bench.environment import environment
-from fsd_bench.record import write_record
 from fsd_infer.chat.rows import read_jsonl
 from fsd_infer.cli.report import number, table
-from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters.estimates import Trees
-from fsd_infer.drafters.shape import AUTO, parse_tree
-from fsd_infer.errors import FsdError
+from fsd_infer.drafters.shape import AUTO
+from fsd_infer.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {
@@ -54,49 +52,50 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def interleaved(path: Path, each: int) -> list[tuple[str, str]]:
-    """(kind, first turn) of ``each`` prompts of every kind, the kinds in turns."""
+def write_interleaved(source: Path, file: Path, each: int) -> Path:
+    """``each`` prompts of every kind, the kinds in turns and as their categories."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for _, row in read_jsonl(path):
+    for _, row in read_jsonl(source):
         for kind, categories in KINDS.items():
             if row["category"] in categories:
                 by_kind[kind].append(row["turns"][0])
     spread = {kind: texts[:: max(len(texts) // each, 1)][:each] for kind, texts in by_kind.items()}
-    return [(kind, texts[place]) for place in range(each) for kind, texts in spread.items()]
+    rows = [{"category": kind, "prompt": texts[place]} for place in range(each) for kind, texts in spread.items()]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """{rule: {"rates": {tree: [per prompt]}, "tau": the same, "trees": of auto}}, and the kinds of the prompts."""
-    torch.set_num_threads(args.threads)
-    asked = interleaved(args.prompts, args.each)
-    names = [*args.fixed.split(";"), AUTO]
-    decoder = FuzzyDecoder.from_pretrained(args.target, args.drafter, tree=parse_tree(names[0]))
-    rules = args.rules.split(",")
-    drafters = {name: decoder.load_drafter(args.drafter, parse_tree(name)) for name in names}
-    measured: dict[str, Any] = {
-        rule: {"rates": {n: [] for n in names}, "tau": {n: [] for n in names}} for rule in rules
+    """{"kinds": of the prompts, "rules": {rule: {"rates": {tree: [per prompt]}, "tau": the same, "trees": of auto}}}"""
+    names, rules = [*args.fixed.split(";"), AUTO], args.rules.split(",")
+    drafter = args.drafter or "shipped"
+    methods = {
+        (rule, name): f"{rule}@{drafter}" + ("" if name == AUTO else f"@{name.replace(',', 'x')}")
+        for rule in rules
+        for name in names
     }
-    chosen = {rule: Trees() for rule in rules}
-    nodes: dict[str, list[list[int]]] = {rule: [] for rule in rules}
-    for drafter in drafters.values():
-        decoder.generate("Good morning.", drafter=drafter, max_new_tokens=2)  # what a process does once
-    order = random.Random(0)
-    for place, (kind, text) in enumerate(asked):
-        print(f"{place + 1}/{len(asked)} {kind}", file=sys.stderr, flush=True)
-        for rule in rules:
-            for name in order.sample(names, len(names)):
-                stats = decoder.generate(
-                    text, rule, drafter=drafters[name], max_new_tokens=args.max_new_tokens, temperature=0.0
-                ).stats
-                seconds = stats.seconds - stats.prefill_seconds
-                measured[rule]["rates"][name].append(round((stats.new_tokens - 1) / seconds, 2))
-                measured[rule]["tau"][name].append(round(stats.tau, 3))
-                if stats.trees is not None:
-                    chosen[rule].add(stats.trees)
-                    nodes[rule].append(stats.trees.nodes)
-    for rule, trees in chosen.items():
-        measured[rule]["trees"] = {**trees.to_dict(), "by_prompt": nodes[rule]}
-    return {"kinds": [kind for kind, _ in asked], "rules": measured}
+    with tempfile.TemporaryDirectory() as directory:
+        prompts = write_interleaved(args.prompts, Path(directory) / args.prompts.name, args.each)
+        record = run(
+            prompts, list(methods.values()), target=args.target, tree=AUTO, max_new_tokens=args.max_new_tokens,
+            threads=args.threads, progress=True,
+        )  # fmt: skip
+
+    def of(rule: str, value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
+        return {
+            name: [round(value(row["methods"][methods[rule, name]][0]), 3) for row in record["prompts"]]
+            for name in names
+        }
+
+    measured = {
+        rule: {
+            "rates": of(rule, lambda one: (one["answer_tokens"] - 1) / (one["seconds"] - one["prefill_seconds"])),
+            "tau": of(rule, lambda one: one["tau"] or 1.0),
+            "trees": record["methods"][methods[rule, AUTO]]["trees"],
+        }
+        for rule in rules
+    }
+    return {"kinds": [row["category"] for row in record["prompts"]], "rules": measured}
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
@@ -152,20 +151,17 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def whole(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """The record."""
+    record = measure(args)
+    settings = settings_of(args) | {"prompts": args.prompts.name}
+    settings.pop("json")
+    return {**record, "summary": summary(record), "settings": settings, "environment": environment(command)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write the record, print its tables. 2 after bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
-    try:
-        record = measure(args)
-    except FsdError as error:
-        print(f"trees: {error}", file=sys.stderr)
-        return 2
-    settings = {key: value for key, value in vars(args).items() if key != "json"} | {"prompts": args.prompts.name}
-    record |= {"summary": summary(record), "settings": settings}
-    write_record(args.json, {**record, "environment": environment(shown_command("benchmarks.trees", words))})
-    print(report(record))
-    return 0
+    return record_main("benchmarks.trees", build_parser(), whole, report, argv)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fsd_infer.rules import Source
 
 # fields of an answer that are measured of its text
 OF_TEXT = ("score", "copied_4grams", "coverage", "other_language", "repeated_4grams")
+
+
+@dataclass
+class Trace:
+    """How an answer of this package's engine came about, for reports of sweeps.
+
+    Attributes:
+        rounds: tokens that each round gave to the answer, the prefill first.
+        sources: a digit per token, its :class:`Source`.
+        spent: [place, nats] of tokens that cost some.
+        pieces: the text of each token, where it is shown.
+    """
+
+    rounds: list[int]
+    sources: str
+    spent: list[list[float]]
+    pieces: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for digit in set(self.sources):
+            Source(int(digit))  # ValueError
 
 
 @dataclass
@@ -23,7 +49,7 @@ class Answer:
         finish_reason: "stop" or "length".
         log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
         counted: number of new tokens where ``tokens`` is None.
-        text: of the answer where ``tokens`` is None.
+        text: of the answer, where ``tokens`` is None or it was measured.
         score: 1 where the answer is right, 0 where it is not, or chrF or ROUGE-L; None where its prompt has no
             reference.
         copied_4grams: share of its 4-grams that stand in its prompt; None if it is shorter or unknown.
@@ -34,6 +60,7 @@ class Answer:
         regrets: of the drafter's first choices, as :meth:`fsd_infer.engine.drafts.Drafts.regrets` has them; empty if
             unknown.
         final: what it says in the end, see :func:`fsd_bench.measures.final_answer`.
+        trace: of sweeps.
     """
 
     tokens: list[int] | None
@@ -53,6 +80,7 @@ class Answer:
     other_language: float | None = None
     regrets: dict[str, list[list[float]]] = field(default_factory=dict)
     final: str | None = None
+    trace: Trace | None = None
 
     @property
     def length(self) -> int:
@@ -79,6 +107,11 @@ class Turn:
     prompts: list[int]
     runs: dict[str, TimedRun]
 
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """Each with its prompt's index."""
+        for run in self.runs.values():
+            yield from zip(self.prompts, run.answers, strict=True)
+
 
 class Method(ABC):
     """One way to decode. ``options`` of :meth:`answer` are keyword arguments of transformers' ``generate``.
@@ -99,3 +132,30 @@ class Method(ABC):
 
     def close(self) -> None:  # noqa: B027 (most methods hold nothing)
         """Free what it holds beyond this process's memory."""
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """A JSON value as an annotated type: numbers, texts, and lists, dicts, unions and dataclasses of them.
+
+    Raises TypeError, KeyError or ValueError for a value of another type.
+    """
+    kind, inner = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = _hints(hint)
+        return hint(**{name: typed(item, hints[name]) for name, item in dict(value).items()})
+    if kind is list and isinstance(value, list):
+        return [typed(item, inner[0]) for item in value]
+    if kind is dict and isinstance(value, dict):
+        return {name: typed(item, inner[1]) for name, item in value.items()}
+    if kind not in (list, dict):
+        for each in inner:  # of a union
+            with suppress(TypeError, KeyError, ValueError):
+                return typed(value, each)
+    if hint is Any or type(value) is hint:
+        return value
+    if hint is float and (type(value) is int or value in ("inf", "-inf")):  # JSON lacks infinities
+        return float(value)
+    raise TypeError(f"{value!r:.60} is no {hint}")
+
+
+_hints = cache(get_type_hints)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
+from torch import Tensor
 
-from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.base import Answer, Method, TimedRun, Trace
 from fsd_infer.beams import BeamOptions
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
+from fsd_infer.drafters.base import DraftRequest, DraftSession
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.rules import Rule
+from fsd_infer.tree import DraftTree
 
 
 class EngineMethod(Method):
-    """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``."""
+    """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``.
+
+    ``traced``: answers have a trace, and requests a seed, so that trees follow from the text alone and not from the
+    clock. For one prompt at a time.
+    """
 
     def __init__(
         self,
@@ -26,8 +35,10 @@ class EngineMethod(Method):
         drafter: Drafter,
         beams: int = 1,
         beam_options: BeamOptions | None = None,
+        traced: bool = False,
     ) -> None:
-        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
+        self.rounds = RoundSizes(drafter) if traced else None
+        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, self.rounds or drafter
         self.beams, self.beam_options = beams, beam_options or BeamOptions()
         self.trees: Trees | None = None
         self.drafted: dict[str, Any] | None = None  # its tree may be one for this rule and so many rows
@@ -36,6 +47,8 @@ class EngineMethod(Method):
         self.drafter.forget()  # a prompt that is repeated must not be answered from memory
         if self.beams > 1:
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
+        if self.rounds is not None:
+            options = {**options, "seed": seed}
         torch.manual_seed(seed)  # a request with a seed of its own would not choose its trees by the clock
         start = time.perf_counter()
         generation = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
@@ -58,6 +71,11 @@ class EngineMethod(Method):
             )
             for tokens, row, record in zip(generation.sequences, stats.rows, generation.records, strict=True)
         ]
+        if self.rounds is not None:
+            record = generation.records[0]
+            spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
+            rounds = clip_rounds(self.rounds.sizes, len(record.tokens))
+            answers[0].trace = Trace(rounds, "".join(str(int(source)) for source in record.sources), spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 
@@ -70,3 +88,42 @@ class EngineMethod(Method):
             "drafter": self.drafted or self.drafter.describe(),
             **({} if self.trees is None else {"trees": self.trees.to_dict()}),
         }
+
+
+class RoundSizes(WrappedDrafter):
+    """Any drafter, for one prompt at a time.
+
+    Attributes:
+        sizes: tokens that each round of the last answer could emit (the prefill is the first).
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.sizes: list[int] = []
+
+    def describe(self) -> dict[str, Any]:
+        return self.drafter.describe()
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        self.sizes = []
+        return _Noting(self.drafter.start(first_tokens, request), self.sizes)
+
+
+class _Noting(WrappedSession):
+    def __init__(self, session: DraftSession, sizes: list[int]) -> None:
+        super().__init__(session)
+        self.sizes = sizes
+
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        self.sizes.append(int(accepted[0]) + 1)
+        super().observe(tree, logits, path, tokens, accepted)
+
+
+def clip_rounds(sizes: Sequence[int], tokens: int) -> list[int]:
+    """Tokens of each round that are in the answer: its end may lie within a round, and the last one may be unknown."""
+    clipped, left = [], tokens
+    for count in sizes:
+        if left:
+            clipped.append(min(count, left))
+            left -= clipped[-1]
+    return [*clipped, left] if left else clipped

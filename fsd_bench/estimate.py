@@ -18,7 +18,6 @@ its part of every layer and of the caches, and a whole head; what they exchange 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from fsd_bench.planned import Sizes, count_weights, planned_target, sizes_of
-from fsd_bench.roofline import HARDWARE, Hardware, Part, Work, devices_for
+from fsd_bench.roofline import Hardware, Part, Work, device_rows, seconds
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.shape import TreeShape
@@ -258,24 +257,16 @@ def planned_lm(target: Target, name: str, **request: Any) -> PlannedLM:
     return PlannedLM(target, replace(what, bits=None).of(target, name), bits=what.bits, is_part=True, **request)
 
 
-def seconds(work: Sequence[Work], hardware: Hardware, devices: int = 1) -> float:
-    """Of parts that follow one another."""
-    return sum(part.seconds(hardware, devices) for part in work)
+COLUMNS = ["device", "count", "plain ms", "tok/s", "exact ms", "break-even", "lossy ms", "break-even"]
 
 
 def by_device(planned: Planned, exact: TreeShape, lossy: TreeShape) -> list[list[str]]:
-    """A row per device of :data:`HARDWARE`: how many, milliseconds of a plain token and of the rounds, break-even τ."""
-    rows = []
-    for hardware in HARDWARE:
-        count = devices_for(planned.memory(exact), hardware)
-        if count is None:
-            rows.append([hardware.name, "over 8", *"-" * (len(COLUMNS) - 2)])
-            continue
+    """:data:`COLUMNS` for each device: milliseconds of a plain token and of the rounds, and their break-even τ."""
+
+    def cells(hardware: Hardware, count: int) -> list[str]:
         plain = seconds(planned.plain(), hardware, count)
         rounds = [seconds(planned.round(exact), hardware, count), seconds(planned.round(lossy, True), hardware, count)]
-        cells = [cell for each in rounds for cell in (f"{1e3 * each:.2f}", f"{each / plain:.2f}")]
-        rows.append([hardware.name, str(count), f"{1e3 * plain:.2f}", f"{planned.batch / plain:.0f}", *cells])
-    return rows
+        compared = [cell for each in rounds for cell in (f"{1e3 * each:.2f}", f"{each / plain:.2f}")]
+        return [f"{1e3 * plain:.2f}", f"{planned.batch / plain:.0f}", *compared]
 
-
-COLUMNS = ["device", "count", "plain ms", "tok/s", "exact ms", "break-even", "lossy ms", "break-even"]
+    return device_rows(planned.memory(exact), cells, COLUMNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,7 @@ def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     return {"median": statistics.median(values), "low": low, "high": high, "pairs": len(values)}
 
 
-def bootstrap_interval(
-    samples: Sequence[Sequence[float]], statistic: Callable[..., Any], seed: int
-) -> tuple[float, float]:
+def bootstrap_interval(samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
     """95 % percentile interval of ``statistic(*samples, axis)``, resampled together; one observation is its own."""
     from scipy.stats import bootstrap
 
@@ -34,38 +33,39 @@ def bootstrap_interval(
     return float(limits.low), float(limits.high)
 
 
-def mean_interval(
-    own: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]] | None = None, seed: int = 0
-) -> dict[str, Any]:
+Pairs = Sequence[tuple[float, float]]  # (sum, weight) by prompt
+
+
+def mean_interval(own: Pairs, other: Pairs | None = None, seed: int = 0) -> dict[str, Any]:
     """Σ sums / Σ weights with its 95 % percentile bootstrap interval over prompts.
 
     Args:
-        own: (sum, weight) by prompt, at least one.
+        own: at least one.
         other: of the same prompts; given, the interval is that of the difference, own less other.
         seed: of the bootstrap.
 
     Returns:
         {"mean", "low", "high", "prompts"}
     """
+    return _of_means("mean", operator.pos if other is None else operator.sub, own, other, seed)
+
+
+def ratio_interval(own: Pairs, other: Pairs, seed: int = 0) -> dict[str, Any]:
+    """The same of the means' ratio, own / other: {"ratio", "low", "high", "prompts"}. The other's must not be 0."""
+    return _of_means("ratio", operator.truediv, own, other, seed)
+
+
+def _of_means(key: str, combine: Callable[..., Any], own: Pairs, other: Pairs | None, seed: int) -> dict[str, Any]:
+    """``combine`` of both means."""
+    columns = [np.array(column, dtype=float) for pairs in (own, other) if pairs is not None for column in zip(*pairs)]
 
     def statistic(*samples: Any, axis: int) -> Any:
-        sums, weights, *others = (sample.sum(axis) for sample in samples)
-        return sums / weights - (others[0] / others[1] if others else 0)
+        sums = [sample.sum(axis) for sample in samples]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return combine(*(total / weight for total, weight in zip(sums[::2], sums[1::2])))
 
-    columns = [*zip(*own, strict=True), *(zip(*other, strict=True) if other is not None else ())]
     low, high = bootstrap_interval(columns, statistic, seed)
-    centre = float(statistic(*map(np.asarray, columns), axis=-1))
-    return {"mean": centre, "low": low, "high": high, "prompts": len(own)}
-
-
-def ratio_interval(own: Sequence[float], other: Sequence[float], seed: int = 0) -> dict[str, Any]:
-    """Σ own / Σ other of the same prompts: {"ratio", "low", "high", "prompts"}. The other's sum must not be 0."""
-
-    def statistic(own: Any, other: Any, axis: int) -> Any:
-        return own.sum(axis) / other.sum(axis)
-
-    low, high = bootstrap_interval([own, other], statistic, seed)
-    return {"ratio": sum(own) / sum(other), "low": low, "high": high, "prompts": len(own)}
+    return {key: float(statistic(*columns, axis=-1)), "low": low, "high": high, "prompts": len(own)}
 
 
 def mean_text(values: dict[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:

@@ -33,7 +33,7 @@ def log_likelihoods(
     batch_tokens: int = BATCH_TOKENS,
     *,
     progress: bool = False,
-) -> list[tuple[float, bool]]:
+) -> list[tuple[float, int]]:
     """Raw log-probability, in nats, of each answer given its prompt; one forward per batch of pairs.
 
     Args:
@@ -43,13 +43,13 @@ def log_likelihoods(
         progress: show a bar.
 
     Returns:
-        Per pair, in the order given: the sum over the answer's tokens, and whether each of them is the likeliest one.
+        Per pair, in the order given: the sum over the answer's tokens, and how many of them are the likeliest one.
 
     Raises:
         ModelLoadError: the target's LM head is more than a linear map, a scale and a soft cap.
     """
     target.check_lm_head()
-    results = [(0.0, True)] * len(pairs)
+    results = [(0.0, 0)] * len(pairs)
     with tqdm(total=len(pairs), desc="log-likelihood", unit="answer", disable=not progress) as bar:
         for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
             for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
@@ -69,7 +69,7 @@ def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     return batches
 
 
-def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, int]]:
     """:func:`log_likelihoods` of pairs that are read together."""
     longest = max(len(prompt) + len(answer) - 1 for prompt, answer in pairs)
     shape = (len(pairs), longest)
@@ -87,7 +87,7 @@ def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
     scores, likeliest = _token_scores(target, final, labels)
     lengths = [len(answer) for _, answer in pairs]
     parts = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
-    return [(float(part.sum()), bool(greedy.all())) for part, greedy in parts]
+    return [(float(part.sum()), int(greedy.sum())) for part, greedy in parts]
 
 
 def _token_scores(target: Target, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,44 @@
-"""What needs no reference: what an answer says in the end, and how much of a summary is its source's own words."""
+"""What is measured of an answer's text: score, copies, repetition, coverage, language, what it says in the end."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
+from typing import Any
 
-from fsd_bench.score import first_option, last_number
-from fsd_infer.engine.ngrams import coverage
+from fsd_bench.base import Answer
+from fsd_bench.score import Reference, asked_options, first_option, last_number
+from fsd_bench.texts import other_language
+from fsd_infer.chat.encoding import PromptRow
+from fsd_infer.engine.ngrams import copied_ngrams, coverage, repeated_ngrams
+
+
+def measure(answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRow, reference: Reference | None) -> None:
+    """Note an answer's text, and what is measured of it. Nothing of an answer that is unknown (of some servers).
+
+    Args:
+        answer: gets what is found.
+        tokenizer: the target's.
+        prompt: token ids.
+        row: of the prompt.
+        reference: to hold the answer against, if there is one.
+    """
+    text, tokens = answer.text, answer.tokens
+    if tokens is not None:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+    elif text is not None:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    if text is None or tokens is None:
+        return
+    answer.text = text
+    answer.copied_4grams, answer.repeated_4grams = copied_ngrams(prompt, tokens), repeated_ngrams(tokens)
+    answer.final = final_answer(text, (reference and reference.options) or asked_options(row))
+    if reference is not None:
+        answer.score = reference.score(text)
+        if reference.kind == "rouge":
+            answer.coverage = word_coverage(row.messages[-1]["content"], text)
+        elif reference.kind == "chrf":
+            answer.other_language = float(other_language(text, reference.value))  # type: ignore[arg-type]
 
 
 def word_coverage(source: str, summary: str) -> float | None:
@@ -23,7 +54,7 @@ def final_answer(text: str, options: Sequence[str] = ()) -> str | None:
     """
     if options:
         return first_option(text, options)
-    number: Decimal | None = last_number(text)
+    number = last_number(text)
     if number is None:
         return None
     plain = f"{number:f}"

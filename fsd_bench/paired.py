@@ -14,6 +14,8 @@ other_language            1 if it is in another language than its reference     
 finished_fraction         1 if a stop token ended it, 0 if the length limit did  difference of means
 answer_tokens             new tokens                                             ratio of sums
 target_forwards           verifying forwards                                     ratio of sums
+speed, tau                new tokens per second; tokens that verifying forwards  ratio of means (sweeps)
+                          emitted per forward
 same_final_answer         is :func:`.final_answer` the baseline's                mean, of prompts where the baseline's
                                                                                  answer has one
 ========================  =====================================================  =======================================
@@ -24,104 +26,123 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsd_bench.base import Answer, Turn
+import numpy as np
+
+from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.intervals import mean_interval, ratio_interval
 
-Pair = tuple[float, float]  # value and weight
+Pair = tuple[float, float]  # sum and weight
+Value = Callable[[TimedRun, Answer], "Pair | None"]  # None where an answer has none
 
 
-def _plain(value: float | None) -> Pair | None:
-    return None if value is None else (value, 1.0)
+def _each(name: str) -> Value:
+    """A field of answers, which count alike."""
+
+    def value(run: TimedRun, answer: Answer) -> Pair | None:
+        found = getattr(answer, name)
+        return None if found is None else (float(found), 1.0)
+
+    return value
 
 
-# what is averaged over answers, by quantity: (value, weight), None where an answer has none
-AVERAGES: dict[str, Callable[[Answer], Pair | None]] = {
-    "score": lambda answer: _plain(answer.score),
-    "log_likelihood_per_token": lambda answer: (
-        None if answer.log_likelihood is None else (answer.log_likelihood, float(answer.length))
-    ),
-    "copied_4grams": lambda answer: _plain(answer.copied_4grams),
-    "coverage": lambda answer: _plain(answer.coverage),
-    "other_language": lambda answer: _plain(answer.other_language),
-    "repeated_4grams": lambda answer: _plain(answer.repeated_4grams),
-    "finished_fraction": lambda answer: (float(answer.finish_reason == "stop"), 1.0),
+def _per_token(name: str) -> Value:
+    """A field of answers, which count by their length."""
+
+    def value(run: TimedRun, answer: Answer) -> Pair | None:
+        found = getattr(answer, name)
+        return None if found is None else (found * answer.length, float(answer.length))
+
+    return value
+
+
+def _emitted(run: TimedRun, answer: Answer) -> Pair | None:
+    forwards = answer.target_forwards
+    return None if forwards is None else (float(answer.verified_tokens or 0), float(forwards))
+
+
+AVERAGES: dict[str, Value] = {
+    "score": _each("score"),
+    "log_likelihood_per_token": _per_token("log_likelihood"),
+    **{name: _each(name) for name in ("copied_4grams", "coverage", "other_language", "repeated_4grams")},
+    "finished_fraction": lambda run, answer: (float(answer.finish_reason == "stop"), 1.0),
 }
-SUMS: dict[str, Callable[[Answer], Pair | None]] = {
-    "answer_tokens": lambda answer: (float(answer.length), 1.0),
-    "target_forwards": lambda answer: _plain(answer.target_forwards),
+SUMS: dict[str, Value] = {"answer_tokens": _each("length"), "target_forwards": _each("target_forwards")}
+RATES: dict[str, Value] = {"speed": lambda run, answer: (float(answer.length), run.seconds), "tau": _emitted}
+QUANTITIES: dict[str, Value] = {  # of a method's summary
+    "tau": _emitted,
+    **SUMS,
+    **{name: _per_token(name) for name in ("gate_open_fraction", "gate_accepted_fraction")},
+    "divergence_spent": _each("divergence_spent"),
+    **AVERAGES,
 }
+
+
+def pooled(name: str, turns: Sequence[Turn], value: Value) -> float | None:
+    """Σ sums / Σ weights over a method's answers; None where none has a weight."""
+    pairs = list(sums(name, turns, value).values())
+    weights = sum(weight for _, weight in pairs)
+    return sum(total for total, _ in pairs) / weights if weights else None
+
+
+def sums(name: str, turns: Sequence[Turn], value: Value) -> dict[int, Pair]:
+    """By prompt: sums and weights over a method's answers that have one."""
+    found: dict[int, Pair] = {}
+    for turn in turns:
+        run = turn.runs[name]
+        for index, answer in zip(turn.prompts, run.answers, strict=True):
+            pair = value(run, answer)
+            if pair is not None:
+                total, weights = found.get(index, (0.0, 0.0))
+                found[index] = total + pair[0], weights + pair[1]
+    return found
+
+
+def columns(name: str, turns: Sequence[Turn], *values: Value) -> np.ndarray:
+    """[prompts, 2 · values] the same as numbers, 0 and 0 where an answer has none."""
+
+    def padded(value: Value) -> Value:
+        return lambda run, answer: value(run, answer) or (0.0, 0.0)
+
+    whole = [sums(name, turns, padded(value)) for value in values]
+    return np.array([[number for part in whole for number in part[index]] for index in whole[0]])
 
 
 def intervals(name: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
     """Mean and interval of each measured quantity of one method: {"mean", "low", "high", "prompts"}."""
-    sums = {quantity: _sums(name, turns, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
-    return {quantity: mean_interval(list(own.values()), seed=seed) for quantity, own in sums.items() if own}
+    measured = {quantity: sums(name, turns, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
+    return {quantity: mean_interval(list(own.values()), seed=seed) for quantity, own in measured.items() if own}
 
 
-def differences(name: str, baseline: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
-    """Of each of :data:`AVERAGES` that was measured: the method's mean less the baseline's."""
-    compared = {}
+def against(
+    name: str, baseline: str, turns: Sequence[Turn], seed: int = 0, rates: Mapping[str, Value] = SUMS
+) -> dict[str, Any]:
+    """``differences``: a method's means less the baseline's; ``ratios``: of ``rates``; ``same_final_answer``: share of
+    prompts whose final answer is the baseline's, None if the baseline's answers have none. What was measured.
+    """
+    differences, ratios = {}, {}
     for quantity, value in AVERAGES.items():
         own, other = _shared(name, baseline, turns, value)
         if own:
-            compared[quantity] = mean_interval(own, other, seed)
-    return compared
-
-
-def ratios(name: str, baseline: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
-    """Of each of :data:`SUMS` that was measured: the method's sum / the baseline's, {"ratio", "low", ...}."""
-    compared = {}
-    for quantity, value in SUMS.items():
+            differences[quantity] = mean_interval(own, other, seed)
+    for quantity, value in rates.items():
         own, other = _shared(name, baseline, turns, value)
-        if own and any(total for total, _ in other):
-            compared[quantity] = ratio_interval([total for total, _ in own], [total for total, _ in other], seed)
-    return compared
+        if any(total for total, _ in other):
+            ratios[quantity] = ratio_interval(own, other, seed)
+    return {"differences": differences, "ratios": ratios, "same_final_answer": _agreement(name, baseline, turns, seed)}
 
 
-def agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any] | None:
-    """Share of prompts whose final answer is the baseline's; None if the baseline's answers have none."""
-    sums: dict[int, Pair] = {}
+def _agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int) -> dict[str, Any] | None:
+    same: dict[int, Pair] = {}
     for turn in turns:
-        both = (turn.runs[name].answers, turn.runs[baseline].answers)
-        for index, own, other in zip(turn.prompts, *both, strict=True):
+        for index, own, other in zip(turn.prompts, turn.runs[name].answers, turn.runs[baseline].answers, strict=True):
             if other.final is not None:
-                _add(sums, index, (float(own.final == other.final), 1.0))
-    return mean_interval(list(sums.values()), seed=seed) if sums else None
+                total, weight = same.get(index, (0.0, 0.0))
+                same[index] = total + (own.final == other.final), weight + 1.0
+    return mean_interval(list(same.values()), seed=seed) if same else None
 
 
-def against(names: Sequence[str], baseline: str, turns: Sequence[Turn], seed: int = 0) -> Mapping[str, dict[str, Any]]:
-    """By method other than the baseline: ``differences``, ``ratios`` and ``same_final_answer``."""
-    return {
-        name: {
-            "differences": differences(name, baseline, turns, seed),
-            "ratios": ratios(name, baseline, turns, seed),
-            "same_final_answer": agreement(name, baseline, turns, seed),
-        }
-        for name in names
-        if name != baseline
-    }
-
-
-def _shared(
-    name: str, baseline: str, turns: Sequence[Turn], value: Callable[[Answer], Pair | None]
-) -> tuple[list[Pair], list[Pair]]:
+def _shared(name: str, baseline: str, turns: Sequence[Turn], value: Value) -> tuple[list[Pair], list[Pair]]:
     """Both methods' sums of the prompts that both have."""
-    own, other = _sums(name, turns, value), _sums(baseline, turns, value)
+    own, other = sums(name, turns, value), sums(baseline, turns, value)
     both = [index for index in own if index in other]
     return [own[index] for index in both], [other[index] for index in both]
-
-
-def _sums(name: str, turns: Sequence[Turn], value: Callable[[Answer], Pair | None]) -> dict[int, Pair]:
-    """By prompt: Σ value · weight and Σ weight over its answers that have one."""
-    sums: dict[int, Pair] = {}
-    for turn in turns:
-        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True):
-            pair = value(answer)
-            if pair is not None:
-                _add(sums, index, (pair[0] * pair[1], pair[1]))
-    return sums
-
-
-def _add(sums: dict[int, Pair], index: int, pair: Pair) -> None:
-    total, weights = sums.get(index, (0.0, 0.0))
-    sums[index] = total + pair[0], weights + pair[1]

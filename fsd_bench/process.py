@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.base import Method, TimedRun, typed
 from fsd_infer.errors import FsdError
 from fsd_infer.files import parse_json
 
@@ -65,8 +65,8 @@ class ProcessMethod(Method):
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         run = self._ask({"prompts": prompts, "options": options, "seed": seed})
         try:
-            return TimedRun(**{**run, "answers": [Answer(**answer) for answer in run["answers"]]})
-        except (TypeError, KeyError) as error:
+            return typed(run, TimedRun)
+        except (TypeError, KeyError, ValueError) as error:
             raise FsdError(f"method {self.name!r}: its process answered no timed run ({error}).") from error
 
     def describe(self) -> dict[str, Any]:

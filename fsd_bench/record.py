@@ -6,21 +6,28 @@ import hashlib
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
-from fsd_bench.paired import against, intervals
+from fsd_bench.paired import QUANTITIES, against, intervals, pooled
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable, write_text
 
 _DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)  # a list's entries, two levels in
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
+SPEEDS = (*RATIOS, "prefill_seconds", "decode_seconds")
+OF_ANSWER = (
+    *("target_forwards", "gate_open_fraction", "gate_accepted_fraction", "divergence_spent", "finish_reason"), *OF_TEXT
+)  # fmt: skip
 BY_CATEGORY = ("answers", "tokens_per_second", "tau", "answer_tokens", "log_likelihood_per_token", "score")
+
+
+Cell = dict[str, "float | None"]  # one method on one unit: medians over repeats
 
 
 @dataclass(frozen=True)
@@ -31,17 +38,6 @@ class BenchPrompt:
     category: str
     where: str
     ids: list[int]
-
-
-@dataclass
-class _Cell:
-    """One method on one unit: medians over repeats. Seconds are means per call."""
-
-    seconds: float
-    prefill_seconds: float
-    seconds_per_answer: float
-    tokens_per_second: float
-    decode_tokens_per_second: float | None
 
 
 def build_record(
@@ -91,11 +87,11 @@ def build_record(
     facts_by_name: dict[str, Any] = {}
     for name, description in methods.items():
         parts = {
-            category: _summary(name, [turn for turn in turns if prompts[turn.prompts[0]].category == category])
+            category: summary(name, [turn for turn in turns if prompts[turn.prompts[0]].category == category])
             for category in categories
         }
         own = _first_tokens(name, turns)
-        whole = _summary(name, turns, cells[name])
+        whole = summary(name, turns, cells[name])
         whole["tau_category_mean"] = mean([part["tau"] for part in parts.values()])
         whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
         whole.update(_phases(name, turns))
@@ -103,22 +99,21 @@ def build_record(
         whole["intervals"] = intervals(name, turns, seed)
         whole["categories"] = {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()}
         facts_by_name[name] = whole
-    speeds = {baseline: _ratios(cells, baseline, seed) for baseline in compared}
-    paired = {baseline: against(list(methods), baseline, turns, seed) for baseline in compared}
+    speeds = {other: _ratios(cells, other, seed) for other in compared}
+    paired = {other: {name: against(name, other, turns, seed) for name in speeds[other]} for other in compared}
+
+    def table(key: str) -> dict[str, dict[str, Any]]:
+        return {other: {name: facts[key] for name, facts in names.items()} for other, names in paired.items()}
+
     return {
         "methods": facts_by_name,
         "baseline": baseline,
         "ratios": {
-            other: {name: {**speeds[other][name], **facts["ratios"]} for name, facts in names.items()}
-            for other, names in paired.items()
+            other: {name: {**speeds[other][name], **facts} for name, facts in names.items()}
+            for other, names in table("ratios").items()
         },
-        "differences": {
-            other: {name: facts["differences"] for name, facts in names.items()} for other, names in paired.items()
-        },
-        "agreement": {
-            other: {name: facts["same_final_answer"] for name, facts in names.items()}
-            for other, names in paired.items()
-        },
+        "differences": table("differences"),
+        "agreement": table("same_final_answer"),
         "prompts": _prompt_rows(prompts, methods, turns),
     }
 
@@ -144,98 +139,62 @@ def _same(own: list[int] | None, other: list[int] | None) -> float | None:
     return None if own is None or other is None else float(own == other)
 
 
-def _cells(name: str, turns: Sequence[Turn], blocks: Mapping[int, int] | None = None) -> dict[int, _Cell]:
+def _cells(name: str, turns: Sequence[Turn], blocks: Mapping[int, int] | None = None) -> dict[int, Cell]:
     """By unit."""
     units: dict[int, dict[int, list[TimedRun]]] = {}
     for turn in turns:
         unit = turn.group if blocks is None else blocks[turn.group]
         units.setdefault(unit, {}).setdefault(turn.repeat, []).append(turn.runs[name])
-    return {unit: _cell(list(repeats.values())) for unit, repeats in units.items()}
+    return {unit: _cell([_speeds(runs) for runs in repeats.values()]) for unit, repeats in units.items()}
 
 
-def _cell(repeats: Sequence[Sequence[TimedRun]]) -> _Cell:
-    def over_repeats(value: Callable[[Sequence[TimedRun]], float]) -> float:
-        return statistics.median(value(runs) for runs in repeats)
-
-    seconds = [sum(run.seconds for run in runs) for runs in repeats]
-    decoded = [
-        (sum(_tokens(run) - len(run.answers) for run in runs), sum(run.seconds - run.prefill_seconds for run in runs))
-        for runs in repeats
-    ]
-    rates = [tokens / took for tokens, took in decoded if tokens > 0 and took > 0]
-    return _Cell(
-        seconds=over_repeats(lambda runs: statistics.fmean(run.seconds for run in runs)),
-        prefill_seconds=over_repeats(lambda runs: statistics.fmean(run.prefill_seconds for run in runs)),
-        seconds_per_answer=statistics.median(
-            took / sum(len(run.answers) for run in runs) for took, runs in zip(seconds, repeats, strict=True)
-        ),
-        tokens_per_second=statistics.median(
-            sum(map(_tokens, runs)) / took for took, runs in zip(seconds, repeats, strict=True)
-        ),
-        decode_tokens_per_second=statistics.median(rates) if rates else None,
-    )
+def _cell(repeats: Sequence[Cell]) -> Cell:
+    return {quantity: median([speeds[quantity] for speeds in repeats]) for quantity in repeats[0]}
 
 
-def _summary(name: str, turns: Sequence[Turn], cells: Mapping[int, _Cell] | None = None) -> dict[str, Any]:
-    """Numbers of one method over these turns; speeds from ``cells``, by default one per group."""
-    answers = [answer for turn in turns for answer in turn.runs[name].answers]
-    groups = _cells(name, turns)
-    units = list((groups if cells is None else cells).values())
-    counted = [(a.verified_tokens, a.target_forwards) for a in answers if a.verified_tokens is not None]
-    forwards = sum(forwards or 0 for _, forwards in counted)
-    tokens = sum(answer.length for answer in answers)
-    likelihoods = [(a.log_likelihood, a.length) for a in answers if a.log_likelihood is not None]
-
-    def per_token(value: Callable[[Answer], float]) -> float | None:
-        return sum(value(answer) * answer.length for answer in answers) / tokens if tokens else None
-
+def _speeds(runs: Sequence[TimedRun]) -> Cell:
+    """One repeat of a unit. Seconds are means per call."""
+    answers = sum(len(run.answers) for run in runs)
+    tokens = sum(answer.length for run in runs for answer in run.answers)
+    seconds, prefill = sum(run.seconds for run in runs), sum(run.prefill_seconds for run in runs)
+    decoded, decoding = tokens - answers, seconds - prefill
     return {
-        "answers": len({index for turn in turns for index in turn.prompts}),
-        "tokens_per_second": median([cell.tokens_per_second for cell in units]),
-        "decode_tokens_per_second": median([cell.decode_tokens_per_second for cell in units]),
-        "seconds_per_answer": median([cell.seconds_per_answer for cell in units]),
-        "prefill_seconds": median([cell.prefill_seconds for cell in units]),
-        "decode_seconds": median([cell.seconds - cell.prefill_seconds for cell in units]),
-        "seconds_total": sum(cell.seconds for cell in groups.values()),
-        "tau": sum(verified for verified, _ in counted) / forwards if forwards else None,
-        "target_forwards": mean([answer.target_forwards for answer in answers]),
-        "answer_tokens": mean([answer.length for answer in answers]),
-        "finished_fraction": mean([float(answer.finish_reason == "stop") for answer in answers]),
-        "gate_open_fraction": per_token(lambda answer: answer.gate_open_fraction),
-        "gate_accepted_fraction": per_token(lambda answer: answer.gate_accepted_fraction),
-        "divergence_spent": mean([answer.divergence_spent for answer in answers]),
-        **{name: mean([getattr(answer, name) for answer in answers]) for name in OF_TEXT},
-        "drafts": drafts.summary() if (drafts := Drafts.pooled(Drafts(answer.regrets) for answer in answers)) else None,
-        "log_likelihood_per_token": (
-            sum(value * count for value, count in likelihoods) / sum(count for _, count in likelihoods)
-            if likelihoods
-            else None
-        ),
+        "seconds": seconds / len(runs),
+        "prefill_seconds": prefill / len(runs),
+        "decode_seconds": decoding / len(runs),
+        "seconds_per_answer": seconds / answers,
+        "tokens_per_second": tokens / seconds,
+        "decode_tokens_per_second": decoded / decoding if decoded > 0 and decoding > 0 else None,
     }
 
 
-def _ratios(cells: Mapping[str, Mapping[int, _Cell]], baseline: str, seed: int) -> dict[str, Any]:
+def summary(name: str, turns: Sequence[Turn], cells: Mapping[int, Cell] | None = None) -> dict[str, Any]:
+    """Numbers of one method over these turns; speeds from ``cells``, by default one per group."""
+    groups = _cells(name, turns)
+    units = list((groups if cells is None else cells).values())
+    drafts = Drafts.pooled(Drafts(answer.regrets) for turn in turns for answer in turn.runs[name].answers)
+    return {
+        "answers": len({index for turn in turns for index in turn.prompts}),
+        **{quantity: median([cell[quantity] for cell in units]) for quantity in SPEEDS},
+        "seconds_total": sum(cell["seconds"] or 0.0 for cell in groups.values()),
+        **{quantity: pooled(name, turns, value) for quantity, value in QUANTITIES.items()},
+        "drafts": drafts.summary() if drafts else None,
+    }
+
+
+def _ratios(cells: Mapping[str, Mapping[int, Cell]], baseline: str, seed: int) -> dict[str, Any]:
     ratios: dict[str, Any] = {}
     for name, own in cells.items():
         if name == baseline:
             continue
         ratios[name] = {}
         for quantity in RATIOS:
-            pairs = [(getattr(own[unit], quantity), getattr(cells[baseline][unit], quantity)) for unit in own]
+            pairs = [(own[unit][quantity], cells[baseline][unit][quantity]) for unit in own]
             values = [a / b for a, b in pairs if a and b]
             if quantity == "seconds_per_answer":
                 values = [1 / value for value in values]
             ratios[name][quantity] = interval(values, seed)
     return ratios
-
-
-def merge_turns(turns: Iterable[Turn]) -> list[Turn]:
-    """One turn per group and repeat, where the methods' runs came apart."""
-    merged: dict[tuple[int, int], Turn] = {}
-    for turn in turns:
-        known = merged.setdefault((turn.group, turn.repeat), Turn(turn.group, turn.repeat, turn.prompts, {}))
-        known.runs.update(turn.runs)
-    return [merged[place] for place in sorted(merged)]
 
 
 def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -259,15 +218,10 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
         "seconds": run.seconds,
         "prefill_seconds": run.prefill_seconds,
         "answer_tokens": answer.length,
-        "target_forwards": answer.target_forwards,
         "tau": (answer.verified_tokens or 0) / answer.target_forwards if answer.target_forwards else None,
-        "gate_open_fraction": answer.gate_open_fraction,
-        "gate_accepted_fraction": answer.gate_accepted_fraction,
-        "divergence_spent": answer.divergence_spent,
         "log_likelihood_per_token": answer.log_likelihood,
-        **{name: getattr(answer, name) for name in OF_TEXT},
+        **{name: getattr(answer, name) for name in OF_ANSWER},
         "final_answer": answer.final,
-        "finish_reason": answer.finish_reason,
         "tokens_sha256": (
             None if answer.tokens is None else hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:8]
         ),
@@ -306,10 +260,6 @@ def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int] | Non
         if turn.repeat == 0
         for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True)
     }
-
-
-def _tokens(run: TimedRun) -> int:
-    return sum(answer.length for answer in run.answers)
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -8,7 +8,7 @@ that miss the peak are not in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -81,6 +81,24 @@ def devices_for(parts: Iterable[Part], hardware: Hardware) -> int | None:
     parts, free = list(parts), (1 - SPARE) * hardware.memory
     sums = ((count, sum(part.bytes / (count if part.shared else 1) for part in parts)) for count in (1, 2, 4, 8))
     return next((count for count, total in sums if total <= free), None)
+
+
+def seconds(work: Iterable[Work], hardware: Hardware, devices: int = 1) -> float:
+    """Of parts that follow one another."""
+    return sum(part.seconds(hardware, devices) for part in work)
+
+
+def device_rows(
+    parts: Sequence[Part], cells: Callable[[Hardware, int], list[str]], columns: Sequence[str]
+) -> list[list[str]]:
+    """A row per device: its name, how many hold the parts, and ``cells``; "-" where eight are too few."""
+    counts = {hardware: devices_for(parts, hardware) for hardware in HARDWARE}
+    return [
+        [hardware.name, "over 8", *("-" for _ in columns[2:])]
+        if count is None
+        else [hardware.name, str(count), *cells(hardware, count)]
+        for hardware, count in counts.items()
+    ]
 
 
 def size(number: float) -> str:

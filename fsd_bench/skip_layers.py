@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import torch
-
-from fsd_infer.chat.conversations import row_messages
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.chat.rows import read_rows
+from fsd_bench.likelihood import log_likelihoods
+from fsd_bench.runner import encode_row
+from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.targets.sharing import with_layers
 from fsd_infer.targets.target import Target
 
-AT_ONCE = 8  # texts
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Token ids of a prompt with its answer, which begins at place ``start``."""
-
-    ids: list[int]
-    start: int
+Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 
 @dataclass(frozen=True)
@@ -41,48 +32,29 @@ class Step:
     agreement: float
 
 
-def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens: int) -> list[Answered]:
+def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens: int) -> list[Pair]:
     """The target's greedy answers to the first ``limit`` prompts of a file, as for `fsd-infer bench`.
 
     Raises:
         DataError: a row without a prompt, or no rows.
     """
-    found: list[Answered] = []
+    found: list[Pair] = []
     chat = bool(getattr(decoder.tokenizer, "chat_template", None))
-    for row in read_rows(path):
-        if len(found) == limit:
-            break
-        messages = row_messages(row.values, row.where)
-        prompt = encode_chat(decoder.tokenizer, messages) if chat else decoder.encode(messages[-1]["content"], False)
+    for row in islice(read_prompts(path), limit):
+        prompt = encode_row(row, decoder.target.name, decoder.tokenizer, decoder.target.max_positions, raw=not chat)
         answer = decoder.generate(prompt, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0]
-        found.append(Answered([*prompt, *answer], len(prompt)))
+        found.append((prompt, answer))
     if not found:
         raise DataError(f"{path}: no prompts. Give a file with one or more.")
-    return sorted(found, key=lambda text: len(text.ids))
+    return found
 
 
-@torch.inference_mode()
-def agreement(model: Target, texts: Sequence[Answered]) -> float:
+def agreement(model: Target, texts: Sequence[Pair]) -> float:
     """The share of the answers' tokens that the model finds likeliest."""
-    agreed = count = 0
-    for first in range(0, len(texts), AT_ONCE):
-        part = texts[first : first + AT_ONCE]
-        longest = max(len(text.ids) for text in part)
-        ids = torch.tensor([text.ids + [0] * (longest - len(text.ids)) for text in part], device=model.device)
-        places = torch.arange(longest, device=model.device)
-        lengths, starts = (
-            torch.tensor(values, device=model.device)[:, None]
-            for values in ([len(text.ids) for text in part], [text.start for text in part])
-        )
-        features = model.features(ids, (places < lengths).long())[..., : model.hidden_size]
-        asked = (places >= starts) & (places < lengths)
-        guesses = model.lm_logits(features[:, :-1][asked[:, 1:]]).argmax(-1)
-        agreed += int((guesses == ids[:, 1:][asked[:, 1:]]).sum())
-        count += len(guesses)
-    return agreed / count
+    return sum(agreed for _, agreed in log_likelihoods(model, texts)) / sum(len(answer) for _, answer in texts)
 
 
-def search(target: Target, texts: Sequence[Answered], left: int) -> Iterator[Step]:
+def search(target: Target, texts: Sequence[Pair], left: int) -> Iterator[Step]:
     """All layers first, then one less at a time until ``left`` are. Raises FsdError."""
     count = int(target.config.num_hidden_layers)
     if not 1 <= left < count:
@@ -95,5 +67,5 @@ def search(target: Target, texts: Sequence[Answered], left: int) -> Iterator[Ste
         layers = best.layers
 
 
-def _step(target: Target, texts: Sequence[Answered], layers: tuple[int, ...]) -> Step:
+def _step(target: Target, texts: Sequence[Pair], layers: tuple[int, ...]) -> Step:
     return Step(layers, agreement(with_layers(target, layers, f"{len(layers)} layers"), texts))

@@ -1,4 +1,4 @@
-"""The benchmark: its record, its ratios, the order of turns, and that a killed run continues."""
+"""The benchmark: its record, its ratios, the order of jobs, and that a killed run continues."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from fsd_bench import Answer, Method, Settings, TimedRun, build_record, run
+from fsd_bench import Answer, Method, TimedRun, build_record, run
 from fsd_bench.base import Turn
 from fsd_bench.intervals import interval
-from fsd_bench.partial import PartialFile
+from fsd_bench.jobs import Asked, Session, in_turns, run_jobs
 from fsd_bench.record import BenchPrompt, write_record
 from fsd_bench.report import bench_table, fitted_tables, head_trees, short_names
-from fsd_bench.schedule import group_prompts, take_turns
+from fsd_bench.runner import group_prompts, partial_path
+from fsd_bench.runs import Job, RunFile
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.main import main
@@ -150,21 +151,20 @@ class Recorder(Method):
 
 def test_methods_take_turns_after_an_uncounted_warm_up() -> None:
     calls: list[tuple[str, int, int, int]] = []
-    methods = [Recorder(name, calls) for name in "abc"]
-    prompts = [BenchPrompt(str(i), "x", "", [i]) for i in range(4)]
-    turns = take_turns(Settings("f", [], max_new_tokens=64), methods, prompts, None)
+    file = RunFile(None, "bench", {}, {})
+    session = Session("abc", lambda: [Recorder(name, calls) for name in "abc"], in_turns("abc", 4, {0.0: 1}))
+    run_jobs([session], Asked([[[i]] for i in range(4)], 64), file, title="test")
     assert calls[:3] == [("a", 0, 16, 0), ("b", 0, 16, 0), ("c", 0, 16, 0)]
     order = ["".join(name for name, prompt, *_ in calls[3:] if prompt == i) for i in range(4)]
     assert order == ["abc", "bca", "cab", "abc"]
-    assert all(count == 64 for _, _, count, _ in calls[3:]) and len(turns) == 4
+    assert all(count == 64 for _, _, count, _ in calls[3:]) and len(file.runs) == 12
     for i in range(4):  # every method draws with the same seed on the same prompt
         assert len({seed for _, prompt, _, seed in calls[3:] if prompt == i}) == 1
 
 
 def test_batches_keep_to_one_category_and_agree(toy: Toy) -> None:
-    prompts = [BenchPrompt(str(i), category, "", [i]) for i, category in enumerate("abaab")]
-    assert group_prompts(prompts, 2) == [[0, 2], [3], [1, 4]]
-    assert group_prompts(prompts, 1) == [[0], [1], [2], [3], [4]]
+    assert group_prompts("abaab", 2) == [[0, 2], [3], [1, 4]]
+    assert group_prompts("abaab", 1) == [[0], [1], [2], [3], [4]]
     record = toy_run(toy, ["plain", "exact", "hf-generate"], batch_size=2)
     for row in record["prompts"]:
         runs = [row["methods"][name][0] for name in record["methods"]]
@@ -194,19 +194,19 @@ def test_rows_that_are_not_asked_for_are_not_read(toy: Toy, tmp_path: Path) -> N
 
 KILLED = """
 import os, signal, sys
-from fsd_bench.partial import PartialFile
+from fsd_bench.runs import RunFile
 from fsd_infer.cli.main import main
 
-add = PartialFile.add
+add = RunFile.add
 
-def add_and_die(self, turn):
-    add(self, turn)
-    if len(self.turns) == 2:
+def add_and_die(self, job, run):
+    add(self, job, run)
+    if len(self.runs) == 3:
         with self.path.open("a") as file:
-            file.write('{"group": 2, "repeat": 0, "prom')
+            file.write('{"job": {"method": "exact", "gro')
         os.kill(os.getpid(), signal.SIGKILL)
 
-PartialFile.add = add_and_die
+RunFile.add = add_and_die
 main(sys.argv[1:])
 """
 
@@ -220,7 +220,7 @@ def test_killed_run_continues_without_loss(
     done = subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=repo_root, capture_output=True, check=False)
     partial = tmp_path / "bench.json.partial.jsonl"
     assert done.returncode == -9 and not path.exists()
-    before = [json.loads(line) for line in partial.read_text().splitlines()[1:3]]
+    before = [json.loads(line) for line in partial.read_text().splitlines()[1:4]]
 
     assert main(argv) == 2
     assert "--resume" in capsys.readouterr().err
@@ -231,19 +231,14 @@ def test_killed_run_continues_without_loss(
     record = json.loads(path.read_text())
     assert [list(row["answers"]) for row in record["prompts"]] == 4 * [["plain", "exact"]]
     for name, facts in record["methods"].items():  # what was measured before the kill is part of it
-        assert facts["seconds_total"] > sum(turn["runs"][name]["seconds"] for turn in before)
+        measured = [line["run"]["seconds"] for line in before if line["job"]["method"] == name]
+        assert measured and facts["seconds_total"] > sum(measured)
 
 
 def test_where_no_record_can_be_written_is_found_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path, message in (
-        (tmp_path, "it is no file"),
-        (tmp_path / "file" / "r.json", "cannot be written"),
-        ("a\0b", "NUL"),
-        ("x" * 300, "too long"),
-    ):
-        with pytest.raises(FsdError, match=message):
-            toy_run(toy, ["plain"], target="no/such-target", json_path=path)
+    with pytest.raises(FsdError, match="cannot be written"):  # what else cannot: test_command_lines
+        toy_run(toy, ["plain"], target="no/such-target", json_path=tmp_path / "file" / "r.json")
     (tmp_path / "file").write_text('{"a": 1}')
     with pytest.raises(FsdError, match="file is no record"):
         toy_run(toy, ["plain"], json_path=tmp_path / "file")
@@ -251,24 +246,27 @@ def test_where_no_record_can_be_written_is_found_before_anything_is_loaded(toy: 
     finished = tmp_path / "r.json"
     finished.write_text('{"methods": {}}')
     with pytest.raises(FsdError, match="finished run: leave --resume out"):
-        PartialFile(finished, {}, resume=True)
-    for seed in (1, 2):  # what ended before its first turn is no obstacle
-        assert PartialFile(finished, {"seed": seed}, resume=False).turns == []
+        partial_path(finished, resume=True)
+    for seed in (1, 2):  # what ended before its first run is no obstacle
+        assert RunFile(partial_path(finished, resume=False), "bench", {"seed": seed}, {}).runs == {}
 
 
 def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -> None:
-    made = PartialFile(tmp_path / "r.json", {"seed": 1}, resume=False)
-    made.add(Turn(0, 0, [0], {"plain": TimedRun(1.0, 0.1, [Answer([1], 1, 1)])}))
+    job, jobs = Job("plain", 0), {Job("plain", 0): 1, Job("plain", 1): 1}
+    made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, jobs)
+    made.add(job, TimedRun(1.0, 0.1, [Answer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
+    assert made.path is not None
     whole = made.path.read_bytes()
-    foreign = b'{"group": "x", "repeat": 0, "prompts": [0], "runs": {}}'
-    for line in (b'{"group": 1', b"[]", b"{}", foreign, b"\xff", b"[" * 9999):
+    foreign = whole.splitlines()[1].replace(b'"group": 0', b'"group": "x"')
+    other = whole.splitlines()[1].replace(b'"group": 0', b'"group": 7')
+    for line in (b'{"job": 1', b"[]", b"{}", foreign, other, b"\xff", b"[" * 9999):
         made.path.write_bytes(whole + line + b"\n")
-        again = PartialFile(tmp_path / "r.json", {"seed": 1}, resume=True)
-        assert len(again.turns) == 1 and again.path.read_bytes() == whole
-    for header in (b"hello\n", b"[]\n", b'{"settings": 7}\n', b"\xff\n"):
+        again = RunFile(made.path, "bench", {"seed": 1}, jobs)
+        assert again.runs == made.runs and made.path.read_bytes() == whole
+    for header in (b"hello\n", b"[]\n", b'{"bench": 3, "settings": 7}\n', b'{"settings": {"seed": 1}}\n', b"\xff\n"):
         made.path.write_bytes(header)
-        with pytest.raises(FsdError, match="does not begin with the settings"):
-            PartialFile(tmp_path / "r.json", {"seed": 1}, resume=True)
+        with pytest.raises(FsdError, match="r.jsonl is no file of a bench, or of another version"):
+            RunFile(made.path, "bench", {"seed": 1}, jobs)
 
 
 def test_tables_are_aligned_and_complete(record: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import HERE
 from fsd_bench import Answer, TimedRun, build_record, run
 from fsd_bench.base import Turn
 from fsd_bench.process import ProcessMethod
@@ -19,25 +20,23 @@ from fsd_infer.cli.main import main
 from tests.bench_toys import Toy
 
 # answers with the prompt's last token, once per new token; writes down when it starts, answers and ends
-ENGINE = """
-import json, os, sys, time
+ENGINE = f"""
+import os, sys
+sys.path.insert(0, {str(HERE)!r})
+from protocol import serve
 log = open(sys.argv[1], "a")
 def note(what): print(what, os.getpid(), file=log, flush=True)
-note("start")
-print("noise of a library", file=sys.stderr)
-print("{}", flush=True)
-for line in sys.stdin:
-    question = json.loads(line)
-    if "describe" in question:
-        print(json.dumps({"by": "test"}), flush=True)
-        continue
-    note("answer")
-    new = question["options"]["max_new_tokens"]
-    if len(sys.argv) > 2 and new > 3 and open(sys.argv[1]).read().count("answer") > int(sys.argv[2]):
-        sys.exit("RuntimeError: out of luck")
-    answers = [{"tokens": [prompt[-1]] * new, "target_forwards": None, "verified_tokens": None}
-               for prompt in question["prompts"]]
-    print(json.dumps({"seconds": 0.5, "prefill_seconds": 0.1, "answers": answers}), flush=True)
+def load():
+    note("start")
+    print("noise of a library", file=sys.stderr)
+    def answer(prompts, new, temperature, seed):
+        note("answer")
+        if len(sys.argv) > 2 and new > 3 and open(sys.argv[1]).read().count("answer") > int(sys.argv[2]):
+            sys.exit("RuntimeError: out of luck")
+        answers = [{{"tokens": [prompt[-1]] * new, "stopped": False}} for prompt in prompts]
+        return {{"seconds": 0.5, "first": 0.1, "answers": answers}}
+    return answer, {{"by": "test"}}
+serve(load, batches=True)
 note("end")
 """
 
@@ -89,7 +88,7 @@ def test_process_that_dies_loses_nothing(
     assert main(argv) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "method 'a': its process ended with status 1: RuntimeError: out of luck" in said
-    assert "3 finished turns are kept" in said and "--resume" in said
+    assert "3 finished runs are kept" in said and "--resume" in said
     log.write_text("")
     assert main([*argv, "--resume"]) == 0
     assert log.read_text().count("answer") == 1, "what was measured is not measured again"

@@ -10,48 +10,35 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsd_infer.targets.gguf as gguf_module
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.files import cache_dir
 from fsd_infer.targets import builtin
 from fsd_infer.targets.loading import load_target
+from tests.families import tiny_model
 from tests.test_adapters import save_adapter
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*CONTROL, *sorted(ByteLevel.alphabet()), "ĊĊ", "th", "Ġth"]
 MERGES = ["Ċ Ċ", "t h", "Ġ th"]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
-HEADS, KV_HEADS = 4, 2
 
 
-def tiny_llama(tied: bool = True) -> LlamaForCausalLM:
+def tiny_llama(tied: bool = True) -> Any:
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    options: dict[str, Any] = dict(rms_norm_eps=1e-5, rope_parameters=rope, tie_word_embeddings=tied)
+    model = tiny_model("llama", vocab_size=len(TOKENS), **options)
     for parameter in model.parameters():  # not near zero and not constant, so that a swapped tensor is seen
         parameter.data = torch.randn_like(parameter).mul(0.3).bfloat16().float()  # fp32, exact in bf16
-    return model.eval()
+    return model
 
 
 def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -61,7 +48,7 @@ def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[[head * dim + row for head in range(heads) for row in order]]
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, arch: str = "llama", pre: str = "smollm") -> Path:
+def write_gguf(path: Path, model: Any, arch: str = "llama", pre: str = "smollm") -> Path:
     config = model.config
     writer = GGUFWriter(path, arch)
     for name, value in {
@@ -96,7 +83,9 @@ def write_gguf(path: Path, model: LlamaForCausalLM, arch: str = "llama", pre: st
             continue
         name = names[key.removesuffix(".weight")]
         if name.endswith(("attn_q", "attn_k")):
-            value = interleave_rope(value, HEADS if name.endswith("attn_q") else KV_HEADS)
+            value = interleave_rope(
+                value, config.num_attention_heads if name.endswith("attn_q") else config.num_key_value_heads
+            )
         writer.add_tensor(f"{name}.weight", value.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -119,7 +108,7 @@ def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: 
     ids = torch.randint(3, len(TOKENS), (1, 40))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids).logits)
-    assert model.config.max_position_embeddings == 128
+    assert model.config.max_position_embeddings == 256
     assert model.generation_config.eos_token_id == 2
 
     assert tokenizer is not None
@@ -211,22 +200,19 @@ def test_fetched_and_expanded_once(index: FakeIndex, capsys: pytest.CaptureFixtu
         assert facts == {"size": file.stat().st_size, "sha256": builtin.sha256_of(file)}
 
 
-def test_truncated_download_is_fetched_again(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
-    index.accidents = ["truncation"]
+@pytest.mark.parametrize("accident", ["truncation", "interrupt"])
+def test_accidents_leave_nothing_that_lasts(
+    index: FakeIndex, accident: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index.accidents = [accident]
+    (index.cache / "targets" / ".fake.partial-abc" / "model").mkdir(parents=True)  # of a call that was killed
+    if accident == "interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            builtin.builtin_dir("fake", progress=False)
+        assert not index.final.exists()
     builtin.builtin_dir("fake", progress=False)
-    assert index.downloads == 2 and (index.final / "model.safetensors").is_file()
+    assert index.downloads == 2 and (index.final / "model.safetensors").is_file() and index.leftovers() == []
     assert capsys.readouterr() == ("", "")
-
-
-def test_interrupted_and_killed_calls_leave_nothing_that_lasts(index: FakeIndex) -> None:
-    index.accidents = ["interrupt"]
-    with pytest.raises(KeyboardInterrupt):
-        builtin.builtin_dir("fake")
-    assert not index.final.exists()
-    half_made = index.cache / "targets" / ".fake.partial-abc" / "model"
-    half_made.mkdir(parents=True)
-    builtin.builtin_dir("fake")
-    assert index.downloads == 2 and index.leftovers() == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from fsd_bench.evidence.calibrate import (
     split,
 )
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
-from fsd_bench.evidence.summary import At
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import main
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
@@ -79,26 +78,26 @@ def test_a_harmless_setting_passes_once_there_are_prompts_enough() -> None:
     assert loss_p_value(slight, 0.02, scale=0.2) < 0.01 < loss_p_value(slight, 0.02), "few prompts do for graded scores"
 
 
-def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> At:
+def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> list[Turn]:
     """Exact is always right; each setting is wrong on that share of the prompts."""
-    at = At(0.0)
+    turns = []
     for index in range(prompts):
         runs = {"exact": TimedRun(1.0, 0.1, [Answer([1] * 10, 5, 9, score=1.0)])}
         for name, share in losses.items():
             right = float(index >= share * prompts)
             seconds = 1.0 / (speeds or {}).get(name, 1.0)
             runs[name] = TimedRun(seconds, 0.1, [Answer([1] * 10, 5, 9, score=right, divergence_spent=1.0)])
-        at.turns.append(Turn(index, 0, [index], runs))
-    return at
+        turns.append(Turn(index, 0, [index], runs))
+    return turns
 
 
 def test_what_an_answer_is_worth() -> None:
-    at = fake({}, prompts=3)
-    assert score_scale(at) == 1
+    turns = fake({}, prompts=3)
+    assert score_scale(turns) == 1
     for scores, worth in (((0.1, 0.3, 0.0), 0.1 / 0.4), ((0.0, 0.0, 0.0), 1)):
-        for turn, score in zip(at.turns, scores, strict=True):
+        for turn, score in zip(turns, scores, strict=True):
             turn.runs["exact"].answers[0].score = score
-        assert score_scale(at) == pytest.approx(worth)
+        assert score_scale(turns) == pytest.approx(worth)
 
 
 def test_a_list_ends_at_its_first_failure() -> None:
@@ -116,15 +115,15 @@ def test_speed_is_tested_from_bold_to_careful() -> None:
 
 
 def test_a_setting_that_copies_is_not_certified() -> None:
-    at = fake({"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.0}, 200)
-    for turn in at.turns:
+    turns = fake({"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.0}, 200)
+    for turn in turns:
         for name, run in turn.runs.items():
             run.answers[0].copied_4grams = 0.2 + 0.1 * (name == "fuzzy:js:0.2")
             run.answers[0].repeated_4grams = 0.1
     settings = parse_settings(["fuzzy:js:0.1/0.2"])
     for promise, passes in ((Promise(NATS, 9.0), 3), (Promise(NATS, 9.0, copies=0.05, repeats=0.05), 2)):
-        assert len(certify(at, settings, promise, 0.9)) == passes
-    assert not check(at, "fuzzy:js:0.2", Promise(NATS, 9.0, copies=0.05))["kept"]
+        assert len(certify(turns, settings, promise, 0.9)) == passes
+    assert not check(turns, "fuzzy:js:0.2", Promise(NATS, 9.0, copies=0.05))["kept"]
     with pytest.raises(FsdError, match="a bound on copied_4grams must be between 0 and 1"):
         Promise(NATS, 1.0, copies=2.0)
 

@@ -15,39 +15,33 @@ from fsd_infer.cli.report import COLOURS, RESET, show_accepted, use_colour
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.rules import RULES, Source
 from tests.bench_toys import Toy
+from tests.fuzzing import called
 from tests.text_toys import tiny_tokenizer, write_rows
 
 PROMPT = "the cat sat on the mat"
 
 
-def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def call(*argv: str) -> tuple[int, str, str]:
     """(exit status, stdout, stderr)"""
-    capsys.readouterr()
-    status = main(argv)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return called(main, list(argv))
 
 
-def generate(capsys: pytest.CaptureFixture[str], toy: Toy, *argv: str, prompt: str = PROMPT) -> tuple[int, str, str]:
-    return call(capsys, "generate", "--prompt", prompt, *toy.models, *argv)
+def generate(toy: Toy, *argv: str, prompt: str = PROMPT) -> tuple[int, str, str]:
+    return call("generate", "--prompt", prompt, *toy.models, *argv)
 
 
-def test_the_answer_and_a_line_of_statistics(
-    toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_and_a_line_of_statistics(toy: Toy, toy_decoder: FuzzyDecoder) -> None:
     expected = toy_decoder.generate(PROMPT, "exact", max_new_tokens=12, temperature=0)
-    status, out, err = generate(capsys, toy, "--max-new-tokens", "12")
+    status, out, err = generate(toy, "--max-new-tokens", "12")
     assert status == 0 and out == expected.texts[0] + "\n"
     assert f"{len(expected.sequences[0])} tokens" in err and "rule exact" in err and "tau" in err
-    streamed = generate(capsys, toy, "--max-new-tokens", "12", "--stream")[1]
+    streamed = generate(toy, "--max-new-tokens", "12", "--stream")[1]
     assert streamed.strip() == expected.texts[0].strip()
 
 
-def test_json_holds_tokens_sources_and_statistics(
-    toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_holds_tokens_sources_and_statistics(toy: Toy, toy_decoder: FuzzyDecoder) -> None:
     rule = "fuzzy:tv:0.4:budget=3"
-    status, out, _ = generate(capsys, toy, "--rule", rule, "--max-new-tokens", "16", "--json", "--seed", "0")
+    status, out, _ = generate(toy, "--rule", rule, "--max-new-tokens", "16", "--json", "--seed", "0")
     record = json.loads(out)
     expected = toy_decoder.generate(PROMPT, rule, max_new_tokens=16, temperature=0, seed=0)  # no clock is read
     assert status == 0
@@ -58,9 +52,8 @@ def test_json_holds_tokens_sources_and_statistics(
 
 
 def test_prompt_from_file_and_standard_input_and_raw(
-    toy: Toy, toy_decoder: FuzzyDecoder, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    toy: Toy, toy_decoder: FuzzyDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     options = [*toy.models, "--max-new-tokens", "8", "--json"]
@@ -68,29 +61,27 @@ def test_prompt_from_file_and_standard_input_and_raw(
         toy_decoder.generate(PROMPT, max_new_tokens=8, temperature=0, chat=chat).sequences[0] for chat in (None, False)
     )
     assert chat != raw
-    assert json.loads(call(capsys, "generate", "--prompt-file", str(file), *options)[1])["tokens"] == chat
+    assert json.loads(call("generate", "--prompt-file", str(file), *options)[1])["tokens"] == chat
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert json.loads(call(capsys, "generate", "--prompt-file", "-", "--raw", *options)[1])["tokens"] == raw
+    assert json.loads(call("generate", "--prompt-file", "-", "--raw", *options)[1])["tokens"] == raw
 
 
-def test_sampling_follows_the_seed(toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_follows_the_seed(toy: Toy, toy_decoder: FuzzyDecoder) -> None:
     options = ["--temperature", "0.9", "--top-p", "0.9", "--max-new-tokens", "12", "--json"]
-    found = [json.loads(generate(capsys, toy, *options, "--seed", seed)[1])["tokens"] for seed in "34"]
+    found = [json.loads(generate(toy, *options, "--seed", seed)[1])["tokens"] for seed in "34"]
     expected = toy_decoder.generate(PROMPT, do_sample=True, temperature=0.9, top_p=0.9, max_new_tokens=12, seed=3)
     assert found[0] == expected.sequences[0] != found[1]
 
 
-def test_shown_marks_and_colours_are_the_sources(
-    toy: Toy, toy_decoder: FuzzyDecoder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shown_marks_and_colours_are_the_sources(toy: Toy, toy_decoder: FuzzyDecoder) -> None:
     options = ["--rule", "fuzzy:js:0.2", "--max-new-tokens", "40", "--show-accepted", "--seed", "0"]
     # with a seed trees follow from the text alone, not from the clock, and a lossy rule's text follows from trees
     made = toy_decoder.generate(PROMPT, "fuzzy:js:0.2", max_new_tokens=40, temperature=0, seed=0)
     sources, pieces = made.records[0].sources, token_pieces(toy_decoder.tokenizer, made.sequences[0])
     assert set(sources) == {0, 1, 2}, "the toy shows every source"
-    marks = generate(capsys, toy, *options)[1]  # no terminal
+    marks = generate(toy, *options)[1]  # no terminal
     assert marks.startswith(show_accepted(pieces, sources, colour=False) + "\n") and "\x1b" not in marks
-    out = generate(capsys, toy, *options, "--color", "always")[1]
+    out = generate(toy, *options, "--color", "always")[1]
     shown, _, legend = out.rpartition("\n" + "tokens by source: ")
     assert all(meaning in legend for meaning in ("target", "exact acceptance", "open gate"))
 
@@ -127,22 +118,20 @@ def test_pieces_never_cut_a_character() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "small-lm+lookup"])
-def test_warmup_takes_any_drafter(
-    toy: Toy, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warmup_takes_any_drafter(toy: Toy, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr("fsd_infer.cpu.ops.kernel_kind", lambda: asked.append(True))
     names = drafter.replace("small-lm", str(toy.drafter))
     models = ["--target", str(toy.target), "--dtype", "fp32", "--device", "cpu"]
-    status, out, err = call(capsys, "warmup", *models, "--drafter", names)
+    status, out, err = call("warmup", *models, "--drafter", names)
     assert status == 0 and asked, "the kernels are compiled where there are none"
     assert "CPU kernels: none" in out
     parts = [part.split()[0] for part in err.strip().split(", ")]
     assert parts == ["load", "compile", "pack"]
 
 
-def test_rules_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = call(capsys, "rules")
+def test_rules_lists_every_name() -> None:
+    status, out, _ = call("rules")
     assert status == 0
     for name in [*RULES, *DIVERGENCES, "eagle", "lm", "smollm2-135m"]:
         assert name in out
@@ -175,22 +164,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_ends_in_one_line(name: str, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_ends_in_one_line(name: str, toy: Toy) -> None:
     extra, message = BAD[name]
-    status, out, err = generate(capsys, toy, *extra)
+    status, out, err = generate(toy, *extra)
     assert status == 2 and out == ""
     assert err.startswith("fsd-infer: ") and err.count("\n") == 1 and message in err
 
 
-def test_other_bad_input(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_bad_input(toy: Toy, tmp_path: Path) -> None:
     for prompt, message in (("  ", "the prompt is empty"), ("the cat " * 200, "context of 256 tokens")):
-        status, _, err = generate(capsys, toy, prompt=prompt)
+        status, _, err = generate(toy, prompt=prompt)
         assert status == 2 and message in err
-    status, _, err = call(capsys, "generate", "--prompt-file", str(tmp_path / "none.txt"), *toy.models)
+    status, _, err = call("generate", "--prompt-file", str(tmp_path / "none.txt"), *toy.models)
     assert status == 2 and "none.txt: cannot be read" in err
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", "--prompt", PROMPT, "--stream", "--json"])
-    assert stop.value.code == 2
+    assert call("generate", "--prompt", PROMPT, "--stream", "--json")[0] == 2
     with pytest.raises(ValueError, match="unknown rule"):
         main(["generate", "--prompt", PROMPT, "--rule", "fuzy", "--debug"])
 
@@ -206,19 +193,17 @@ def test_other_bad_input(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_bad_benchmarks_end_in_one_line(
-    row: dict[str, str], extra: list[str], message: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: dict[str, str], extra: list[str], message: str, toy: Toy, tmp_path: Path
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [row, row])
-    status, _, err = call(capsys, "bench", "--prompts", str(file), "--methods", "plain", *toy.models, *extra)
+    status, _, err = call("bench", "--prompts", str(file), "--methods", "plain", *toy.models, *extra)
     last = err.replace("\r", "\n").strip().splitlines()[-1]
     assert status == 2 and last.startswith("fsd-infer: ") and message in last
 
 
-def test_caches_beyond_the_limit_are_refused(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_caches_beyond_the_limit_are_refused(toy: Toy) -> None:
     request = ["--max-new-tokens", "4", "--max-cache-gib"]
-    status, out, err = generate(capsys, toy, *request, "1e-6")
+    status, out, err = generate(toy, *request, "1e-6")
     assert status == 2 and not out and "allows 1073 bytes" in err and "smaller max_new_tokens" in err
-    assert generate(capsys, toy, *request, "1")[0] == 0
-    with pytest.raises(SystemExit):
-        generate(capsys, toy, *request, "0")
-    assert "above 0" in capsys.readouterr().err
+    assert generate(toy, *request, "1")[0] == 0
+    assert "above 0" in generate(toy, *request, "0")[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsd_infer.divergence import Divergence, divergence, expand_draft, reduced
 from fsd_infer.errors import FsdError, UnknownNameError, VocabularyMismatchError
@@ -183,15 +184,14 @@ def value_and_gradients(name: str, p: Tensor, q: Tensor, chunk_size: int | None)
 class LargestOutputs(TorchDispatchMode):
     """Counts the tensors of more than ``limit`` entries that operations make."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.limit = limit
-        self.seen: set[int] = set()
-        self.made = 0
+        self.limit, self.made = limit, 0
+        self.seen = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+        for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.numel() > self.limit:
                 storage = tensor.untyped_storage().data_ptr()
                 self.made += storage not in self.seen
@@ -205,8 +205,7 @@ def test_memory_is_that_of_a_chunk(name: str) -> None:
     p, q = torch.randn(2, rows, size, generator=torch.Generator().manual_seed(6))
     p, q = p.clone().requires_grad_(), q.clone().requires_grad_()
     saved: list[Tensor] = []
-    watch = LargestOutputs(limit=chunk * size)
-    watch.seen = {p.untyped_storage().data_ptr(), q.untyped_storage().data_ptr()}
+    watch = LargestOutputs(limit=chunk * size, known=(p, q))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), watch:
         value = divergence(name)(p, q, chunk_size=chunk).sum()
     assert watch.made == 0

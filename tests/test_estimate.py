@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsd_bench.estimate import Planned, by_device, planned_head
 from fsd_bench.planned import planned_target
+from fsd_bench.probe import Probe
 from fsd_bench.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.cli.main import main as infer
-from fsd_infer.device.rows import visible_slots
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
@@ -74,19 +73,6 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
-def chain_forward(target: Target, rows: int, context: int, nodes: int) -> Callable[[], Any]:
-    """A forward over a chain of so many nodes of each row, after a context that was read."""
-    slots = torch.arange(context + nodes).repeat(rows, 1)
-    ids, text, own = slots % target.vocab_size, slots[:, :context], slots[:, context:]
-    cache = target.new_cache(rows, context + nodes)
-    cache.set_write_slots(text, 0, context)
-    target.forward(ids[:, :context], text, text[:, None] <= text[..., None], cache, keep=1)
-    cache.set_write_slots(own, None, context + nodes)
-    chain = torch.ones(rows, nodes, nodes, dtype=torch.bool).tril()
-    visible = visible_slots(torch.full((rows,), context), chain)
-    return lambda: target.forward(ids[:, context:], own, visible, cache)
-
-
 HEADS: list[dict[str, Any]] = [
     {"layout": "eagle3", "fused_layers": [0, 1], "draft_vocab_size": 40},
     {"final_norm": True, "fused_layers": [0], "draft_vocab_size": 40},
@@ -113,9 +99,9 @@ def test_bytes_and_operations_on_paper_are_those_of_the_models(
     assert sizes["target's cache"] == target.cache_bytes(2, slots)
     assert sizes["head's cache"] == pytest.approx(drafter.cache_bytes(2, slots))
     for nodes in (1, 9):
-        forward = chain_forward(target, 2, 20, nodes)
+        probe = Probe(target, 20, nodes, rows=2)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-            forward()
+            probe(nodes)
         assert planned.forward(nodes).operations == pytest.approx(counted.get_total_flops(), rel=0.01)
 
 

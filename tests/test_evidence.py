@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 from benchmarks import findings, markdown_table
+from fsd_bench.engine import clip_rounds
 from fsd_bench.evidence.page import render, write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
-from fsd_bench.evidence.summary import read_sweep, summarise, tau_by_position
-from fsd_bench.evidence.sweep import clip_rounds, sweep
+from fsd_bench.evidence.summary import summarise, tau_by_position
+from fsd_bench.evidence.sweep import read_sweep, sweep
 from fsd_infer.cli.main import main
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import Fuzzy
 from fsd_infer.rules.tilted import Tilted
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
-
-TIMED = ("seconds", "prefill_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,11 @@ def finished(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untimed(file: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[0].pop("environment")
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
+    lines = [line for line in lines if "described" not in line]  # what trees took in this process is part of that
+    for line in lines:
+        for name in ("seconds", "prefill_seconds", "phases"):
+            line.get("run", {}).pop(name, None)
+    return lines
 
 
 def test_settings_are_products_of_lists() -> None:
@@ -71,15 +74,17 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
     found = read_sweep(finished)
     assert found.settings == ["exact", "fuzzy:js:0.02", "fuzzy:js:0.3", "random:0.1", "random:0.25", "random:0.5"]
     for at in found.at:
-        assert len(at.turns) == 5 and all(len(at.lines[name]) == 5 for name in found.settings)
+        assert len(at.turns) == 5
         for name in found.settings:
-            for line in at.lines[name]:
-                assert sum(line["rounds"]) == len(line["tokens"]) == len(line["sources"]) <= 8
-                assert len(line["rounds"]) == line["target_forwards"] + 1
-                assert (line["score"] is None) == (line["prompt"] == 4) and line["log_likelihood"] < 0
-                spent = sum(nats for _, nats in line["spent"])
-                assert spent == pytest.approx(line["divergence_spent"], abs=1e-3) and (name != "exact" or spent == 0)
-        facts = summarise(at, found.settings)
+            for turn, answer in zip(at.turns, at.answers(name), strict=True):
+                assert answer.trace is not None and answer.tokens is not None and answer.log_likelihood is not None
+                assert sum(answer.trace.rounds) == len(answer.tokens) == len(answer.trace.sources) <= 8
+                assert len(answer.trace.rounds) == answer.target_forwards + 1  # type: ignore[operator]
+                assert (answer.score is None) == (turn.group == 4) and answer.log_likelihood < 0
+                assert (answer.trace.pieces is not None) == (turn.group == 0)
+                spent = sum(nats for _, nats in answer.trace.spent)
+                assert spent == pytest.approx(answer.divergence_spent, abs=1e-3) and (name != "exact" or spent == 0)
+        facts = summarise(at.turns, found.settings)
         assert facts["exact"]["ratios"]["speed"]["ratio"] == pytest.approx(1)
         assert facts["exact"]["differences"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 4}
         loose = facts["fuzzy:js:0.3"]
@@ -119,11 +124,11 @@ def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Pat
     for changes, named in (({"max_new_tokens": 9}, "max_new_tokens"), ({"prompts": [other]}, "prompts, rows_sha256")):
         with pytest.raises(FsdError, match=rf"copy.jsonl was made with other settings \({named}\)"):
             sweep(options(toy, **changes), copy)
-    copy.write_text("".join(finished.read_text().splitlines(keepends=True)[:3]))
+    copy.write_text("".join(finished.read_text().splitlines(keepends=True)[:3]))  # two settings of six
     with pytest.raises(FsdError, match="no prompt has been answered under every setting yet"):
         write_page(copy, tmp_path / "page.html")
     copy.write_text("notes\n")
-    with pytest.raises(FsdError, match="no file of a sweep and is not overwritten"):
+    with pytest.raises(FsdError, match="no file of a sweep, or of another version, and is not overwritten"):
         sweep(options(toy), copy)
     with pytest.raises(FsdError, match="holds no sweep"):
         write_page(tmp_path / "nothing.jsonl", tmp_path / "page.html")
@@ -157,7 +162,7 @@ def test_the_command_writes_lines_and_a_page(toy: Toy, tmp_path: Path, capsys: p
     file = tmp_path / "out.jsonl"
     argv = ["sweep", "--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.1,random:0.5", "--limit", "2", *toy.models]
     assert main([*argv, "--max-new-tokens", "4", "--output", str(file)]) == 0
-    assert len(file.read_text().splitlines()) == 1 + 2 * 3
+    assert len(file.read_text().splitlines()) == 1 + 2 * 3 + 3  # and what the methods are
     assert "<svg" in (tmp_path / "out.html").read_text() and "report:" in capsys.readouterr().err
     assert main([*argv, "--max-new-tokens", "5", "--output", str(file)]) == 2
     assert "made with other settings" in capsys.readouterr().err
@@ -190,6 +195,5 @@ def test_a_record_becomes_tables(finished: Path, tmp_path: Path, capsys: pytest.
 
 def test_rounds_end_with_the_answer() -> None:
     assert clip_rounds([1, 3, 4], 6) == [1, 3, 2] and clip_rounds([1, 3], 6) == [1, 3, 2] and clip_rounds([1], 1) == [1]
-    lines = [{"rounds": [1, 4, 3, 2, 9]}, {"rounds": [1, 6, 1]}, {"rounds": [1]}]
     # rounds that begin at 1, 5 and 8, and at 1; the last of each answer is left out
-    assert tau_by_position(lines) == [(0, 8, (4 + 3 + 6) / 3, 3), (8, 16, 2.0, 1)]
+    assert tau_by_position([[1, 4, 3, 2, 9], [1, 6, 1], [1]]) == [(0, 8, (4 + 3 + 6) / 3, 3), (8, 16, 2.0, 1)]

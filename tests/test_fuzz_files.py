@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
-from fsd_bench.partial import PartialFile
 from fsd_bench.record import write_record
 from fsd_infer.cli.main import main as infer
 from fsd_infer.cli.run import BAD_INPUT
@@ -68,6 +67,12 @@ def call(command: str) -> tuple[int, str]:
     return status, err
 
 
+def keep_partial(path: Path, record: Any) -> None:
+    """Write a record, and keep a copy of the runs that are removed then."""
+    shutil.copy(f"{path}.partial.jsonl", "kept.jsonl")
+    write_record(path, record)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of everything that the commands read, and of what those that go on have written."""
@@ -97,10 +102,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = ["cache-features --config recipe.yaml --dtype float32", "fit --config recipe.yaml"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr(PartialFile, "finish", lambda self, record: write_record(self.final, record))  # keeps the other
+        patch.setattr("fsd_bench.runner.write_record", keep_partial)
         for command in (*made, "export run/last.ckpt head", REGENERATE, SWEEP, BENCH, CALIBRATE):
             status, said = call(command)
             assert status == 0, said
+    shutil.move(root / "kept.jsonl", root / "bench.json.partial.jsonl")
     shutil.copy(root / "run" / "last.ckpt", root / "head.ckpt")
     for name in ("made.jsonl", "sweep.jsonl", "bench.json.partial.jsonl", "calibrated/calibration.jsonl"):
         lines = (root / name).read_text().splitlines(keepends=True)

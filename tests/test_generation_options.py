@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, TextIteratorStreamer, TextStreamer, WatermarkingConfig
+from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -328,23 +327,6 @@ def test_a_streamer_and_on_tokens_share_an_answer(decoder: FuzzyDecoder) -> None
     )
     assert [[PROMPT], *([token] for token in told)] == streamer.pieces
     assert ends.sequences == [told] and 3 < len(told) < LENGTH
-
-
-def test_text_streamers_show_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = tiny_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer))
-    ids = torch.tensor([tokenizer("the cat sat").input_ids])
-    options: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
-    hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter="lookup")
-    expected = tokenizer.decode(model.generate(ids, **options)[0, ids.shape[1] :])
-    model.generate(ids, stream_to=TextStreamer(tokenizer, skip_prompt=True), **hook, **options)
-    assert capsys.readouterr().out == expected + "\n"
-
-    arriving = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=model.generate, args=(ids,), kwargs={"stream_to": arriving, **hook, **options})
-    thread.start()
-    assert "".join(arriving) == expected
-    thread.join()
 
 
 def test_stop_strings_of_every_source(decoder: FuzzyDecoder) -> None:

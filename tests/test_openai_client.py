@@ -52,10 +52,11 @@ def test_no_proxy_between_this_machine_and_itself(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("passing", [(503, b"busy"), (429, b"slow down"), (200, b"<html>"), None])
-def test_what_may_pass_is_asked_again(passing: tuple[int, bytes] | None) -> None:
+def test_what_may_pass_is_asked_again_with_its_extensions(passing: tuple[int, bytes] | None) -> None:
     with replying(lambda body, number: good(body, number) if number > 2 else passing) as (url, seen):
-        assert Server(url, attempts=3, pause=0.001).complete(BODY) == DONE
-    assert len(seen) == 3
+        server = Server(url, attempts=3, pause=0.001)
+        assert [server.complete(BODY, {"top_k": -1}) for _ in range(2)] == [DONE] * 2
+    assert [body["top_k"] for body in seen] == [-1] * 4
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,6 @@ def test_extensions_that_are_refused_are_left_out_from_then_on(
     assert len(messages) == 2 and url in messages[0] and "top_k" in messages[0]
 
 
-def test_extensions_are_sent_to_servers_that_take_them() -> None:
-    with replying(lambda body, number: good(body, number) if number > 1 else (503, b"busy")) as (url, seen):
-        server = Server(url, attempts=2, pause=0.001)
-        assert [server.complete(BODY, {"top_k": -1}) for _ in range(2)] == [DONE] * 2
-    assert [body["top_k"] for body in seen] == [-1] * 3
-
-
 def test_events_arrive_one_by_one() -> None:
     asked = threading.Event()
 
@@ -148,13 +142,13 @@ def test_an_answer_left_early_is_not_taken_for_the_next_one() -> None:
         (b'data: {"choices": []}\n\n', "broke off an answer: is it still running"),
         (b'data: {"choi\n\n', "broke off an answer"),
         (b'data: {"error": {"message": "out of memory"}}\n\n', "failed: .*out of memory"),
+        (b'data: {"choices": [1]}\r\n\r\ndata: [DONE]\r\n\r\n', ""),
     ],
 )
-def test_streams_that_end_badly(sent: bytes, message: str) -> None:
-    with replying(lambda body, number: (200, sent)) as (url, _), pytest.raises(ServerError, match=message):
-        list(Server(url).stream(BODY))
-
-
-def test_a_stream_without_chunks_is_read_too() -> None:
-    with replying(lambda body, number: (200, b'data: {"choices": [1]}\r\n\r\ndata: [DONE]\r\n\r\n')) as (url, _):
-        assert list(Server(url).stream(BODY)) == [{"choices": [1]}]
+def test_streams_without_chunks_and_their_ends(sent: bytes, message: str) -> None:
+    with replying(lambda body, number: (200, sent)) as (url, _):
+        if message:
+            with pytest.raises(ServerError, match=message):
+                list(Server(url).stream(BODY))
+        else:
+            assert list(Server(url).stream(BODY)) == [{"choices": [1]}]

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer.cpu import build
+from fsd_infer.cpu import kernels as module
+from fsd_infer.cpu.kernels import Kernels
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
-from fsd_infer.cpu.packing import can_pack, pack_linears
+from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
 from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
-from tests.kernel_toys import logits_through_cache
+from tests.kernel_toys import logits_through_cache, needs_kernels
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
 
@@ -96,3 +100,28 @@ def test_a_drafter_that_is_handed_over_keeps_its_weights(tmp_path: Any) -> None:
     assert not any(weight.is_meta for weight in head.parameters())
     plain = FuzzyDecoder.from_pretrained(str(tmp_path / "target"), "none", device="cpu", pack=False)
     assert packed_products(decoder.target.model) and not packed_products(plain.target.model)
+
+
+def test_numbers_of_fp8() -> None:
+    values = fp8_values()
+    assert values.tolist() == sorted(set(values.tolist())) and torch.equal(values.bfloat16().float(), values)
+    assert values[[0, 1, 16, 127]].tolist() == [2**-7, 2**-7 * 17 / 16, 2**-6, 31 / 16]
+    weight = torch.cat([values, -values])[None]
+    numbers, scales = fp8_panels(weight, 1)
+    assert scales.tolist() == [1.0] and numbers.flatten().tolist() == [*range(128), *range(-128, 0)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", [True, False])
+def test_fp8_products_with_and_without_amx(tiles: bool) -> None:
+    if tiles and not build._TILES <= module.cpu_flags():
+        pytest.skip("needs AMX")
+    compiled = build.build_for(Kernels, tiles)
+    assert compiled.panel == (32 if tiles else 64)
+    weight, x = torch.randn(128, 160).bfloat16(), torch.randn(3, 9, 160).bfloat16()
+    numbers, scales = fp8_panels(weight, compiled.panel)
+    layer = module.Linear(panels=numbers.data_ptr(), scales=scales.data_ptr(), columns=128, depth=160)
+    y = compiled.linear(x, layer)
+    sizes = fp8_values()[numbers.transpose(1, 2).reshape(128, 160).int() & 127] * scales[:, None]
+    expected = F.linear(x.double(), torch.where(weight.signbit(), -sizes, sizes).double())
+    torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=2**-8)

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from fsd_bench.base import Turn
 from fsd_bench.environment import environment
 from fsd_bench.evidence.candidates import AUTO, forecast_rules
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
-from fsd_bench.evidence.summary import At, per_prompt, read_sweep, summarise
-from fsd_bench.evidence.sweep import sweep
+from fsd_bench.evidence.summary import summarise
+from fsd_bench.evidence.sweep import read_sweep, sweep
+from fsd_bench.paired import RATES, columns
 from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
@@ -123,10 +125,10 @@ def calibrate(
     directory, target = _home(options)
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE)
     folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
-    at = _sweep(options, calibration, folder / "calibration.jsonl", progress)
+    turns = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
-    facts = summarise(at, [setting.name for setting in settings], options.seed)
-    certified = certify(at, settings, promise, confidence, options.seed)
+    facts = summarise(turns, [setting.name for setting in settings], options.seed)
+    certified = certify(turns, settings, promise, confidence, options.seed)
     chosen = _choose(settings, certified, facts, promise)
     if chosen.name != EXACT:
         on_other = _sweep(replace(options, rules=[chosen.name]), verification, folder / "verification.jsonl", progress)
@@ -138,7 +140,7 @@ def calibrate(
         "confidence": confidence,
         "setting": chosen.name,
         "certified": certified,
-        "calibration": check(at, chosen.name, promise, options.seed),
+        "calibration": check(turns, chosen.name, promise, options.seed),
         "verification": verified,
         "candidates": facts,
         "options": options.to_dict(),
@@ -195,17 +197,17 @@ def _text(row: PromptRow) -> str:
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.messages)
 
 
-def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> At:
+def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> list[Turn]:
     found = read_sweep(sweep(options, file, progress=progress, rows=rows))
     write_page(file, file.with_suffix(".html"))
-    return found.at[0]
+    return found.at[0].turns
 
 
 # statistics ----------------------------------------------------------------------------------------------------------
 
 
 def certify(
-    at: At, settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
+    turns: Sequence[Turn], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
 ) -> list[dict[str, Any]]:
     """The settings that keep the promise, in the order of their tests: {"setting", "p"}. Exact keeps all but speed."""
     families: dict[str, list[Setting]] = {}
@@ -216,48 +218,48 @@ def certify(
     passed = [] if promise.kind == SPEED else [{"setting": EXACT, "p": 0.0}]
     for candidates in families.values():
         for setting in reversed(candidates) if promise.kind == SPEED else candidates:
-            p = p_value(at, setting.name, promise, seed)
+            p = p_value(turns, setting.name, promise, seed)
             if p > level:
                 break
             passed.append({"setting": setting.name, "p": p})
     return passed
 
 
-def p_value(at: At, name: str, promise: Promise, seed: int = 0) -> float:
+def p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> float:
     """Of the hypothesis that the setting breaks some part of the promise: the largest of the parts' own."""
-    parts = [loss_p_value(-score_losses(at, name, quality), most) for quality, most in promise.bounds().items()]
-    return max([_main_p_value(at, name, promise, seed), *parts])
+    parts = [loss_p_value(-score_losses(turns, name, quality), most) for quality, most in promise.bounds().items()]
+    return max([_main_p_value(turns, name, promise, seed), *parts])
 
 
-def _main_p_value(at: At, name: str, promise: Promise, seed: int) -> float:
+def _main_p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int) -> float:
     if promise.kind == NATS:  # enforced, answer by answer
         return 0.0
     if promise.kind == SCORE:
-        return loss_p_value(score_losses(at, name), promise.value, score_scale(at))
-    own, exact = (per_prompt(at, one, lambda run: (run.answers[0].length, run.seconds)) for one in (name, EXACT))
+        return loss_p_value(score_losses(turns, name), promise.value, score_scale(turns))
+    own, exact = (columns(one, turns, RATES["speed"]) for one in (name, EXACT))
     draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
     sums, others = own[draws].sum(1), exact[draws].sum(1)
     ratios = (sums[:, 0] * others[:, 1]) / (sums[:, 1] * others[:, 0])
     return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
 
 
-def score_losses(at: At, name: str, quality: str = SCORE) -> np.ndarray:
+def score_losses(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
     """[prompts] exact's score, or another share, less the setting's, means over repeats."""
-    return _scores(at, EXACT, quality) - _scores(at, name, quality)
+    return _scores(turns, EXACT, quality) - _scores(turns, name, quality)
 
 
-def score_scale(at: At) -> float:
+def score_scale(turns: Sequence[Turn]) -> float:
     """The score that is gone where exact's whole answer is: 1 if answers are right or wrong.
 
     For graded scores (ROUGE-L) their mean over prompts, each weighted by its own score: Σ score² / Σ score.
     """
-    scores = _scores(at, EXACT)
+    scores = _scores(turns, EXACT)
     return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
 
 
-def _scores(at: At, name: str, quality: str = SCORE) -> np.ndarray:
+def _scores(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
     """[prompts] of a setting, means over repeats; answers too short for a 4-gram have none."""
-    sums = per_prompt(at, name, lambda run: (getattr(run.answers[0], quality) or 0.0, 1.0))
+    sums = columns(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
     return np.asarray(sums[:, 0] / sums[:, 1])
 
 
@@ -299,13 +301,13 @@ def _choose(
     return next(setting for setting in settings if setting.name == chosen)
 
 
-def check(at: At, name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
+def check(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     """What was measured of a setting on some prompts, and whether the promise was kept there."""
-    found = summarise(at, [EXACT, name], seed)[name]
-    spent = [turn.runs[name].answers[0].divergence_spent for turn in at.turns]
+    found = summarise(turns, [EXACT, name], seed)[name]
+    spent = [turn.runs[name].answers[0].divergence_spent for turn in turns]
     score = found["differences"].get("score")
     rises = {
-        quality: -float(score_losses(at, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
+        quality: -float(score_losses(turns, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
     }
     kept = {
         SCORE: score is not None and score["mean"] >= -promise.value,
@@ -313,11 +315,11 @@ def check(at: At, name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
         SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
     }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
-        "prompts": len({turn.group for turn in at.turns}),
+        "prompts": len({turn.group for turn in turns}),
         "score_difference": score,
         "rises": rises,
         "speed": found["ratios"]["speed"],
-        "tau": found["ratios"]["tau"],
+        "tau": found["ratios"].get("tau"),
         "target_forwards": found["ratios"].get("target_forwards"),
         "answer_tokens": found["ratios"].get("answer_tokens"),
         "same_final_answer": found["same_final_answer"],

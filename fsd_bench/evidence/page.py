@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Template
 
+from fsd_bench.base import Answer
 from fsd_bench.evidence.charts import Point, Series, bars, chart
-from fsd_bench.evidence.settings import EXACT
-from fsd_bench.evidence.summary import At, Sweep, read_sweep, summarise, tau_by_position
+from fsd_bench.evidence.summary import summarise, tau_by_position
+from fsd_bench.evidence.sweep import At, Sweep, read_sweep
 from fsd_bench.intervals import mean_text, ratio_text
+from fsd_infer.cli.report import number, percent
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_text
 from fsd_infer.rules import Source
 
-STYLE = """
-:root{color-scheme:light}
-body{font:15px/1.45 system-ui,sans-serif;margin:0 auto;max-width:1180px;padding:1rem;color:#111}
-h1{font-size:1.5rem}
-h2{font-size:1.25rem;border-bottom:2px solid #111;margin-top:2.2rem}
-h3{font-size:1.05rem}
-table{border-collapse:collapse;font-size:12px;white-space:nowrap}
-td,th{border-bottom:1px solid #ccc;padding:.25rem .5rem;text-align:right}
-td:first-child,th:first-child{text-align:left}
-.wide{overflow-x:auto}
-.charts{display:flex;flex-wrap:wrap;gap:.6rem;margin-top:1rem}
-svg{width:560px;max-width:100%;height:auto;border:1px solid #ddd;background:#fff}
-.note{color:#444;font-size:13px}
-summary{cursor:pointer}
-.pair{display:grid;grid-template-columns:1fr 1fr;gap:.8rem}
-.pair div{border:1px solid #ccc;padding:.5rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}
-.e{border-bottom:1px dotted #111}
-.g{background:#d6d6d6;border:1px solid #111;font-weight:600}
-@media(max-width:760px){.pair{grid-template-columns:1fr}}
-"""
 ORIGIN = {Source.TARGET: "", Source.EXACT: "e", Source.GATE: "g"}
 # (of a summary) what is plotted against speed and forwards: title, axis, where it stands, its key, scale
 QUALITIES = (
@@ -51,6 +35,38 @@ SPEEDS = (
     ("speed", "new tokens per second / exact's", "speed"),
     ("target forwards", "target forwards per answer / exact's", "target_forwards"),
 )
+
+
+def _mean(key: str, digits: int = 1, scale: float = 100.0) -> Callable[[dict[str, Any]], str]:
+    return lambda facts: mean_text(facts["means"].get(key), scale, digits)
+
+
+def _less(key: str, digits: int = 1, scale: float = 100.0) -> Callable[[dict[str, Any]], str]:
+    return lambda facts: mean_text(facts["differences"].get(key), scale, digits, signed=True)
+
+
+def _times(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda facts: ratio_text(facts["ratios"].get(key))
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "score %": _mean("score"),
+    "less exact's": _less("score"),
+    "speed ×": _times("speed"),
+    "τ": lambda facts: number(facts["tau"]),
+    "τ ×": _times("tau"),
+    "forwards ×": _times("target_forwards"),
+    "tokens ×": _times("answer_tokens"),
+    "same end %": lambda facts: mean_text(facts["same_final_answer"], 100),
+    "log-lik less exact's": _less("log_likelihood_per_token", 3, 1.0),
+    "copied 4-grams %": _mean("copied_4grams"),
+    "coverage %": _mean("coverage"),
+    "other language %": _mean("other_language"),
+    "repeated 4-grams %": _mean("repeated_4grams"),
+    "ended %": _mean("finished_fraction"),
+    "nats/answer": lambda facts: number(facts["divergence_spent"]),
+    "open %": lambda facts: percent(facts["gate_open_fraction"], 0),
+}
 
 
 def write_page(sweep: str | Path, page: str | Path) -> None:
@@ -68,81 +84,26 @@ def write_page(sweep: str | Path, page: str | Path) -> None:
 
 def render(sweep: Sweep) -> str:
     """The page."""
-    parts = [_head(sweep)]
+    seed = sweep.head["settings"]["seed"]
+    parts = []
     for at in sweep.at:
-        if at.turns:
-            parts.append(_temperature(sweep, at))
-    if len(parts) == 1:
+        if not at.turns:
+            continue
+        facts = summarise(at.turns, sweep.settings, seed)
+        families: dict[str, list[str]] = {}
+        for name in sweep.settings:
+            families.setdefault(sweep.head["families"][name], []).append(name)
+        parts.append({
+            "temperature": at.temperature,
+            "prompts": len({turn.group for turn in at.turns}),
+            "rows": [[name, *(cell(facts[name]) for cell in COLUMNS.values())] for name in sweep.settings],
+            "charts": [*_trade_offs(families, facts), *_lines(families, at), *_histograms(families, at)],
+            "examples": _examples(sweep, at),
+        })  # fmt: skip
+    if not parts:
         raise FsdError("no prompt has been answered under every setting yet: let the sweep go on.")
-    title = escape(f"Rules on {sweep.head['settings']['target']}")
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><style>{STYLE}</style>'
-        f"</head><body>{''.join(parts)}</body></html>\n"
-    )
-
-
-def _head(sweep: Sweep) -> str:
-    settings, environment = sweep.head["settings"], sweep.head["environment"]
-    facts = (
-        f"target {settings['target']}, drafter {settings['drafter'] or 'shipped'}, {settings['dtype']}; at most "
-        f"{settings['max_new_tokens']} new tokens; {', '.join(settings['prompts'])}; {environment['cpu']}, "
-        f"{environment['threads']} threads; commit {environment['commit']}; {environment['date']}"
-    )
-    return (
-        f"<h1>What rules cost and win</h1><p>{escape(facts)}</p><p><code>{escape(environment['command'])}</code></p>"
-        '<p class="note">Every setting answered the same prompts. Intervals are 95 % bootstrap intervals over prompts, '
-        "paired with exact decoding. A rule is worth something only where it lies above the random gate at equal "
-        "speed.</p>"
-    )
-
-
-def _temperature(sweep: Sweep, at: At) -> str:
-    names = sweep.settings
-    summaries = summarise(at, names, sweep.head["settings"]["seed"])
-    families: dict[str, list[str]] = {}
-    for name in names:
-        families.setdefault(sweep.head["families"][name], []).append(name)
-    prompts = len({turn.group for turn in at.turns})
-    charts = [*_trade_offs(families, summaries), *_lines(families, at), *_histograms(families, at)]
-    return (
-        f"<h2>Temperature {at.temperature:g}: {prompts} prompts</h2>"
-        f'<div class="wide">{_table(names, summaries)}</div>'
-        f'<div class="charts">{"".join(charts)}</div>{_examples(sweep, at)}'
-    )
-
-
-def _table(names: Sequence[str], summaries: dict[str, dict[str, Any]]) -> str:
-    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("score %", lambda f: mean_text(f["means"].get("score"), 100)),
-        ("less exact's", lambda f: mean_text(f["differences"].get("score"), 100, signed=True)),
-        ("speed ×", lambda f: ratio_text(f["ratios"].get("speed"))),
-        ("τ", lambda f: "-" if f["tau"] is None else f"{f['tau']:.2f}"),
-        ("τ ×", lambda f: ratio_text(f["ratios"].get("tau"))),
-        ("forwards ×", lambda f: ratio_text(f["ratios"].get("target_forwards"))),
-        ("tokens ×", lambda f: ratio_text(f["ratios"].get("answer_tokens"))),
-        ("same end %", lambda f: mean_text(f["same_final_answer"], 100)),
-        (
-            "log-lik less exact's",
-            lambda f: mean_text(f["differences"].get("log_likelihood_per_token"), 1, 3, signed=True),
-        ),
-        ("copied 4-grams %", lambda f: mean_text(f["means"].get("copied_4grams"), 100)),
-        ("coverage %", lambda f: mean_text(f["means"].get("coverage"), 100)),
-        ("other language %", lambda f: mean_text(f["means"].get("other_language"), 100)),
-        ("repeated 4-grams %", lambda f: mean_text(f["means"].get("repeated_4grams"), 100)),
-        ("ended %", lambda f: mean_text(f["means"].get("finished_fraction"), 100)),
-        ("nats/answer", lambda f: f"{f['divergence_spent']:.2f}"),
-        ("open %", lambda f: f"{100 * f['gate_open_fraction']:.0f}"),
-    ]
-    rows = [[name, *(cell(summaries[name]) for _, cell in columns)] for name in names]
-    head = "".join(f"<th>{escape(title)}</th>" for title in ("setting", *(title for title, _ in columns)))
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(text: str) -> str:
-    """An interval stands below its mean."""
-    return escape(text).replace(" [", "<br><small>[").replace("]", "]</small>")
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"), autoescape=True)
+    return template.render(head=sweep.head, titles=["setting", *COLUMNS], parts=parts, marked=_marked)
 
 
 def _trade_offs(families: dict[str, list[str]], summaries: dict[str, dict[str, Any]]) -> list[str]:
@@ -192,7 +153,8 @@ def _lines(families: dict[str, list[str]], at: At) -> list[str]:
     series, x_ticks = [], {}
     for name, style in _shown(families):
         points = []
-        for start, end, tau, _ in tau_by_position(at.lines[name]):
+        rounds = [answer.trace.rounds for answer in at.answers(name) if answer.trace is not None]
+        for start, end, tau, _ in tau_by_position(rounds):
             x = math.log2((start + end) / 2)
             x_ticks[x] = f"{start}–{end - 1}"
             points.append(Point(x, tau))
@@ -205,7 +167,7 @@ def _lines(families: dict[str, list[str]], at: At) -> list[str]:
 
 
 def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
-    spent = {name: [turn.runs[name].answers[0].divergence_spent for turn in at.turns] for name, _ in _shown(families)}
+    spent = {name: [answer.divergence_spent for answer in at.answers(name)] for name, _ in _shown(families)}
     most = max((value for values in spent.values() for value in values if math.isfinite(value)), default=0.0)
     if not most:
         return []
@@ -216,45 +178,19 @@ def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
     return [bars("Nats spent per answer", "nats", "share of answers", list(edges), rows)]
 
 
-def _examples(sweep: Sweep, at: At) -> str:
-    parts = []
-    prompts = sweep.head["prompts"]
-    for place, exact in enumerate(at.lines[EXACT]):
-        if "pieces" not in exact or exact["repeat"]:
-            continue
-        prompt = prompts[exact["prompt"]]
-        text = prompt["text"] if len(prompt["text"]) <= 600 else prompt["text"][:600] + " …"
-        pairs = []
-        for name in sweep.settings[1:]:
-            other = at.lines[name][place]
-            pairs.append(
-                f'<h3>{escape(name)}</h3><div class="pair">{_answer(exact, EXACT)}{_answer(other, name)}</div>'
-            )
-        reference = f'<p class="note">reference: {escape(prompt["reference"][:300])}</p>' if prompt["reference"] else ""
-        parts.append(
-            f"<details><summary>{escape(prompt['where'])}: {escape(text[:90])}</summary><p>{escape(text)}</p>"
-            f"{reference}{''.join(pairs)}</details>"
-        )
-    if not parts:
-        return ""
-    legend = (
-        '<p class="note">Tokens by origin: the target\'s own draw, '
-        '<span class="e">a draft that the exact rule accepts</span>, '
-        '<span class="g">a token that only another law let through</span>.</p>'
-    )
-    return f"<h3>Answers beside exact's</h3>{legend}{''.join(parts)}"
+def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], Answer, list[tuple[str, Answer]]]]:
+    """(prompt, exact's answer, the others by setting) of the prompts that are shown."""
+    examples = []
+    for turn in at.turns:
+        exact, *others = ((name, turn.runs[name].answers[0]) for name in sweep.settings)
+        if turn.repeat == 0 and exact[1].trace is not None and exact[1].trace.pieces is not None:
+            examples.append((sweep.head["prompts"][turn.group], exact[1], others))
+    return examples
 
 
-def _answer(line: dict[str, Any], name: str) -> str:
-    """Tokens marked by origin; neighbours of one origin share a mark."""
-    runs: list[tuple[str, str]] = []
-    for piece, source in zip(line["pieces"], line["sources"]):
-        kind = ORIGIN[Source(int(source))]
-        if runs and runs[-1][0] == kind:
-            runs[-1] = (kind, runs[-1][1] + piece)
-        else:
-            runs.append((kind, piece))
-    text = "".join(f'<span class="{kind}">{escape(piece)}</span>' if kind else escape(piece) for kind, piece in runs)
-    score = "" if line["score"] is None else f", score {line['score']:.2g}"
-    facts = f"{name}: {len(line['tokens'])} tokens, {line['target_forwards']} forwards{score}"
-    return f"<div><strong>{escape(facts)}</strong>\n{text}</div>"
+def _marked(answer: Answer) -> Iterator[tuple[str, str]]:
+    """(mark, text) of an answer's tokens by origin; neighbours of one origin share a mark."""
+    assert answer.trace is not None
+    marks = [ORIGIN[Source(int(source))] for source in answer.trace.sources]
+    for mark, pieces in groupby(zip(marks, answer.trace.pieces or ()), itemgetter(0)):
+        yield mark, "".join(piece for _, piece in pieces)

@@ -17,9 +17,9 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from fsd_bench.estimate import Planned, planned_head, seconds
+from fsd_bench.estimate import Planned, planned_head
 from fsd_bench.planned import count_weights
-from fsd_bench.roofline import HARDWARE, Work, devices_for, size
+from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.decoder import FuzzyDecoder
@@ -200,16 +200,14 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
         amount = each.times * each.operations
         lines.append((f"step: {each.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(each.bytes),
                       f"{each.times} x {each.how}"))  # fmt: skip
-    rows = []
-    for hardware in HARDWARE:
-        count = devices_for(parts, hardware)
-        if count is None:
-            rows.append([hardware.name, "over 8", "-", "-"])
-        else:
-            each_step = seconds(work, hardware, count)
-            rows.append([hardware.name, str(count), f"{each_step:.2f}", _time(total * each_step)])
     columns = ["device", "count", "seconds a step, at least", f"{total} steps, at least"]
-    return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), table(columns, rows)])
+
+    def cells(hardware: Hardware, count: int) -> list[str]:
+        each = seconds(work, hardware, count)
+        return [f"{each:.2f}", _time(total * each)]
+
+    devices = table(columns, device_rows(parts, cells, columns))
+    return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), devices])
 
 
 def _time(seconds: float) -> str:

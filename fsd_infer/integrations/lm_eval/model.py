@@ -113,7 +113,8 @@ class FsdLM(TemplateLM):
             # what does not fit is cut off at the left, as the harness's other models do
             context = context if longest is None else context[-max(longest - len(continuation), 1) :]
             pairs.append((context, continuation))
-        return log_likelihoods(self.decoder.target, pairs)
+        found = log_likelihoods(self.decoder.target, pairs)
+        return [(total, likeliest == len(answer)) for (total, likeliest), (_, answer) in zip(found, pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         target = self.decoder.target

@@ -1,0 +1,139 @@
+"""The runner of bench, sweep and calibrate: methods answer job by job, and what is finished is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from fsd_bench.base import Method, TimedRun, Turn
+from fsd_bench.runs import Job, RunFile
+
+WARMUP_TOKENS = 16
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Session:
+    """Methods that are in memory together, by name, and their jobs in order. ``start`` makes the methods."""
+
+    names: Sequence[str]
+    start: Callable[[], Sequence[Method]]
+    jobs: Sequence[Job]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every method is asked.
+
+    Attributes:
+        groups: token ids of the prompts that are decoded together.
+        max_new_tokens: of each answer.
+        seed: with group and repeat, the seed of a run.
+        warmup: each method first gives a short answer that is not counted.
+        sampling: arguments of ``generate`` above temperature 0.
+    """
+
+    groups: Sequence[list[list[int]]]
+    max_new_tokens: int
+    seed: int = 0
+    warmup: bool = True
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def answer(self, method: Method, job: Job, most: int | None = None) -> TimedRun:
+        """One run, of at most ``most`` tokens."""
+        options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens), **self.sampling)
+        return method.answer(self.groups[job.group], options, self.seed + 1000 * job.group + job.repeat)
+
+
+def decoding(temperature: float, max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Arguments of ``generate``, the same for every method."""
+    if temperature == 0:
+        return dict(max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
+    return dict(max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, **sampling)
+
+
+def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Job]:
+    """Every method answers every group, so often at each temperature. Which goes first rotates: whatever else the
+    machine does disturbs all alike.
+    """
+    return [
+        Job(name, group, repeat, temperature)
+        for group in range(groups)
+        for temperature, count in repeats.items()
+        for repeat in range(count)
+        for name in rotated(names, group + repeat)
+    ]
+
+
+def rotated(things: Sequence[_T], by: int) -> list[_T]:
+    """The same from another one on."""
+    first = by % len(things)
+    return [*things[first:], *things[:first]]
+
+
+def run_jobs(
+    sessions: Sequence[Session],
+    asked: Asked,
+    file: RunFile,
+    finish: Callable[[Job, TimedRun], None] | None = None,
+    *,
+    title: str,
+    progress: bool = False,
+) -> None:
+    """Do what the file lacks, session by session; methods are closed at the end of theirs.
+
+    Args:
+        sessions: they share no job.
+        asked: prompts and options.
+        file: gets the runs, and the descriptions of their methods.
+        finish: called with each run before it is kept.
+        title: of the progress bar.
+        progress: show it, with the time that is left.
+    """
+    total = sum(len(session.jobs) for session in sessions)
+    with tqdm(total=total, initial=len(file.runs), desc=title, unit="run", disable=not progress, smoothing=0.05) as bar:
+        for session in sessions:
+            todo = [job for job in session.jobs if job not in file.runs]
+            if not todo and file.described.keys() >= set(session.names):
+                continue
+            with ExitStack() as stack:
+                methods = {method.name: method for method in session.start()}
+                for method in methods.values():
+                    stack.callback(method.close)
+                    if asked.warmup and todo:  # what is compiled or allocated once is not timed
+                        asked.answer(method, todo[0], WARMUP_TOKENS)
+                for job in todo:
+                    bar.set_postfix_str(job.method, refresh=False)
+                    run = asked.answer(methods[job.method], job)
+                    if finish is not None:
+                        finish(job, run)
+                    file.add(job, run)
+                    bar.update()
+                for name, method in methods.items():
+                    if name not in file.described:
+                        file.describe(name, method.describe())
+
+
+def turns_of(
+    runs: Mapping[Job, TimedRun], groups: Sequence[list[int]], names: Sequence[str], temperature: float
+) -> list[Turn]:
+    """The runs of a temperature, one turn per group and repeat that every method has answered.
+
+    Args:
+        runs: by job.
+        groups: indices of the prompts of each group.
+        names: of the methods.
+        temperature: of the jobs.
+    """
+    places = sorted({(job.group, job.repeat) for job in runs if job.temperature == temperature})
+    turns = []
+    for group, repeat in places:
+        own = {name: runs.get(Job(name, group, repeat, temperature)) for name in names}
+        whole = {name: run for name, run in own.items() if run is not None}
+        if len(whole) == len(names):
+            turns.append(Turn(group, repeat, groups[group], whole))
+    return turns

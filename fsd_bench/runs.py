@@ -1,0 +1,162 @@
+"""Finished runs as JSON lines, which a killed measurement goes on with: the settings first, then a line per run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsd_bench.base import TimedRun, typed
+from fsd_infer.errors import FsdError
+from fsd_infer.files import append_json, jsonable, write_text
+
+VERSION = 3  # of the format
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method answers one group of prompts, once."""
+
+    method: str
+    group: int
+    repeat: int = 0
+    temperature: float = 0.0
+
+
+class RunFile:
+    """The runs of a measurement, on disk as soon as they are finished.
+
+    A line that a kill cut short is dropped, with all that follow. What was measured with other settings is never mixed
+    in or overwritten.
+
+    Args:
+        path: of the file, whose folder is there; None: runs are kept in memory alone.
+        kind: what measures, "bench" or "sweep".
+        settings: what must be the same for a measurement to go on (JSON values).
+        jobs: all that are to be done, and how many answers each gives.
+        facts: about the measurement, stored beside the settings.
+        advice: how to go on after an error; where settings differ, what to do instead of using the same.
+
+    Attributes:
+        runs: by job.
+        described: what a record says about the methods, by name.
+
+    Raises:
+        FsdError: a file of another kind or with other settings is in the way, or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        kind: str,
+        settings: dict[str, Any],
+        jobs: Mapping[Job, int],
+        facts: dict[str, Any] | None = None,
+        advice: tuple[str, str] = ("the same command goes on there", "another name"),
+    ) -> None:
+        self.path, self.advice = path, advice[0]
+        self.runs: dict[Job, TimedRun] = {}
+        self.described: dict[str, dict[str, Any]] = {}
+        if path is None:
+            return
+        head = {kind: VERSION, "settings": settings, **(facts or {})}
+        stored, *lines = read_lines(path, kind) or [head]
+        other = sorted(
+            key for key in {*stored["settings"], *settings} if stored["settings"].get(key) != settings.get(key)
+        )
+        if other:
+            raise FsdError(f"{path} was made with other settings ({', '.join(other)}): use the same, or {advice[1]}.")
+        environment = stored.get("environment")
+        if isinstance(environment, dict) and environment.keys() == head.get("environment", {}).keys():
+            head["environment"] = environment  # where it began
+        kept = [head]
+        for line in lines:
+            if not self._read(line, jobs):
+                break
+            kept.append(line)
+        with _disk_errors(path):
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def _read(self, line: dict[str, Any], jobs: Mapping[Job, int]) -> bool:
+        """Is the line of this measurement?"""
+        try:
+            if "described" in line:
+                self.described.update(typed(line["described"], dict[str, dict[str, Any]]))
+                return True
+            job, run = read_run(line)
+        except (TypeError, KeyError, ValueError):
+            return False
+        if jobs.get(job) != len(run.answers):
+            return False
+        self.runs[job] = run
+        return True
+
+    def add(self, job: Job, run: TimedRun) -> None:
+        """Keep a finished run; it is on disk when this returns."""
+        self.runs[job] = run
+        self._append({"job": asdict(job), "run": asdict(run)})
+
+    def describe(self, name: str, facts: dict[str, Any]) -> None:
+        """Keep what a record says about a method."""
+        self.described[name] = facts
+        self._append({"described": {name: facts}})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self.path is not None:
+            append_json(self.path, jsonable(line))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """An FsdError within the block says what is kept, and how to go on; a file without a run is removed then."""
+        try:
+            yield
+        except FsdError as error:
+            if self.path is not None and self.runs:
+                error.args = (f"{error} {len(self.runs)} finished runs are kept in {self.path}: {self.advice}.",)
+            elif self.path is not None:
+                self.path.unlink()
+            raise
+
+
+def read_run(line: dict[str, Any]) -> tuple[Job, TimedRun]:
+    """A line's. Raises TypeError, KeyError or ValueError if it holds none."""
+    return typed(line["job"], Job), typed(line["run"], TimedRun)
+
+
+def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
+    """The file's objects up to the first line that is none, the head first; None if there is no file, or an empty one.
+
+    Raises FsdError for a file of another kind.
+    """
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise FsdError(f"{path} is no file: give another name.")
+    with _disk_errors(path):
+        content = path.read_bytes()
+    lines: list[dict[str, Any]] = []
+    for line in content.split(b"\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(value, dict):
+            break
+        lines.append(value)
+    if content and not (lines and lines[0].get(kind) == VERSION and isinstance(lines[0].get("settings"), dict)):
+        raise FsdError(
+            f"{path} is no file of a {kind}, or of another version, and is not overwritten: delete it, or give another "
+            "name."
+        )
+    return lines or None
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FsdError(f"{path} cannot be written ({error.strerror or error}): give another name.") from error
