@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.registry import Registry
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_weights, read_checkpoint
 
@@ -36,7 +35,6 @@ def named_strategy(name: str) -> str | Strategy:
       for DeepSpeed's throughput log only; ours is a budget of tokens).
 
     Raises:
-        UnknownNameError: there is no such strategy.
         DataError: DeepSpeed is asked for and not installed.
     """
     if name == "fsdp":
@@ -47,11 +45,6 @@ def named_strategy(name: str) -> str | Strategy:
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
         return DeepSpeedStrategy(stage=DEEPSPEED_STAGES[name], logging_batch_size_per_gpu=1)
-    if name not in ("auto", *StrategyRegistry.available_strategies()):
-        usual: Registry[None] = Registry("strategy")
-        for each in ("auto", "ddp", "fsdp", *DEEPSPEED_STAGES):
-            usual.register(each)(None)
-        usual.get(name)
     return name
 
 

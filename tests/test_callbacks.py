@@ -99,29 +99,25 @@ def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
     assert torch.equal(*weights)
 
 
-def test_averaged_weights_are_what_decodes(toys: Path, tmp_path: Path) -> None:
+def test_averaged_weights_are_what_is_exported_during_training_and_what_decodes(toys: Path, tmp_path: Path) -> None:
     module, data = make(toys, lr=0.05)
-    callback = DecodedTau(["exact"], prompts=2, max_new_tokens=8)
-    seen = []
-    measure = callback.measure
-    callback.measure = lambda *args: seen.append(module.head.fc.weight.detach().clone()) or measure(*args)  # type: ignore
-    trainer(tmp_path, callback, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
-    assert len(seen) == 1 and torch.equal(
-        seen[0], module.head.fc.weight
-    )  # after training the module holds the averaged weights
-
-
-def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, lr=0.05)
-    callback = ExportHead(str(tmp_path / "head"), every_n_train_steps=4)
+    callback, decoding = (
+        ExportHead(str(tmp_path / "head"), every_n_train_steps=4),
+        DecodedTau(["exact"], prompts=2, max_new_tokens=8),
+    )
     written, write = [], callback.write
+    decoded: list[torch.Tensor] = []
+
+    def measure(*args: Any) -> dict[str, float]:
+        decoded.append(module.head.fc.weight.detach().clone())
+        return {"decoded_tau/exact": 1.0}
 
     def note(*args: Any) -> None:
         write(*args)
         written.append(load_head(tmp_path / "head").fc.weight)
 
-    callback.write = note  # type: ignore[method-assign]
-    trainer(tmp_path, callback, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
+    callback.write, decoding.measure = note, measure  # type: ignore[method-assign]
+    trainer(tmp_path, callback, decoding, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
     at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
     # averaging hears of a step after this callback, so its average covers the steps before
     average, raw = at[3]["state_dict"]["head.fc.weight"], at[4]["current_model_state"]["head.fc.weight"]
@@ -129,6 +125,7 @@ def test_averaged_weights_are_what_is_exported_during_training(toys: Path, tmp_p
     assert float((raw - average).abs().max()) > 0.05  # training went on with these
     assert torch.equal(*(at[4][part]["head.draft_ids"] for part in ("state_dict", "current_model_state")))
     assert len(written) == 2 and torch.equal(written[1], module.head.fc.weight.bfloat16().float())
+    assert len(decoded) == 1 and torch.equal(decoded[0], module.head.fc.weight)  # after training it holds the average
 
 
 def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, Verification
 from fsd_infer.tree import DraftTree
-from fsd_train.losses.fsd import expected_length, soft_gate
 from tests.loss_toys import (
     PLAIN,
     Grid,
     N,
     S,
-    build_loss,
     check,
     distributions,
     grid_loss,
@@ -81,13 +78,6 @@ def test_fsd_loss(args: dict[str, Any]) -> None:
     check(batch, estimates, grid_loss("fsd", args)(batch).loss, expected)
 
 
-def test_fsd_of_one_step_is_lk_log() -> None:
-    batch, estimates = make_batch()
-    one = replace(batch, estimates=batch.estimates[:1], weights=batch.weights[:1])
-    lk = grid_loss("lk", {"form": "log", "level": "row"})(one).loss
-    check(batch, estimates, grid_loss("fsd", {"threshold": 0.0, "anchor": 0.0})(one).loss, lk)
-
-
 def test_fsd_without_a_whole_chain_keeps_its_anchor() -> None:
     batch, estimates = make_batch()
     weights = batch.weights.clone()
@@ -147,22 +137,8 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     assert abs(float(parts[f"soft_tau_{threshold:g}"]) - 1 - float(lengths.mean())) < 4.5 * error
 
 
-def test_soft_gate_and_length_at_their_ends() -> None:
-    distance = torch.tensor([0.0, 0.1, 0.3, math.inf])
-    assert soft_gate(distance, 0.0, 0.1).tolist() == [0, 0, 0, 0]
-    assert soft_gate(distance, math.inf, 0.1).tolist() == [1, 1, 1, 1]
-    torch.testing.assert_close(soft_gate(distance, 0.1, 1e-4), torch.tensor([1.0, 0.5, 0.0, 0.0]))
-    assert expected_length(torch.tensor([[1.0, 0.5], [1.0, 0.5], [1.0, 0.0]])).tolist() == [3.0, 0.75]
-
-
 def test_fsd_stays_finite_where_q_is_certain() -> None:
     batch, estimates = make_batch(spread=60.0)
     loss = grid_loss("fsd", {"width": 4, "temperature": 0.5})(batch).loss
     (slope,) = torch.autograd.grad(loss, estimates)
     assert bool(loss.isfinite()) and bool(slope.isfinite().all())
-
-
-@pytest.mark.parametrize("threshold", [[], [0.3, math.nan], -1.0])
-def test_fsd_names_a_wrong_threshold(threshold: Any) -> None:
-    with pytest.raises(DataError, match="threshold"):
-        build_loss("fsd", {"threshold": threshold})

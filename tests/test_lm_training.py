@@ -204,7 +204,7 @@ def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
     for row in range(len(batch["input_ids"])):
         first = int(batch["loss_mask"][row].argmax())
         prompt = batch["input_ids"][row, :first]
-        length = int(fresh["attention_mask"][row].sum())
+        length = first + int(fresh["loss_mask"][row].sum())
         assert fresh["input_ids"][row, :first].tolist() == prompt.tolist()
         assert fresh["loss_mask"][row].tolist() == [0] * first + [1] * (length - first) + [0] * (
             fresh["loss_mask"].shape[1] - length

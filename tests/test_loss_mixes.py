@@ -17,7 +17,7 @@ from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.targets.target import Target
 from fsd_train.commands.export import load_module
 from fsd_train.data import AnswersDataModule
-from fsd_train.losses import DraftBatch, Loss, Schedule, as_loss, reference_of
+from fsd_train.losses import DraftBatch, Loss, Schedule, as_loss
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
 from tests.loss_toys import H, N, S, build_loss, check, distributions, grid_loss, make_batch, plain_kl
@@ -140,12 +140,6 @@ def test_the_kept_share_follows_its_schedule_and_any_loss_serves() -> None:
     (grad,) = torch.autograd.grad(loss(late).loss, estimates)
     kept, supervised = (grad.abs().sum(-1) > 0).sum(1), (batch.weights > 0).sum(1)
     assert kept.tolist() == [math.ceil(0.25 * count) for count in supervised.tolist()]
-
-
-def test_the_reference_of_a_loss() -> None:
-    adaspec = {"name": "adaspec", "args": {"reference": "first"}}
-    assert reference_of(build_loss("kl_qp")) is None
-    assert reference_of(build_loss([{"name": "kl_qp"}, adaspec])) == "first"
 
 
 # in training

@@ -240,7 +240,8 @@ def test_choices_follow_the_size_of_the_target(targets: Callable[[str], Path]) -
     for facts, options in ((large, {"layout": "eagle3", "draft_vocab_size": 32000}), (small, {})):
         head = planned_head(planned_target(facts.name), **options)
         weights = count_weights(head)
-        sizes = {part.name: part.bytes for part in memory(facts, replace(choose(facts), draft_vocab_size=32000))}
+        choices = replace(choose(facts), draft_vocab_size=options.get("draft_vocab_size"))
+        sizes = {part.name: part.bytes for part in memory(facts, choices)}
         assert sizes["target"] == 2 * facts.parameters and sizes["head"] == 18 * weights
 
 

@@ -171,7 +171,7 @@ def test_a_file_is_continued_as_it_was_begun_or_left_alone(
         ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
         ("--target=", "no target: give --target"),
-        ("--config bad.yaml", "bad.yaml"),
+        ("--config bad.yaml", "bad.yaml is no recipe: "),
         ("--target bare", "bare has no tokenizer"),
     ],
 )

@@ -288,19 +288,6 @@ def test_a_killed_rank_ends_the_run_which_goes_on_with_a_slow_one(
         torch.testing.assert_close(made["head"], single["head"], rtol=0, atol=0.1 * LR)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_command_starts_its_own_ranks(strategy: str, toys: Path, tmp_path: Path) -> None:
-    """As users run it, in bf16 and with noise."""
-    more = ["--trainer.strategy", strategy, "--trainer.devices", str(RANKS), "--trainer.precision", "bf16-mixed"]
-    argv = command(toys, tmp_path, ACCUMULATE, *more, "--model.noise", "0.1")
-    done = started(argv, tmp_path)
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(RANKS)]
-    assert_same(ranks[1]["head"], ranks[0]["head"])
-    check_files(tmp_path, toys, ranks[0])
-
-
 def test_a_rank_without_supervised_tokens_keeps_pace(toys: Path) -> None:
     """It still gives every weight a gradient, which is zero, for the other ranks wait for it."""
     module = EagleModule(str(toys / "target"), unroll_steps=2)

@@ -124,14 +124,6 @@ def test_muon_learns_and_resumes(toys: Path, tmp_path: Path) -> None:
     assert_same(again.state_dict(), whole.state_dict())
 
 
-def test_resumed_run_ends_with_the_same_weights(
-    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
-) -> None:
-    module, trainer = fit(toys, tmp_path, ckpt=whole[2] / "ckpt" / "step=5.ckpt")
-    assert trainer.global_step == STEPS
-    assert_same(module.state_dict(), whole[0].state_dict())
-
-
 def test_cached_and_online_features_train_alike(
     whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
 ) -> None:

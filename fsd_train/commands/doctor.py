@@ -200,7 +200,7 @@ class Doctor:
         row = self.rows[0]
         try:
             self.head.cast(dtype)
-            inputs = self.feeding.inputs(row.features, None)[:, :-1].to(dtype)
+            inputs = self.feeding.inputs(row.features)[:, :-1].to(dtype)
             embeds = self.head.embed(row.ids[:, 1:], self.target).to(dtype)
             with torch.no_grad():
                 outputs = self.head(embeds, inputs, torch.arange(embeds.shape[1], device=embeds.device)[None])

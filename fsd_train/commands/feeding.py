@@ -32,6 +32,10 @@ class Row:
         return self.ids[0, : int(self.mask[0].int().argmax())].tolist()
 
 
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
 @dataclass(frozen=True)
 class Variant:
     """Another way to feed or read a head, which is the right one where a head was trained so.
@@ -40,7 +44,7 @@ class Variant:
         check: the line of the table that it belongs to.
         what: it in words.
         fix: what to do if the head wants it so.
-        layers: inner layers to read instead of the head's own.
+        layers: inner layers to read; None: the head's own.
         features, tokens: what is done to the features [1, M, F] and to the token ids [1, M] before pairing.
         readout: how the LM head's input is made of the outputs.
         final: layer whose outputs stand in the final features' place.
@@ -54,9 +58,9 @@ class Variant:
     what: str
     fix: str
     layers: list[int] | None = None
-    features: Shift | None = None
-    tokens: Shift | None = None
-    readout: Callable[[EagleHead, Tensor], Tensor] | None = None
+    features: Shift = _same
+    tokens: Shift = _same
+    readout: Callable[[EagleHead, Tensor], Tensor] = EagleHead.readout
     final: int | None = None
     feedback: bool = False
     step: int = 0
@@ -66,6 +70,9 @@ class Variant:
 def at_step(step: int) -> Variant:
     """The head as it is, at another chain step."""
     return Variant("", "", "", step=step)
+
+
+AS_IT_IS = at_step(0)
 
 
 class Feeding:
@@ -82,44 +89,33 @@ class Feeding:
         self.layers = int(target.config.num_hidden_layers)
 
     @torch.no_grad()
-    def drafted(self, variant: Variant | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    def drafted(self, variant: Variant = AS_IT_IS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(draft vocabulary entries that the head finds most likely, the target's most likely ids), both [N].
 
         At every position whose chain step is supervised, all rows together.
         """
         found, wanted = [], []
-        step = 0 if variant is None else variant.step
+        step = variant.step
         for row in self.rows:
-            tokens, features = row.ids, row.features
-            if variant is not None and variant.tokens is not None:
-                tokens = variant.tokens(tokens)
-            inputs = self.inputs(features, variant)
-            if variant is not None and variant.features is not None:
-                inputs = variant.features(inputs)
+            tokens, inputs = variant.tokens(row.ids), self.inputs(row.features, variant)
             embeds = self.head.embed(tokens[:, 1:], self.target).to(dtype)
             roots = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None] if step else tokens.new_zeros(1, 0)
             outputs = unroll(self.head, embeds, inputs[:, :-1].to(dtype), step + 1, roots)[step]
             where = supervised(row.mask, step + 1)[step, 0].nonzero().squeeze(1)
-            read = self._read(outputs[0, where - step], variant)
+            read = variant.readout(self.head, outputs[0, where - step])
             found.append(torch.cat([self._logits(part).argmax(-1) for part in read.split(_CHUNK)]))
-            final = features[0, where + 1, : self.target.hidden_size]
+            final = row.features[0, where + 1, : self.target.hidden_size]
             wanted.append(torch.cat([self.target.lm_logits(part).argmax(-1) for part in final.split(_CHUNK)]))
         return torch.cat(found), torch.cat(wanted)
 
-    def inputs(self, features: Tensor, variant: Variant | None) -> Tensor:
-        layers = self.head.config.fused_layers
-        if variant is not None and variant.layers is not None:
-            layers = variant.layers
+    def inputs(self, features: Tensor, variant: Variant = AS_IT_IS) -> Tensor:
+        """What the head reads of the target's features [1, M, F]."""
+        layers = self.head.config.fused_layers if variant.layers is None else variant.layers
         inputs = self.target.features_of(features, layers)
-        if variant is not None and variant.final is not None:
+        if variant.final is not None:
             raw = self.target.features_of(features, [variant.final])[..., self.target.hidden_size :]
             inputs = torch.cat([raw, inputs[..., self.target.hidden_size :]], -1)
-        return inputs
-
-    def _read(self, outputs: Tensor, variant: Variant | None) -> Tensor:
-        if variant is not None and variant.readout is not None:
-            return variant.readout(self.head, outputs)
-        return self.head.readout(outputs)
+        return variant.features(inputs)
 
     def _logits(self, read: Tensor) -> Tensor:
         if self.head.lm_head is not None:
@@ -131,9 +127,9 @@ class Feeding:
     def ids(self, entries: Tensor) -> Tensor:
         return entries if self.head.draft_ids is None else self.head.draft_ids[entries]
 
-    def agreement(self, variant: Variant | None = None) -> float:
+    def agreement(self, variant: Variant) -> float:
         """Share of supervised positions where the head's most likely token is the target's."""
-        with self._feedback(variant is not None and variant.feedback):
+        with self._feedback(variant.feedback):
             found, wanted = self.drafted(variant)
         return float((self.ids(found) == wanted).float().mean())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -61,20 +62,16 @@ class TrainCLI(LightningCLI):
         )  # fmt: skip
 
     def before_instantiate_classes(self) -> None:
-        for section in ("trainer", "model", "data"):
-            if self.config.get(section) is None:
-                raise FsdError(f"the section {section} is empty: see recipes/template.yaml.")
+        sections = {name: self.config.get(name) for name in ("trainer", "model", "data")}
+        sections["model.head"] = self.config.get("model.init_args.head", Namespace())
+        for name, section in sections.items():
+            if not isinstance(section, Namespace):
+                raise FsdError(f"the section {name} holds no options: see recipes/template.yaml.")
         if self.config.get("ckpt_path") != AUTO:
             check_checkpoint(self.config.get("ckpt_path"))  # before anything is loaded
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options = self.config_init["trainer"]
-        accelerator = options.get("accelerator", "auto")
-        if accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-            raise DataError(
-                f"trainer.accelerator is {accelerator}, and torch {torch.__version__} finds no such device: set it to "
-                "auto or cpu, or install a build of torch for it."
-            )
         if isinstance(options.get("strategy"), str):
             kwargs.setdefault("strategy", named_strategy(options["strategy"]))
         callbacks = options.get("callbacks") or []
@@ -144,8 +141,11 @@ class Recipe:
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """A recipe, checked as `fit` checks it. Raises FsdError as `fit` does."""
-    config = _read(path).config
+    """A recipe, checked as `fit` checks it. Raises FsdError, which names the file, as `fit` does."""
+    try:
+        config = _read(path).config
+    except FsdError as error:
+        raise FsdError(f"{path} is no recipe: {error}") from error
     trainer, model, data = (config[section].as_dict() for section in ("trainer", "model", "data"))
     return Recipe(str(path), trainer, model["init_args"], data)
 

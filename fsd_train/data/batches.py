@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import NotRequired
 
 
@@ -14,7 +15,6 @@ class Batch(TypedDict):
     """Right-padded sequences: tensors [B, M]; ``index`` [B]; ``ids`` the rows' ids."""
 
     input_ids: Tensor
-    attention_mask: Tensor
     loss_mask: Tensor
     index: Tensor
     ids: list[str]
@@ -23,25 +23,14 @@ class Batch(TypedDict):
 
 def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
     """Items of a dataset as one right-padded batch."""
-    width = max(len(item["input_ids"]) for item in items)
-    shape = (len(items), width)
     batch: Batch = {
-        "input_ids": torch.zeros(shape, dtype=torch.long),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-        "loss_mask": torch.zeros(shape, dtype=torch.long),
+        "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
+        "loss_mask": pad_sequence([item["loss_mask"] for item in items], batch_first=True),
         "index": torch.tensor([item["index"] for item in items]),
         "ids": [item["id"] for item in items],
     }
-    for row, item in enumerate(items):
-        length = len(item["input_ids"])
-        batch["input_ids"][row, :length] = item["input_ids"]
-        batch["attention_mask"][row, :length] = 1
-        batch["loss_mask"][row, :length] = item["loss_mask"]
     if "features" in items[0]:
-        features = items[0]["features"]
-        batch["features"] = torch.zeros(*shape, features.shape[-1], dtype=features.dtype)
-        for row, item in enumerate(items):
-            batch["features"][row, : len(item["features"])] = item["features"]
+        batch["features"] = pad_sequence([item["features"] for item in items], batch_first=True)
     return batch
 
 

@@ -18,12 +18,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -252,30 +254,27 @@ class FeatureRecorder:
         if not rows:
             return
         check_disk(self.directory, sum(row.nbytes for row in rows.values()))
-        lengths = torch.tensor([len(row) for row in rows.values()])
-        offsets = [0, *lengths.cumsum(0).tolist()]
-        _save_shard(self.directory, _next_number(self.directory), list(rows), offsets, torch.cat(list(rows.values())))
+        lengths = {key: len(row) for key, row in rows.items()}
+        _save_shard(self.directory, _next_number(self.directory), lengths, torch.cat(list(rows.values())))
 
 
 def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int, batch_tokens: int, bar: Any) -> None:
-    lengths = torch.tensor([len(ids) for _, ids in rows])
-    offsets = [0, *lengths.cumsum(0).tolist()]
-    features = torch.empty(offsets[-1], target.hidden_size * (1 + len(target.watched)), dtype=torch.bfloat16)
-    for batch in length_batches(lengths.tolist(), batch_tokens):
-        longest = max(int(lengths[row]) for row in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        for line, row in enumerate(batch):
-            ids[line, : lengths[row]] = torch.as_tensor(rows[row][1])
+    lengths = {key: len(ids) for key, ids in rows}
+    features = torch.empty(sum(lengths.values()), token_bytes(target) // 2, dtype=torch.bfloat16)
+    places = features.split(list(lengths.values()))
+    for batch in length_batches(list(lengths.values()), batch_tokens):
+        texts = [torch.as_tensor(rows[row][1], dtype=torch.long) for row in batch]
         # padding stands on the right, where causal attention never looks: no mask is needed
         with torch.inference_mode():
-            out = target.features(ids.to(target.device)).to(torch.bfloat16).cpu()
-        for line, row in enumerate(batch):
-            features[offsets[row] : offsets[row + 1]] = out[line, : lengths[row]]
-        bar.update(int(lengths[batch].sum()))
-    _save_shard(directory, number, [key for key, _ in rows], offsets, features)
+            out = target.features(pad_sequence(texts, batch_first=True).to(target.device)).to(torch.bfloat16).cpu()
+        for row, made in zip(batch, out, strict=True):
+            places[row].copy_(made[: len(places[row])])
+        bar.update(sum(map(len, texts)))
+    _save_shard(directory, number, lengths, features)
 
 
-def _save_shard(directory: Path, number: int, keys: list[str], offsets: list[int], features: Tensor) -> None:
+def _save_shard(directory: Path, number: int, lengths: Mapping[str, int], features: Tensor) -> None:
+    """Write features [tokens, F] of whole sequences; ``lengths`` by their keys, in their order."""
     path = directory / f"shard-{number:05d}.safetensors"
     with replacing(path) as draft:
         save_file({"features": features}, draft)
@@ -283,8 +282,8 @@ def _save_shard(directory: Path, number: int, keys: list[str], offsets: list[int
             "file": path.name,
             "bytes": draft.stat().st_size,
             "sha256": sha256_of(draft),
-            "offsets": offsets,
-            "keys": keys,
+            "offsets": [0, *accumulate(lengths.values())],
+            "keys": list(lengths),
         }
     write_json(path.with_suffix(".json"), record)
 

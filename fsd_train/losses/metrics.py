@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from fsd_infer.divergence import divergence, reduced
 from fsd_infer.errors import DataError
@@ -112,31 +112,22 @@ class StepMean(Metric):
         return list(self.compute().reshape(-1))
 
 
-class ExpectedTau(Metric):
-    """Expected accepted length 1 + Σ_{k=1…S} Π_{s<k} a_s of a chain, teacher-forced.
+def mean_metric() -> Metric:
+    """torchmetrics' mean in fp64, without its look for NaN, which would wait for the device."""
+    return MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+
+
+def chain_lengths(acceptance: Tensor, chains: Tensor) -> Tensor:
+    """Expected accepted lengths 1 + Σ_{k=1…S} Π_{s<k} a_s of chains, teacher-forced: [C] fp64.
 
     a_s is the chance that the draft of step s survives: what a rule accepts of a draft sampled from q, or 1 where a
-    greedy draft agrees with the target and 0 where it does not. The leading 1 is the target's own token. Averaged over
-    the roots whose S steps are all supervised.
+    greedy draft agrees with the target and 0 where it does not. The leading 1 is the target's own token.
+
+    Args:
+        acceptance: [R] in [0, 1] or bool.
+        chains: [S, C] of rows: the roots whose S steps are all supervised.
     """
-
-    total: Tensor
-    roots: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("roots", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, acceptance: Tensor, chains: Tensor) -> None:
-        """acceptance [R] in [0, 1] or bool, chains [S, C] of rows."""
-        lengths = 1 + expected_length(acceptance.double()[chains])
-        self.total += lengths.sum()
-        self.roots += len(lengths)
-
-    def compute(self) -> Tensor:
-        """Scalar, NaN if no chain was long enough."""
-        return self.total / self.roots
+    return 1 + expected_length(acceptance.double()[chains])
 
 
 class RuleMetrics(nn.Module):
@@ -144,7 +135,8 @@ class RuleMetrics(nn.Module):
 
     - ``divergence_js_0``: mean D(p, q) at depth 0, 1, …, for each divergence that a rule names;
     - ``gate_open_0/fuzzy:js:0.3``: share of contexts with D ≤ T;
-    - ``expected_tau/fuzzy:js:0.3``: see :class:`ExpectedTau`, with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q).
+    - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q), NaN
+      if no chain was long enough.
 
     Args:
         rules: "exact" and "fuzzy:DIVERGENCE:T".
@@ -169,7 +161,7 @@ class RuleMetrics(nn.Module):
         self.divergences = sorted({name for _, name, _ in self.rules if name is not None})
         self.distance = [StepMean(steps) for _ in self.divergences]
         self.gate = [StepMean(steps) for _ in self.rules]
-        self.tau = [ExpectedTau() for _ in self.rules]
+        self.tau = [mean_metric() for _ in self.rules]
         self.metrics = nn.ModuleList([*self.distance, *self.gate, *self.tau])  # so that they move with the module
 
     def update(self, seen: Comparison, rows: Rows) -> None:
@@ -182,7 +174,7 @@ class RuleMetrics(nn.Module):
                 is_open = ((seen.distances[gated] <= threshold) & (threshold > 0)).to(acceptance.dtype)
                 gate.update(is_open, rows.step)
                 acceptance = acceptance + (1 - acceptance) * is_open
-            tau.update(acceptance, rows.chains)
+            tau.update(chain_lengths(acceptance, rows.chains))
 
     def compute(self) -> dict[str, Tensor]:
         """Scalars by name, and a clean slate for the next epoch."""

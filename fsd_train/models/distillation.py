@@ -18,7 +18,7 @@ from fsd_train.checkpoints import check_target, check_weights, source_of, target
 from fsd_train.data.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
-from fsd_train.losses.metrics import DEFAULT_RULES, ExpectedTau, RuleMetrics, StepMean, compare
+from fsd_train.losses.metrics import DEFAULT_RULES, RuleMetrics, StepMean, chain_lengths, compare, mean_metric
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
@@ -90,10 +90,10 @@ class DistillationModule(RunModule, ABC):
         self.unroll_steps, self.step_decay = unroll_steps, step_decay
         self.loss = as_loss(loss)
         self.depths = max(unroll_steps, eval_steps)
-        self.val_loss = StepMean(1)
+        self.val_loss = mean_metric()
         told_apart = self.depths if self.steps_differ else 1
         self.val_agreement = StepMean(told_apart)
-        self.val_chain = ExpectedTau()
+        self.val_chain = mean_metric()
         self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
         self._frozen = _Frozen()
 
@@ -260,9 +260,9 @@ class DistillationModule(RunModule, ABC):
             self._frozen.full_head = LMHead.of(self.target)
         seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
         rows = drafts.rows
-        self.val_loss.update(out.loss.expand(len(rows.position)), torch.zeros_like(rows.position))
+        self.val_loss.update(out.loss.expand(len(rows.position)))
         self.val_agreement.update(seen.agree, rows.step)
-        self.val_chain.update(seen.agree, rows.chains)
+        self.val_chain.update(chain_lengths(seen.agree, rows.chains))
         self.val_rules.update(seen, rows)
 
     def on_validation_epoch_end(self) -> None:

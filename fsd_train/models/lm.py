@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 
 from fsd_infer.device.transfer import to_device
@@ -228,12 +229,9 @@ class LMModule(DistillationModule):
             return batch
         answers = self.head.sample(prompts, limit, self.on_policy_temperature, self.target.eos_token_ids)
         texts = [torch.cat(parts) for parts in zip(prompts, answers, strict=True)]
-        width = max(map(len, texts))
-        fresh = {name: ids.new_zeros(len(texts), width) for name in ("input_ids", "attention_mask", "loss_mask")}
-        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            fresh["input_ids"][row, : len(text)] = text
-            fresh["attention_mask"][row, : len(text)] = 1
-            fresh["loss_mask"][row, len(prompt) : len(text)] = 1
+        masks = [(torch.arange(len(text)) >= len(prompt)).long() for prompt, text in zip(prompts, texts, strict=True)]
+        pairs = {"input_ids": texts, "loss_mask": masks}
+        fresh = {name: pad_sequence(rows, batch_first=True) for name, rows in pairs.items()}
         kept = {name: value for name, value in batch.items() if name == "ids" or name == "index"}
         placed = {name: to_device(value, self.device) for name, value in fresh.items()}
         return {**keep_on_host({**kept, **fresh}), **placed}

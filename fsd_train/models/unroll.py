@@ -173,41 +173,28 @@ def plan_chains(
     roots, stands_for = torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, 0)
     if steps > 1:
         roots, stands_for = chain_roots(wanted, share, generator)
-    first = torch.arange(rows)[:, None] * length
-    here = (roots + torch.arange(steps)[:, None, None]).clamp_max(length - 1)  # [S, B, K]
-    there = (roots + torch.arange(steps)[:, None, None] < length) & (stands_for > 0)
+    step = torch.arange(steps)[:, None, None]
+    here = (roots + step).clamp_max(length - 1)  # [S, B, K]
+    there = (roots + step < length) & (stands_for > 0)
     there &= wanted.gather(2, here) if roots.numel() else there
-    at, source = [position], [position]
-    step, weight = [torch.zeros_like(position)], [torch.ones(len(position))]
+    at = here + torch.arange(rows)[:, None] * length
+    # by position and step: where the output stands, -1 for none, and what it weighs
+    source, weight = torch.full((rows * length, steps), -1), torch.zeros(rows * length, steps)
+    source[position, 0], weight[position, 0] = position, 1.0
     for number in range(1, steps):
         kept = there[number]
-        at.append((first + here[number])[kept])
-        source.append(rows * length + (number - 1) * roots.numel() + kept.flatten().nonzero().squeeze(1))
-        step.append(torch.full_like(at[-1], number))
-        weight.append(stands_for[kept] * decay**number)
-    flat = torch.cat(at)
-    order = flat.argsort(stable=True)
-    back = torch.empty_like(order)  # row by its place before sorting
-    back[order] = torch.arange(len(order))
-    feature = torch.searchsorted(position, flat[order])
-    ends = torch.searchsorted(feature, torch.arange(len(position) + 1))
-    chains = _chains(position, there, first + roots, torch.cat([back, back.new_zeros(1)]), len(position))
-    planned = Rows(position, feature, torch.cat(step)[order], torch.cat(weight)[order], chains, ends.tolist())
-    return Plan(roots, torch.cat(source)[order], planned)
-
-
-def _chains(position: Tensor, there: Tensor, roots: Tensor, row: Tensor, count: int) -> Tensor:
-    """[S, C] rows of the chains whose steps are all there; ``there`` [S, B, K] says it, ``row`` finds a step's rows."""
-    steps = len(there)
-    if steps == 1:
-        return row[:count][None]
-    whole = there.all(0)
-    numbers = [row[torch.searchsorted(position, roots[whole])]]
-    for step in range(1, steps):
-        place = there[step].flatten().cumsum(0).view_as(there[step]) - 1
-        numbers.append(row[count + place[whole]])
-        count += int(there[step].sum())
-    return torch.stack(numbers)
+        place = at[number][kept]
+        source[place, number] = rows * length + (number - 1) * roots.numel() + kept.flatten().nonzero().squeeze(1)
+        weight[place, number] = stands_for[kept] * decay**number
+    place, step = (source >= 0).nonzero().unbind(1)
+    ends = (source[position] >= 0).sum(1).cumsum(0)
+    row = torch.zeros_like(source)
+    row[place, step] = torch.arange(len(place))
+    starts = position if steps == 1 else at[0][there.all(0)]
+    chains = torch.stack([row[starts + number, number] for number in range(steps)])
+    feature = torch.searchsorted(position, place)
+    planned = Rows(position, feature, step, weight[place, step], chains, [0, *ends.tolist()])
+    return Plan(roots, source[place, step], planned)
 
 
 def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
