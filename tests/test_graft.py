@@ -17,7 +17,6 @@ from fsd_infer.drafters import DRAFTERS, GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, merge_trees
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.errors import ModelLoadError, UnknownNameError
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree, TreeRow
 from tests.families import (
@@ -26,6 +25,7 @@ from tests.families import (
     circling_model,
     recorded_drafts,
     reference,
+    save_head,
     tiny_head,
     tiny_model,
     tiny_prompts,

@@ -10,9 +10,8 @@ import torch
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, pack_linears
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
+from tests.families import FAMILIES, reference, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
