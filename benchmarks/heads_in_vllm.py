@@ -33,7 +33,6 @@ from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_json
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import SINGLE
@@ -134,7 +133,7 @@ def compare(
     """
     facts = target_facts(str(target))
     loaded = Target.from_pretrained(str(target), dtype=parse_dtype(dtype))
-    own = load_head(head, loaded)
+    own = EagleHead.from_pretrained(head, loaded)
     method = "eagle3" if own.eagle3 else "eagle"
     export_head(own, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
     job = {"target": facts.name, "prompts": [list(ids) for ids in prompts], "new": new, "dtype": dtype}

@@ -24,7 +24,7 @@ from fsd_bench.environment import environment
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
-from fsd_infer.heads.checkpoint import load_head
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.loading import load_target, shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_train.commands.doctor import Doctor
@@ -116,7 +116,8 @@ def measure(
             decoder = FuzzyDecoder.from_pretrained(target.model, "none", target.tokenizer, pack=kind == "plain")
             decoder.drafter = decoder.load_drafter(str(head_dir), TreeShape(5, 6, 16))
             found[name] = follows(decoder, prompts[: args.decoded], args.max_new_tokens)
-        doctor = Doctor(Target(target.model, target.tokenizer), load_head(head_dir), rows)
+        head = EagleHead.from_pretrained(head_dir, dtype=torch.float32)
+        doctor = Doctor(Target(target.model, target.tokenizer), head, rows)
         found["agreement"] = [doctor.feeding.agreement(at_step(step)) for step in range(3)]
         found["precision"] = target.precision
     except Exception as error:  # a library that is not there, or refuses

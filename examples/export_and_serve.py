@@ -8,14 +8,13 @@ import requests
 from requests.adapters import HTTPAdapter, Retry
 
 from fsd_infer import Target
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as fsd_train
 
 TARGET, PORT = "smollm2-135m", "8765"
 target, out = Target.from_pretrained(TARGET), tempfile.mkdtemp()
 head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=4096))  # untrained: yours goes here
-save_head(f"{out}/head", head, target.fingerprint())
+head.save_pretrained(f"{out}/head")
 if fsd_train(["export", f"{out}/head", f"{out}/vllm", "--target", TARGET, "--to", "vllm"]) == 0:
     print(f'vllm serve MODEL --speculative-config \'{{"method": "eagle3", "model": "{out}/vllm"}}\'')
 server = subprocess.Popen([sys.executable, "-m", "fsd_infer.cli.main", "serve", "--target", TARGET, "--port", PORT])

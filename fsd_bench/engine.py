@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fsd_infer.drafters.wrapped import WrappedDrafter, WrappedSession
 from torch import Tensor
 
 from fsd_bench.base import Answer, Method, TimedRun, Trace
+from fsd_bench.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.beams import BeamOptions
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter

@@ -37,6 +37,7 @@ COMMANDS = {
     "new-recipe": Command("new_recipe:main", "write a recipe for a target from its config"),
     "quickstart": Command("quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
     "export": Command("export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
+    "publish": Command("publish:main", "check a head, describe it by a model card, and upload it to the Hub"),
     "doctor": Command("doctor:main", "say why a head accepts less than it should"),
     "estimate": Command("estimate:main", "memory, disk and time of a recipe, before anything long starts"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import Drafter, EagleDrafter, Target, TreeShape
 from fsd_infer.drafters import DraftRequest, DraftSession
+from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for
 from fsd_infer.tree import DraftTree
@@ -52,6 +54,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": dict(new_decoder_architecture=False, multi_query=True),
     "gpt_oss": dict(sliding_window=WINDOW, num_local_experts=4, head_dim=8),
 }
+
+
+def save_head(
+    directory: Path, head: EagleHead, target: dict[str, Any], record: Any = None, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """Write a head as `fsd-train export` does."""
+    head.config.target, head.config.training = target, record
+    head.save_pretrained(directory, dtype)
+    return directory
+
+
+def load_head(directory: Path, target: Target | None = None) -> EagleHead:
+    """A frozen head in float32."""
+    return EagleHead.from_pretrained(directory, target, dtype=torch.float32).requires_grad_(False)
+
+
+def options_of(head: EagleHead) -> dict[str, Any]:
+    """Its shape and options, without those of the layer that are at their defaults."""
+    defaults = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    options = {name: getattr(head.config, name) for name in own_fields() - {"target", "training"}}
+    return {**options, "layer": {**defaults, **options["layer"]}}
 
 
 def tiny_model(family: str, seed: int = 0, scale: float = 4.0, **options: Any) -> Any:

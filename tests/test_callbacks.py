@@ -17,7 +17,6 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
@@ -26,6 +25,7 @@ from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
 from fsd_train.losses.metrics import RuleMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
+from tests.families import load_head
 from tests.loss_toys import Grid
 from tests.train_toys import TRAINER, logged, make_toys
 from tests.train_toys import options as module_options

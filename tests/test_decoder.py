@@ -14,10 +14,9 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, 
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
-from tests.families import reference, tiny_head, tiny_model, tiny_prompts
+from tests.families import reference, save_head, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree
 
 SLOW_PROMPTS = 60

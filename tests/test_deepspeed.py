@@ -14,9 +14,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
+from tests.families import load_head
 from tests.test_strategies import ACCUMULATE, LR, RANKS, STEPS, command, per_step, toys
 from tests.train_toys import started
 

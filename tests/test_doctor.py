@@ -19,13 +19,13 @@ from fsd_bench.openai_client import Server
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands.doctor import Doctor, depth_shares, runs_of, whole_rounds
 from fsd_train.commands.engine_check import check_engine
 from fsd_train.data import AnswersDataModule
 from fsd_train.data.features import FeatureStore, cache_features
+from tests.families import load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, made_up, serving
 from tests.text_toys import CHATML, OTHERWISE, tiny_tokenizer

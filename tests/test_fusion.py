@@ -11,10 +11,9 @@ import torch
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, ModelLoadError
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data.features import FeatureStore, cache_features, sequence_key
-from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
+from tests.families import FAMILIES, reference, save_head, tiny_model, tiny_prompts
 from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
 from tests.train_toys import toy_target
 

@@ -18,7 +18,6 @@ from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.drafters.visits import likeliest
 from fsd_infer.errors import ModelLoadError, UnknownNameError
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree
 from tests.families import (
@@ -27,6 +26,7 @@ from tests.families import (
     circling_model,
     recorded_drafts,
     reference,
+    save_head,
     tiny_head,
     tiny_model,
     tiny_prompts,

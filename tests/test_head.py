@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache
 
 from fsd_infer.errors import CheckpointError
-from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.unroll import chain_roots, plan_chains, plan_positions, supervised, unroll
+from tests.families import load_head, options_of, save_head
 from tests.train_toys import toy_target
 
 OWN = ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3", "gemma2"]
@@ -39,6 +39,26 @@ def test_mlp_as_wide_as_asked_for(family: str, tmp_path: Path) -> None:
     if family == "llama":
         with pytest.raises(CheckpointError, match=r"does not fit the head's .*mlp.*leave initial_layers out"):
             head.take_layers(toy_target(family).layers([0]))
+
+
+@pytest.mark.parametrize("family", OWN)
+@torch.no_grad()
+def test_a_loaded_head_is_the_head_that_was_saved(family: str, tmp_path: Path) -> None:
+    """In the data type that is asked for; the rotary frequencies, which no file holds, are never rounded."""
+    head = make_head(family, final_norm=True, feature_scale=True, draft_vocab_size=20)
+    head.config.training = {"steps": 3}
+    head.save_pretrained(tmp_path)
+    embeds, features, positions = torch.randn(1, 9, 32), torch.randn(1, 9, 32), torch.arange(9)[None] + 100
+    loaded = EagleHead.from_pretrained(tmp_path, toy_target(family))
+    assert not loaded.training and loaded.dtype == torch.float32 and loaded.config.training == head.config.training
+    assert options_of(loaded) == options_of(head)
+    torch.testing.assert_close(loaded(embeds, features, positions), head(embeds, features, positions), atol=0, rtol=0)
+    assert torch.equal(loaded.draft_ids, head.draft_ids)  # type: ignore[arg-type]
+    half = EagleHead.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu")
+    assert half.dtype == torch.bfloat16 and half.draft_ids.dtype == torch.int64  # type: ignore[union-attr]
+    assert torch.equal(half.rotary_emb.inv_freq, head.rotary_emb.inv_freq)
+    expected = head.cast(torch.bfloat16)(embeds.bfloat16(), features.bfloat16(), positions)
+    assert torch.equal(half(embeds.bfloat16(), features.bfloat16(), positions), expected)
 
 
 def decode_chain(

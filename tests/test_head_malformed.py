@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from fsd_infer import Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.errors import CheckpointError
-from fsd_infer.heads.checkpoint import is_head, load_head, save_head
+from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.export import export_head
-from tests.families import VOCAB, tiny_model
+from fsd_infer.heads.formats import head_kind
+from tests.families import VOCAB, load_head, options_of, save_head, tiny_model
 from tests.fuzzing import FUZZ, changed, refusal, spoilt
 from tests.test_head_formats import LAYERS, facts, make_head
 
@@ -27,6 +28,7 @@ IDS = torch.arange(0, VOCAB, 3)
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "ours": ("ours", {"layout": "fsd", "final_norm": True, "feature_scale": True, "fused_layers": [1, 4]}),
     "ours, eagle3": ("ours", {"layout": "eagle3"}),
+    "old": ("old", {"layout": "fsd", "num_layers": 2}),
     "eagle": ("vllm", {"layout": "eagle"}),
     "eagle3": ("vllm", {"layout": "eagle3"}),
     "speculators": ("speculators", {"layout": "eagle3", "fc_norm": True}),
@@ -38,14 +40,24 @@ def target() -> Target:
     return Target(tiny_model("llama", num_hidden_layers=LAYERS))
 
 
+def to_old_format(directory: Path) -> None:
+    """The options stood under "head" until heads became models of transformers."""
+    values = json.loads((directory / "config.json").read_text())
+    config = {name: values.pop(name) for name in ("target", "training")} | {"format": "fsd-eagle-head", "version": 2}
+    config["head"] = {name: value for name, value in values.items() if name in own_fields()}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of each kind of head."""
     root = tmp_path_factory.mktemp("heads")
     for name, (to, options) in SOURCES.items():
         head = make_head(target, IDS, **options)
-        if to == "ours":
+        if to in ("ours", "old"):
             save_head(root / name, head, target.fingerprint())
+            if to == "old":
+                to_old_format(root / name)
         else:
             export_head(head, root / name, to, facts(target))
     return root
@@ -53,7 +65,7 @@ def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loads(directory: Path, target: Target) -> bool:
     """Is it a head; if not, that is told in a line of some length."""
-    ways = (lambda: is_head(directory), lambda: load_head(directory, target), lambda: load_head(directory))
+    ways = (lambda: head_kind(directory), lambda: load_head(directory, target), lambda: load_head(directory))
     errors = list(map(refusal, ways))
     assert all(len(str(error)) < 900 for error in errors)
     return errors[1] is None and errors[2] is None
@@ -133,8 +145,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "too deep": (text(b"[" * 100_000 + b"]" * 100_000), "nested too deep"),
     "a number of 5000 digits": (text(b'{"version": ' + b"9" * 5000 + b"}"), "cannot be read"),
     "a target without facts": (config_with(("target",), {}), "target does not say its hidden_size, vocab_size"),
-    "a newer version": (config_with(("version",), 99), "is of version 99, newer than this program reads"),
-    "another format": (text(b'{"format": "other"}'), "is not an fsd-eagle-head checkpoint|without|has no"),
+    "an option of a newer version": (config_with(("final_norn",), 1), "unknown head option 'final_norn'. Did you mean"),
+    "another format": (text(b'{"format": "other"}'), "is not a head's|without|has no"),
+    "no data type": (config_with(("dtype",), "nn"), "dtype must be one of floating-point numbers"),
     "draft ids of NaN": (reshaped("draft_ids", lambda ids: ids.float() * torch.nan), "draft_ids is of type F32"),
     "negative draft ids": (reshaped("draft_ids", lambda ids: ids - 5), "distinct ids from 0 to 96"),
     "draft ids beyond V": (reshaped("draft_ids", lambda ids: ids + 50), "distinct ids from 0 to 96"),
@@ -165,11 +178,11 @@ def test_faults_are_named(fault: str, heads: Path, target: Target, tmp_path: Pat
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("head", "num_layers"), 10**9),
-        (("head", "hidden_size"), 2**31 - 1),
-        (("head", "layer", "intermediate_size"), 2**30),
-        (("head", "fused_layers"), list(range(1000))),
-        (("head", "draft_vocab_size"), 2**30),
+        (("num_layers",), 10**9),
+        (("hidden_size",), 2**31 - 1),
+        (("layer", "intermediate_size"), 2**30),
+        (("fused_layers",), list(range(1000))),
+        (("draft_vocab_size",), 2**30),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -185,3 +198,17 @@ def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(
     assert taken < 1e6
     with pytest.raises(CheckpointError):
         load_drafter(directory, target)
+
+
+def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: Path) -> None:
+    for name in ("ours", "old"):
+        directory = tmp_path / name
+        shutil.copytree(heads / "ours", directory)
+        if name == "old":
+            to_old_format(directory)
+    old, ours = (load_head(tmp_path / name, target) for name in ("old", "ours"))
+    assert options_of(old) == options_of(ours) and old.config.target == ours.config.target == target.fingerprint()
+    assert all(torch.equal(value, old.state_dict()[name]) for name, value in ours.state_dict().items())
+    config_with(("version",), 99)(tmp_path / "old")
+    with pytest.raises(CheckpointError, match="is of version 99, newer than this program reads"):
+        load_head(tmp_path / "old", target)

@@ -11,9 +11,8 @@ from lightning.pytorch import Trainer
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter
-from fsd_infer.heads.checkpoint import load_head
 from fsd_train.callbacks import ExportHead
-from tests.families import reference
+from tests.families import load_head, options_of, reference
 from tests.test_training import make
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
@@ -67,9 +66,9 @@ def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: 
     assert trainer.global_step == 3
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     head = load_head(tmp_path / "head", target)
-    assert head.config == module.head.config
+    assert options_of(head) == options_of(module.head)
     for name, value in options.get("head", {}).items():
-        held = head.config.layer if name == "intermediate_size" else head.config.to_dict()
+        held = head.config.layer if name == "intermediate_size" else options_of(head)
         assert held[name] == value
     for name, value in module.head.state_dict().items():
         torch.testing.assert_close(head.state_dict()[name], value, atol=1e-2, rtol=2**-7)

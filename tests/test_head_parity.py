@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsd_infer import Target
-from fsd_infer.heads.checkpoint import load_head
 from fsd_train.models.unroll import unroll
+from tests.families import load_head
 
 GOLDEN = Path(__file__).parent / "golden" / "head-parity.json"
 V, H, VD, INNER, LAYERS = 50, 32, 20, 48, 8

@@ -22,9 +22,8 @@ from fsd_infer.cpu.packing import Packed, packed_of
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import VOCAB, OracleDrafter, tiny_model, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, needs_kernels
 
 pytestmark = pytest.mark.usefixtures("several_threads")

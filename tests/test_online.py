@@ -22,8 +22,16 @@ from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree
-from fsd_infer.heads.checkpoint import save_head
-from tests.families import VOCAB, noisy_model, recorded_drafts, reference, tiny_head, tiny_model, tiny_prompts
+from tests.families import (
+    VOCAB,
+    noisy_model,
+    recorded_drafts,
+    reference,
+    save_head,
+    tiny_head,
+    tiny_model,
+    tiny_prompts,
+)
 from tests.tree_rounds import tree_of
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------

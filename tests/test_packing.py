@@ -14,9 +14,8 @@ from fsd_infer.cpu import kernels as module
 from fsd_infer.cpu.kernels import Kernels
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
+from tests.families import FAMILIES, reference, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, needs_kernels
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")

@@ -21,11 +21,10 @@ from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.precision import check_quantization, method_of, precision_of
 from fsd_train.cli import main as fsd_train
-from tests.families import reference, tiny_model
+from tests.families import reference, save_head, tiny_model
 from tests.train_toys import fit_command
 
 NEEDED = {

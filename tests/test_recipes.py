@@ -19,7 +19,7 @@ from fsd_bench.planned import count_weights, planned_target
 from fsd_infer import FuzzyDecoder
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.heads.checkpoint import read_config
+from fsd_infer.heads.formats import read_config
 from fsd_train.cli import main as cli
 from fsd_train.commands.new_recipe import own_directory, recipe_for, render
 from fsd_train.commands.sizing import choose, covering_vocabulary, facts_of, memory

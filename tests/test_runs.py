@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsd_infer.heads.checkpoint import load_head
 from fsd_train.cli import main
+from tests.families import load_head
 from tests.train_toys import fit_command, in_recipe
 
 

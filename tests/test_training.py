@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.imports import RequirementCache
 
 from fsd_infer.errors import DataError
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
@@ -27,6 +26,7 @@ from fsd_train.models.eagle import EagleModule
 from fsd_train.models.optim import cosine_factor
 from fsd_train.models.slim import load_slim
 from fsd_train.models.vocabulary import choose_draft_ids
+from tests.families import load_head
 from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 from tests.train_toys import options as module_options
 

@@ -11,9 +11,8 @@ import torch
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter
-from fsd_infer.heads.checkpoint import load_head
 from fsd_train.cli import main
-from tests.families import reference
+from tests.families import load_head, reference
 from tests.test_training_waits import LOSSES, eagle, step_of
 from tests.train_toys import fit_command, in_recipe, logged
 

@@ -16,7 +16,6 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
@@ -25,6 +24,7 @@ from fsd_train.losses import Schedule
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
+from tests.families import load_head
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, save_toy_target
 from tests.train_toys import options as module_options

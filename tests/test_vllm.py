@@ -20,11 +20,11 @@ from benchmarks.peers import vllm_variables
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.commands.export import target_facts
+from tests.families import load_head
 from tests.head_toys import EAGLE3, WIDTH, make_target, train, write_answers
 from tests.vllm_laws import FUZZY, NEEDS_VLLM, PYTHON, run
 

@@ -12,12 +12,11 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.heads.checkpoint import save_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import LMHead
 from fsd_train.models.eagle import EagleModule
-from tests.families import reference, tiny_model, tiny_prompts
+from tests.families import reference, save_head, tiny_model, tiny_prompts
 from tests.train_toys import options as module_options
 
 OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's

@@ -14,7 +14,8 @@ def estimate(args: argparse.Namespace) -> int:
     from fsd_bench.planned import planned_target, read_changes
     from fsd_bench.report import estimate_text
     from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
-    from fsd_infer.heads.checkpoint import is_head, load_head
+    from fsd_infer.heads.head import EagleHead
+    from fsd_infer.heads.hub import find_head
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))
@@ -22,10 +23,10 @@ def estimate(args: argparse.Namespace) -> int:
         batch=args.batch_size, context=args.context, new=args.max_new_tokens, graphs=args.cuda_graphs
     )
     planned: Planned
-    if args.drafter is not None and not is_head(args.drafter):
+    if args.drafter is not None and find_head(args.drafter) is None:
         planned = planned_lm(target, args.drafter, **request)
     elif args.drafter is not None:
-        planned = Planned(target, load_head(args.drafter), **request)
+        planned = Planned(target, EagleHead.from_pretrained(args.drafter), **request)
         width = planned.head.config.target_hidden_size
         if width != target.hidden_size:
             raise FsdError(

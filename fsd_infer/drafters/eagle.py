@@ -20,8 +20,8 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.heads.checkpoint import is_head, is_public, load_head, read_config
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -69,15 +69,19 @@ class EagleDrafter(TreeDrafter):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        return cls.from_pretrained(name, target, tree) if is_head(name) else None
+        directory = find_head(name)
+        return None if directory is None else cls.from_pretrained(directory, target, tree)
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, target: Target, shape: TreeShape | None = None) -> EagleDrafter:
-        """Load a head checkpoint; raises CheckpointError or VocabularyMismatchError if it does not fit the target."""
-        made = cls(load_head(directory, target), target, shape)
-        made.public, made.directory = is_public(directory), Path(directory)
+    def from_pretrained(
+        cls, source: str | Path, target: Target, shape: TreeShape | None = None, **hub: Any
+    ) -> EagleDrafter:
+        """Load a head as :meth:`EagleHead.from_pretrained` does, with its errors and options of the Hub's client."""
+        made = cls(EagleHead.from_pretrained(source, target, dtype=target.dtype, **hub), target, shape)
+        made.public = "model_type" not in (made.head.config.target or {})
+        made.directory = Path(made.head.name_or_path)
         if not made.public:
-            made.tell_precision(read_config(made.directory)["target"].get("precision", ""))
+            made.tell_precision((made.head.config.target or {}).get("precision", ""))
         return made
 
     def tell_precision(self, trained_for: str) -> None:

@@ -34,9 +34,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             "recycle"         what the target found likely before after the same tokens (:class:`RecycleDrafter`)
             "X+lookup"        either grafted onto the tree of X, any other of these names (:class:`GraftedDrafter`);
             "X+recycle"       "shipped+lookup+recycle" is both
-            a directory       a head checkpoint, ours or a public EAGLE-1/2 one, or a causal LM of the target's
-                              vocabulary or a peft adapter for one
-            a hub id          a causal LM of the target's vocabulary
+            a directory,      a head, ours or another program's (:mod:`fsd_infer.heads.formats`), or a causal LM of the
+            a hub id          target's vocabulary, or (a directory) a peft adapter for one
             "self:layers=..." the target with some of its layers, "self:bits=..." with rounded weights
                               (:mod:`fsd_infer.drafters.itself`)
             ================  ===================================================================================

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsd_infer.errors import CheckpointError
+import torch
+from transformers import PreTrainedConfig
+
+from fsd_infer.errors import CheckpointError, shortened
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
 
 if TYPE_CHECKING:
@@ -18,15 +21,17 @@ LAYOUTS = ("fsd", "eagle", "eagle3")
 MOST = 2**31 - 1  # of any size, count or id
 # What a layout can express beside the fields that all have.
 _OPTIONS = {
-    "fsd": {"num_layers", "input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
-    "eagle": {"num_layers", "fc_bias"},
-    "eagle3": {"num_layers", "fused_layers", "fc_norm", "norm_output", "norm_before_residual", "own_lm_head"}
-    | {"own_embeddings"},
+    "fsd": {"input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
+    "eagle": {"fc_bias"},
+    "eagle3": {"fused_layers", "fc_norm", "norm_output", "norm_before_residual", "own_lm_head", "own_embeddings"},
 }
+_ALL_OPTIONS = set().union(*_OPTIONS.values())
+_SIZES = {"hidden_size": 1, "vocab_size": 1, "num_layers": 1, "embed_size": 0, "target_hidden_size": 0}
+# What PreTrainedConfig takes beside its fields.
+_BASE = {"model_type", "name_or_path", "torch_dtype", "attn_implementation", "output_attentions"}
 
 
-@dataclass
-class EagleConfig:
+class EagleConfig(PreTrainedConfig):
     """Shape and options of a head.
 
     Three layouts, each the previous one's idea in another form:
@@ -60,10 +65,15 @@ class EagleConfig:
         own_lm_head: the head has an LM head of its own, trained with it ("eagle3"). Without, the target's rows serve,
             and the ids of each text can join the draft vocabulary.
         own_embeddings: the head has input embeddings of its own instead of the target's ("eagle3", loaded heads only).
+        target: what the target must match, as :meth:`Target.fingerprint` names it; None where nobody knows.
+        training: free-form record of the training: recipe, data, steps, metrics.
 
     Raises:
-        CheckpointError: a value of the wrong type or range, or an option that the layout does not have.
+        CheckpointError: a value of the wrong type or range, or an option that is unknown or that the layout lacks.
     """
+
+    model_type = "fsd_eagle"
+    has_no_defaults_at_init: ClassVar[bool] = True
 
     hidden_size: int
     vocab_size: int
@@ -83,36 +93,35 @@ class EagleConfig:
     norm_before_residual: bool = False
     own_lm_head: bool = False
     own_embeddings: bool = False
+    target: dict[str, Any] | None = None
+    training: Any = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, **others: Any) -> None:
+        check_known("head option", others.keys() - _BASE, own_fields())
+        super().__post_init__(**others)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise CheckpointError(f"dtype must be one of floating-point numbers, got {self.dtype!r:.60}.")
         if self.layout not in LAYOUTS:
             raise CheckpointError(f"unknown head layout {self.layout!r:.60}; known: {', '.join(LAYOUTS)}.")
-        for name in ("hidden_size", "vocab_size", "num_layers"):
-            _check_integer(name, getattr(self, name), 1)
-        for name in ("embed_size", "target_hidden_size"):
-            _check_integer(name, getattr(self, name), 0)
+        for name, least in _SIZES.items():
+            _check_integer(name, getattr(self, name), least)
         self.embed_size = self.embed_size or self.hidden_size
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
-        for name in (each.name for each in fields(self) if each.type == "bool"):
+        for name in _ALL_OPTIONS - {"fused_layers"}:
             if not isinstance(getattr(self, name), bool):
                 raise CheckpointError(f"head option {name} must be true or false, got {getattr(self, name)!r:.60}.")
         if self.draft_vocab_size is not None:
             _check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        if not isinstance(self.fused_layers, list | tuple | None.__class__):
+        if not isinstance(self.fused_layers, list | tuple):
             raise CheckpointError(f"fused_layers must be a list of layer numbers, got {self.fused_layers!r:.60}.")
-        for number in self.fused_layers or []:
+        for number in self.fused_layers:
             _check_integer("a number in fused_layers", number, 0)
-        self.fused_layers = sorted(set(self.fused_layers or []))
+        self.fused_layers = sorted(set(self.fused_layers))
         check_layer(self.layer, self.hidden_size)
         self._check_layout()
 
     def _check_layout(self) -> None:
-        allowed = _OPTIONS[self.layout]
-        surplus = [
-            each.name
-            for each in fields(self)
-            if each.name in set().union(*_OPTIONS.values()) - allowed and getattr(self, each.name)
-        ]
+        surplus = sorted(name for name in _ALL_OPTIONS - _OPTIONS[self.layout] if getattr(self, name))
         if surplus:
             raise CheckpointError(
                 f"a head of layout {self.layout} has no {', '.join(surplus)}: leave "
@@ -140,26 +149,20 @@ class EagleConfig:
         """Width of what the head reads of the target: the final features and the k fused layers."""
         return self.target_hidden_size * (1 + len(self.fused_layers))
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_dict(cls, values: Any) -> EagleConfig:
-        """Raises CheckpointError for anything but a mapping of this class's fields with valid values."""
-        if not isinstance(values, Mapping):
-            raise CheckpointError(f"the head's options must be a mapping, got {type(values).__name__}.")
-        known = {field.name for field in fields(cls)}
-        check_known("head option", values, known)
-        missing = sorted({"hidden_size", "vocab_size", "layer"} - set(values))
+    def from_dict(cls, config_dict: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises CheckpointError for anything but a mapping of fields with valid values."""
+        if not isinstance(config_dict, Mapping):
+            raise CheckpointError(f"the head's options must be a mapping, got {type(config_dict).__name__}.")
+        missing = sorted({"hidden_size", "vocab_size", "layer"} - set(config_dict))
         if missing:
             raise CheckpointError(f"the head's options lack {', '.join(missing)}.")
-        return cls(**values)
-
-    @classmethod
-    def check_names(cls, options: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless :meth:`for_target` knows options of these names."""
-        names = {each.name for each in fields(cls)} - {"hidden_size", "vocab_size"} | {"intermediate_size"}
-        check_known("head option", options, names)
+        try:
+            return super().from_dict(dict(config_dict), **kwargs)
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers' own fields may hold anything
+            raise CheckpointError(f"the head's options cannot be used ({shortened(error)}).") from error
 
     @classmethod
     def for_target(
@@ -178,7 +181,6 @@ class EagleConfig:
         Raises:
             CheckpointError: an option is unknown or out of its range.
         """
-        cls.check_names(options)
         if options.get("layout") == "eagle3":
             layer = "llama"
             options = {"own_lm_head": True, **options}
@@ -199,8 +201,14 @@ class EagleConfig:
             vocab_size=target.vocab_size,
             layer=chosen,
             embed_size=int(target.model.get_input_embeddings().weight.shape[1]),
+            target=target.fingerprint(),
             **options,
         )
+
+
+def own_fields() -> set[str]:
+    """Names of the fields that :class:`EagleConfig` has beside those of every transformers config."""
+    return EagleConfig.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
 
 
 def usual_layers(count: int) -> list[int]:
@@ -236,9 +244,9 @@ def check_layer(layer: Any, hidden_size: int) -> None:
         raise CheckpointError(f"the head's layer has hidden_size {layer['hidden_size']}, the head {hidden_size}.")
 
 
-def check_known(kind: str, values: Mapping[Any, Any], known: set[str]) -> None:
-    """Raise CheckpointError, with the nearest known name, if ``values`` has other keys."""
-    for name in values:
+def check_known(kind: str, names: Iterable[Any], known: set[str]) -> None:
+    """Raise CheckpointError, with the nearest known name, if there are others among ``names``."""
+    for name in names:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""

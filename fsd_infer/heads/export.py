@@ -1,4 +1,4 @@
-"""Heads as other programs read them: SafeAILab's EAGLE, vLLM, SGLang, speculators. :mod:`.public` is the way back.
+"""Heads as other programs read them: SafeAILab's EAGLE, vLLM, SGLang, speculators. :mod:`.formats` is the way back.
 
 A format that cannot express a head refuses it, with the reason and the nearest thing that can be had.
 """
@@ -19,12 +19,73 @@ from fsd_infer.errors import CheckpointError
 from fsd_infer.files import replacing, write_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
+from fsd_infer.heads.formats import (
+    AUX_IDS,
+    CONFIG,
+    D2T,
+    DRAFT_IDS,
+    EAGLE3_FIELDS,
+    FIRST_LAYER,
+    LM_HEAD,
+    MIDLAYER,
+    T2D,
+)
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.public import AUX_IDS, D2T, LM_HEAD, T2D
 from fsd_infer.heads.weights import SINGLE
 
 TOKEN_MAP = "hot_token_ids.pt"  # what SGLang's --speculative-token-map takes
+# Architecture by which a program knows heads: of EAGLE-1/2 (None: it has no such) and of EAGLE-3.
+ARCHITECTURES = {
+    "eagle": ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "vllm": ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "sglang": ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"),
+    "speculators": (None, "Eagle3Speculator"),
+}
 _SPECULATED = 5  # tokens per round that a speculators config proposes
+_GREEDY = {
+    "proposal_type": "greedy",
+    "speculative_tokens": _SPECULATED,
+    "verifier_accept_k": 1,
+    "accept_tolerance": 0.0,
+}
+
+# Why a program cannot have a head: programs, what is in the way (if true), and the reason, with the nearest thing.
+_Obstacle = tuple[str, Callable[[EagleConfig, int], Any], str]
+_NOT_EAGLE: list[_Obstacle] = [
+    ("eagle vllm sglang speculators", lambda c, n: _of_fsd_alone(c),
+     "no other program knows {found} of layout fsd. Train one with head.layout: eagle3."),
+    ("speculators", lambda c, n: True,
+     "speculators has no EAGLE-1/2 heads any more. Use --to vllm, or train one with head.layout: eagle3."),
+    ("eagle vllm sglang", lambda c, n: c.embed_size != c.hidden_size,
+     "embeddings and features must be equally wide there."),
+    ("vllm sglang", lambda c, n: c.layer["model_type"] != "llama" and c.layer["model_type"],
+     "its layer is {found}'s, there it is Llama's. Train one with head.layer: llama."),
+    ("eagle", lambda c, n: c.layer["model_type"] not in ("llama", "qwen2") and c.layer["model_type"],
+     "its layer is {found}'s, there it is Llama's. Train one with head.layer: llama."),
+    ("vllm", lambda c, n: c.fc_bias,
+     "vLLM has no bias in fc. Use --to eagle or sglang, or train one with head.fc_bias: false."),
+]  # fmt: skip
+_NOT_EAGLE3: list[_Obstacle] = [
+    ("eagle sglang", lambda c, n: c.layer["model_type"] != "llama" and c.layer["model_type"],
+     "its layer is {found}'s, there it is Llama's. Use --to vllm or speculators."),
+    ("eagle sglang", lambda c, n: c.num_layers > 1 and c.num_layers,
+     "it has {found} layers, there is one. Use --to vllm or speculators."),
+    ("eagle sglang", lambda c, n: c.norm_before_residual,
+     "norm_before_residual is unknown there. Use --to vllm or speculators."),
+    ("eagle sglang", lambda c, n: len(c.fused_layers) != 3 and len(c.fused_layers),
+     "it fuses {found} layers, there are always three. Use --to vllm or speculators."),
+    ("eagle", lambda c, n: c.fc_norm or c.norm_output,
+     "fc_norm and norm_output are unknown to SafeAILab's code. Use --to vllm, sglang or speculators."),
+    ("eagle", lambda c, n: c.fused_layers != usual_layers(n) and c.fused_layers,
+     "SafeAILab's code always fuses layers {usual}, this one {found} (numbers from 0). Use --to vllm, sglang or "
+     "speculators."),
+]  # fmt: skip
+_NOT_SAFEAILAB: list[_Obstacle] = [
+    ("eagle", lambda c, n: (kind := _rope(c)[0]) not in ("default", "linear", "dynamic") and kind,
+     "SafeAILab's code does not know positions of type {found}. Use --to vllm or sglang."),
+    ("eagle", lambda c, n: c.layer.get("head_dim", 0) * c.layer["num_attention_heads"] not in (0, c.hidden_size),
+     "SafeAILab's code takes hidden_size / num_attention_heads as head_dim. Use --to vllm or sglang."),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,15 +129,13 @@ def export_head(
         raise CheckpointError(f"a head of this kind cannot be written for {to}: {reason}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    eagle3 = head.config.layout == "eagle3"
-    tensors = _eagle3_tensors(head, to, target) if eagle3 else _eagle_tensors(head)
-    config = _speculators(head.config, target, dtype) if to == "speculators" else _llama(head.config, to, target, dtype)
+    tensors = (_eagle3_tensors if head.config.layout == "eagle3" else _eagle_tensors)(head, to, target)
     tensors = {name: (value.to(dtype) if value.is_floating_point() else value) for name, value in tensors.items()}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with replacing(directory / SINGLE) as draft:
-        save_file(tensors, draft, metadata={"format": "pt"})
-    write_json(directory / "config.json", config, indent=2)
-    if eagle3 or head.draft_ids is None:
+        stored = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        save_file(stored, draft, metadata={"format": "pt"})
+    write_json(directory / CONFIG, _config(head.config, to, target, dtype), indent=2)
+    if head.config.layout == "eagle3" or head.draft_ids is None:
         return []
     if to == "sglang":
         pickled = io.BytesIO()
@@ -89,60 +148,33 @@ def export_head(
 
 def obstacle(config: EagleConfig, to: str, layers: int) -> str | None:
     """Why a head cannot be written in a format, and what can; None if it can. ``layers``: how many the target has."""
-    kind, size = config.layer["model_type"], config.hidden_size
-    width = config.layer.get("head_dim", size // config.layer["num_attention_heads"])
-    rope = (config.layer.get("rope_parameters") or {}).get("rope_type", "default")
-    if config.layout == "fsd":
-        used = [name for name in ("input_norm", "final_norm", "feature_scale") if getattr(config, name)]
-        used += ["fused_layers"] if config.fused_layers else []
-        if used:
-            return f"no other program knows {', '.join(used)} of layout fsd. Train one with head.layout: eagle3."
-    if config.layout != "eagle3":
-        if to == "speculators":
-            return "speculators has no EAGLE-1/2 heads any more. Use --to vllm, or train one with head.layout: eagle3."
-        if config.embed_size != size:
-            return "embeddings and features must be equally wide there."
-        if kind != "llama" and not (kind == "qwen2" and to == "eagle"):
-            return f"its layer is {kind}'s, there it is Llama's. Train one with head.layer: llama."
-        if config.fc_bias and to == "vllm":
-            return "vLLM has no bias in fc. Use --to eagle or sglang, or train one with head.fc_bias: false."
-    elif to in ("eagle", "sglang"):
-        others = "--to vllm or speculators"
-        if kind != "llama":
-            return f"its layer is {kind}'s, there it is Llama's. Use {others}."
-        if config.num_layers > 1:
-            return f"it has {config.num_layers} layers, there is one. Use {others}."
-        if config.norm_before_residual:
-            return f"norm_before_residual is unknown there. Use {others}."
-        if len(config.fused_layers) != 3:
-            return f"it fuses {len(config.fused_layers)} layers, there are always three. Use {others}."
-        if to == "eagle" and (config.fc_norm or config.norm_output):
-            return "fc_norm and norm_output are unknown to SafeAILab's code. Use --to vllm, sglang or speculators."
-        if to == "eagle" and config.fused_layers != usual_layers(layers):
-            return (
-                f"SafeAILab's code always fuses layers {usual_layers(layers)}, this one {config.fused_layers} "
-                "(numbers from 0). Use --to vllm, sglang or speculators."
-            )
-    if to == "eagle":
-        if rope not in ("default", "linear", "dynamic"):
-            return f"SafeAILab's code does not know positions of type {rope}. Use --to vllm or sglang."
-        if width * config.layer["num_attention_heads"] != size:
-            return "SafeAILab's code takes hidden_size / num_attention_heads as head_dim. Use --to vllm or sglang."
+    for programs, test, reason in (_NOT_EAGLE3 if config.layout == "eagle3" else _NOT_EAGLE) + _NOT_SAFEAILAB:
+        if to in programs.split() and (found := test(config, layers)):
+            return reason.format(found=found, usual=usual_layers(layers))
     return None
 
 
-def _eagle_tensors(head: EagleHead) -> dict[str, Tensor]:
+def _of_fsd_alone(config: EagleConfig) -> str:
+    names = ("input_norm", "final_norm", "feature_scale", "fused_layers")
+    return ", ".join(name for name in names if getattr(config, name))
+
+
+def _rope(config: EagleConfig) -> tuple[str, float, dict[str, Any]]:
+    """(kind of positions, their base, further parameters)"""
+    rope = dict(config.layer.get("rope_parameters") or {})
+    return rope.pop("rope_type", "default"), rope.pop("rope_theta", 10000.0), rope
+
+
+def _eagle_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, Tensor]:
     """fc.bias is always there: SGLang's code has one, which stays random where the file does not."""
-    state = {name: value for name, value in head.state_dict().items() if name != "draft_ids"}
+    state = {name: value for name, value in head.state_dict().items() if name != DRAFT_IDS}
     return {"fc.bias": torch.zeros(head.config.hidden_size), **state}
 
 
 def _eagle3_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, Tensor]:
-    layer = "layers.0." if to == "speculators" else "midlayer."
-    ids = head.draft_ids
-    tensors = {
-        name.replace("layers.0.", layer): value for name, value in head.state_dict().items() if name != "draft_ids"
-    }
+    layer = FIRST_LAYER if to == "speculators" else MIDLAYER
+    tensors = {name.replace(FIRST_LAYER, layer): value for name, value in head.state_dict().items()}
+    ids = tensors.pop(DRAFT_IDS, None)
     if head.lm_head is None:
         tensors[LM_HEAD] = target.lm_head(ids)
     if ids is not None:
@@ -152,66 +184,44 @@ def _eagle3_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, 
     return tensors
 
 
-def _llama(config: EagleConfig, to: str, target: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    """The config of a Llama model of as many layers, with what the formats add."""
-    values = {**_layer(config), "torch_dtype": str(dtype).removeprefix("torch."), "target_model": target.name}
-    if config.layout != "eagle3":
-        architecture = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
-        biases = {"qkv_bias": True} if config.layer["model_type"] == "qwen2" else {}
-        return {"architectures": [architecture], **values, "bias": config.fc_bias, **biases}
-    # both numberings of layers, since engines differ by one: vLLM reads the top level, SGLang what is nested
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **values,
-        "bias": False,
-        **_eagle3_options(config),
-        AUX_IDS: entering_ids(config.fused_layers),
-        "eagle_config": {AUX_IDS: config.fused_layers, "use_aux_hidden_state": True},
-    }
-
-
-def _speculators(config: EagleConfig, target: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    greedy = {
-        "proposal_type": "greedy",
-        "speculative_tokens": _SPECULATED,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [greedy],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-        },
-        "transformer_layer_config": _layer(config),
-        **_eagle3_options(config),
-        AUX_IDS: entering_ids(config.fused_layers),
-        "norm_before_fc": False,
+def _config(config: EagleConfig, to: str, target: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+    eagle3 = config.layout == "eagle3"
+    common = {
+        "architectures": [ARCHITECTURES[to][eagle3]],
         "torch_dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
     }
-
-
-def _eagle3_options(config: EagleConfig) -> dict[str, Any]:
-    return {
+    if not eagle3:
+        biases = {"qkv_bias": True} if config.layer["model_type"] == "qwen2" else {}
+        return {**_llama(config), **common, "target_model": target.name, "bias": config.fc_bias, **biases}
+    # both numberings of layers, since engines differ by one: vLLM reads the top level, SGLang what is nested
+    common |= {
+        **{name: getattr(config, name) for name in EAGLE3_FIELDS},  # also at their defaults, which differ there
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,  # vLLM takes true for a speculators config without
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        AUX_IDS: entering_ids(config.fused_layers),
+    }
+    if to != "speculators":
+        nested = {AUX_IDS: config.fused_layers, "use_aux_hidden_state": True}
+        return {**_llama(config), **common, "target_model": target.name, "bias": False, "eagle_config": nested}
+    return {
+        **common,
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [_GREEDY],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        "transformer_layer_config": _llama(config),
+        "norm_before_fc": False,
     }
 
 
-def _layer(config: EagleConfig) -> dict[str, Any]:
-    """The decoder's layers in the older spelling, which all programs read."""
+def _llama(config: EagleConfig) -> dict[str, Any]:
+    """The decoder's layers as a Llama config in the older spelling, which all programs read."""
     layer = {name: value for name, value in config.layer.items() if name != "rope_parameters"}
-    rope = dict(config.layer.get("rope_parameters") or {})
-    layer["rope_theta"] = rope.pop("rope_theta", 10000.0)
-    kind = rope.pop("rope_type", "default")
-    layer["rope_scaling"] = None if kind == "default" else {"rope_type": kind, "type": kind, **rope}
+    kind, layer["rope_theta"], others = _rope(config)
+    layer["rope_scaling"] = None if kind == "default" else {"rope_type": kind, "type": kind, **others}
     defaults = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": layer["num_attention_heads"]}
     if layer["model_type"] == "qwen2":
         layer["model_type"] = "llama"

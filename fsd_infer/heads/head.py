@@ -16,23 +16,32 @@ attends to [norm(embedding) ; norm(x)]. The head's own output replaces x, so not
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.errors import CheckpointError
+from fsd_infer.errors import CheckpointError, shortened
+from fsd_infer.files import disk_errors, replacing
 from fsd_infer.heads.config import EagleConfig
-from fsd_infer.heads.layers import Eagle3Layer, build_layers, is_eager, mask_for, run_layers
+from fsd_infer.heads.formats import CONFIG, read_head
+from fsd_infer.heads.hub import find_head, hub_errors, is_hub_id
+from fsd_infer.heads.layers import Eagle3Layer, LayerFusion, build_layers, is_eager, mask_for, no_bars, run_layers
+from fsd_infer.heads.weights import SINGLE
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
-__all__ = ["EagleConfig", "EagleHead", "LayerFusion"]
+__all__ = ["EagleConfig", "EagleHead"]
 
 
 @torch.no_grad()
@@ -48,37 +57,28 @@ def _norm_gain(norm: Any, size: int) -> Tensor:
 _OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
 
 
-class LayerFusion(nn.Module):
-    """Projects the outputs of k inner layers of the target to the head's width: Σ_l W_l · RMSNorm_l(h_l).
-
-    The projection starts at zero.
-    """
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(size, eps=1e-6) for _ in range(count))
-        self.project = nn.Linear(count * size, size, bias=False)
-        nn.init.zeros_(self.project.weight)
-
-    def forward(self, layers: Tensor) -> Tensor:
-        """layers [..., k·H] -> [..., H]."""
-        parts = layers.chunk(len(self.norms), dim=-1)
-        return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
-
-
-class EagleHead(nn.Module):
+class EagleHead(PreTrainedModel):
     """See the module's docstring. Parameters are named as in the public checkpoints: ``fc``, ``layers.0.*``, ``norm``.
+
+    A model of transformers: :meth:`from_pretrained`, :meth:`save_pretrained`, ``push_to_hub``. Nothing is tied within
+    it: embeddings and, in general, the LM head are the target's and no part of it.
 
     Buffers: ``draft_ids`` [Vd] target id of each draft vocabulary entry, ascending (if reduced);
     ``feature_scale`` [H] (if configured).
     """
 
+    config: EagleConfig
+    config_class = EagleConfig
+    main_input_name = "embeds"
+    _supports_sdpa = True
+    if TYPE_CHECKING:  # transformers' wrapper hides its signature
+        to = nn.Module.to  # type: ignore[assignment]
+
     draft_ids: Tensor | None
     feature_scale: Tensor | None
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width, count = config.hidden_size, len(config.fused_layers)
         layers, self.rotary_emb, norm = build_layers(config.layer, config.num_layers)
         self.norm: nn.Module | None = None
@@ -110,6 +110,100 @@ class EagleHead(nn.Module):
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids)
         self.register_buffer("feature_scale", torch.ones(width) if config.feature_scale else None)
+        self._no_split_modules = sorted({type(layer).__name__ for layer in layers})
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
+        """The head's own; None: it reads the target's."""
+        return self.embed_tokens
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave weights as they were made; compute what no file holds, the rotary frequencies."""
+        if module is self.rotary_emb:
+            for name, buffer in type(module)(module.config).named_buffers():
+                module.get_buffer(name).copy_(buffer)
+
+    # files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        source: str | os.PathLike[str],
+        target: Target | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        **options: Any,
+    ) -> EagleHead:
+        """Load a head in any format that :mod:`fsd_infer.heads.formats` reads. Nothing is ever unpickled.
+
+        Args:
+            source: a directory, or a hub id.
+            target: what it is to draft for: is compared with what the head says of its own. Public heads do not name
+                their target, so that its sizes alone are; some do not say which layers they read, and need it.
+            revision, token, subfolder, cache_dir, local_files_only: of the Hub's client, as in transformers.
+            options: as in transformers: ``dtype`` (by default that of the files), ``device_map`` ...
+
+        Raises:
+            ModelLoadError: no such repository or revision, no access to it, or no connection.
+            CheckpointError: missing, malformed or truncated files, unknown format, wrong tensors, or a head of another
+                target.
+            VocabularyMismatchError: same family but another vocabulary.
+        """
+        hub = dict(revision=revision, token=token, subfolder=subfolder, cache_dir=cache_dir)
+        directory = find_head(source, local_files_only=local_files_only, **hub)
+        if directory is None and is_hub_id(os.fspath(source)):
+            raise CheckpointError(f"{source} holds no draft head, but another model or none: it has no config of one.")
+        directory = directory or Path(source)  # a directory without one: what it lacks is said below
+        stored = read_head(directory, target)
+        try:
+            with torch.device("meta"):
+                planned = cls(copy.deepcopy(stored.config))
+        except CheckpointError:
+            raise
+        except Exception as error:  # made by transformers from another program's numbers: anything can be wrong
+            raise CheckpointError(
+                f"{directory / CONFIG} does not describe a decoder layer ({shortened(error)})."
+            ) from error
+        state = stored.state(planned.state_dict())
+        with no_bars():
+            head: EagleHead = super().from_pretrained(None, config=stored.config, state_dict=state, **options)
+        head.name_or_path = str(directory)
+        return head
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **options: Any
+    ) -> None:
+        """As in transformers, but each file is written whole or not at all.
+
+        Args:
+            save_directory: created if missing.
+            dtype: of the stored weights; the head's own unless given.
+            options: of transformers' method.
+        """
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        state = options.pop("state_dict", None) or self.state_dict()
+        if dtype is not None:
+            state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        with TemporaryDirectory(prefix=".", dir=directory) as draft:
+            with disk_errors(directory / SINGLE), no_bars():
+                super().save_pretrained(draft, state_dict=state, **options)
+                if dtype is not None:
+                    config = copy.deepcopy(self.config)
+                    config.dtype = dtype
+                    config.save_pretrained(draft)
+            for file in sorted(Path(draft).iterdir(), key=lambda file: file.name == CONFIG):
+                with replacing(directory / file.name) as place:
+                    os.replace(file, place)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
+        """As in transformers. Raises ModelLoadError, which names the repository, for whatever the Hub refuses."""
+        with hub_errors(repo_id, options.get("revision")), no_bars():
+            return str(super().push_to_hub(repo_id, **options))  # type: ignore[arg-type]
 
     def set_draft_ids(self, ids: Tensor | None) -> None:
         """Draft over other target ids [Vd] (ascending; None: all of them).

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
+from transformers.utils import logging
 
 from fsd_infer.device.rows import additive
 
@@ -71,6 +73,24 @@ class Eagle3Layer(nn.Module):
         return normed if self.norm_before_residual else x, attended
 
 
+class LayerFusion(nn.Module):
+    """Projects the outputs of k inner layers of the target to the head's width: Σ_l W_l · RMSNorm_l(h_l).
+
+    The projection starts at zero.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(size, eps=1e-6) for _ in range(count))
+        self.project = nn.Linear(count * size, size, bias=False)
+        nn.init.zeros_(self.project.weight)
+
+    def forward(self, layers: Tensor) -> Tensor:
+        """layers [..., k·H] -> [..., H]."""
+        parts = layers.chunk(len(self.norms), dim=-1)
+        return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
+
+
 def _norm_arguments(norm: Any) -> tuple[int, float]:
     return norm.weight.shape[0], norm.variance_epsilon
 
@@ -118,17 +138,9 @@ def layer_of(config: Any) -> dict[str, Any]:
 def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
     """(decoder layers, rotary embedding, final norm) of a transformers model of that kind with ``count`` layers."""
     config = _model_config(layer, count)
-    model = AutoModel.from_config(config, attn_implementation=config._attn_implementation)
+    kind: Any = MODEL_MAPPING[type(config)]
+    model = kind(config)
     return model.layers, model.rotary_emb, model.norm
-
-
-def build_rotary(layer: dict[str, Any]) -> nn.Module:
-    """The rotary embedding alone, with its frequencies computed: it has no weights, so layers built without lack it."""
-    config = _model_config(layer, 1)
-    with torch.device("meta"):
-        kind = type(AutoModel.from_config(config, attn_implementation=config._attn_implementation).rotary_emb)
-    rotary: nn.Module = kind(config)
-    return rotary
 
 
 def _model_config(layer: dict[str, Any], count: int) -> Any:
@@ -170,6 +182,18 @@ def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_siz
     if whole.shape != x.shape or not torch.allclose(whole, torch.cat(steps, 1), atol=1e-4):
         raise ValueError("layer is not usable on its own")
     norm(whole)
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """No progress bars: a head has a dozen tensors."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def is_eager(layers: nn.ModuleList) -> bool:

@@ -11,9 +11,13 @@ from fsd_infer.errors import CheckpointError
 from fsd_infer.files import open_safetensors, read_weight_map
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-_AGAIN = "Copy or export the drafter again."
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_INTEGERS = {"I64", "I32", "I16", "I8", "U8"}
+AGAIN = "Copy or export the drafter again."
+FLOATS, INTEGERS, BOOLEANS = "floating-point numbers: quantised heads are not read", "whole numbers", "booleans"
+_KINDS = {
+    FLOATS: ("F64", "F32", "F16", "BF16"),
+    INTEGERS: ("I64", "I32", "I16", "I8", "U8"),
+    BOOLEANS: ("BOOL", "U8", "I8"),
+}
 
 
 class Weights:
@@ -42,34 +46,13 @@ class Weights:
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists() or not index.exists():
             return [single]
-        return [self.directory / name for name in sorted(set(read_weight_map(index, _AGAIN).values()))]
+        return [self.directory / name for name in sorted(set(read_weight_map(index, AGAIN).values()))]
 
-    def floats(self, name: str) -> Tensor:
-        """A tensor of floating-point numbers. Raises CheckpointError for one of another kind (int8, say)."""
-        return self._tensor(name, _FLOATS, "floating-point numbers: quantised heads are not read")
-
-    def integers(self, name: str) -> Tensor:
-        """A tensor of whole numbers, as int64. Raises CheckpointError for one of another kind."""
-        return self._tensor(name, _INTEGERS, "whole numbers").long()
-
-    def booleans(self, name: str) -> Tensor:
-        """A tensor of booleans. Raises CheckpointError for one of another kind."""
-        return self._tensor(name, {"BOOL", "U8", "I8"}, "booleans").bool()
-
-    def check_floats(self, names: list[str]) -> None:
-        """What :meth:`floats` raises, without reading any."""
-        for name in names:
-            self._check(name, _FLOATS, "floating-point numbers: quantised heads are not read")
-
-    def _check(self, name: str, kinds: set[str], wanted: str) -> None:
-        if self._dtypes[name] not in kinds:
-            raise CheckpointError(
-                f"{self._files[name]}: {name} is of type {self._dtypes[name]}, not {wanted}. {_AGAIN}"
-            )
-
-    def _tensor(self, name: str, kinds: set[str], wanted: str) -> Tensor:
-        self._check(name, kinds, wanted)
-        with open_safetensors(self._files[name], _AGAIN) as file:
+    def read(self, name: str, wanted: str = FLOATS) -> Tensor:
+        """A tensor. Raises CheckpointError for one that is not of the wanted kind: FLOATS, INTEGERS or BOOLEANS."""
+        if self._dtypes[name] not in _KINDS[wanted]:
+            raise CheckpointError(f"{self._files[name]}: {name} is of type {self._dtypes[name]}, not {wanted}. {AGAIN}")
+        with open_safetensors(self._files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
@@ -78,9 +61,14 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
     """(name, shape, type) of the tensors in a file."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
-    with open_safetensors(file, _AGAIN) as opened:
+    with open_safetensors(file, AGAIN) as opened:
         slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}
         return [(name, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()]
+
+
+def has_weights(directory: Path) -> bool:
+    """Are there safetensors in the directory, or an index of some?"""
+    return any((directory / name).exists() for name in (SINGLE, INDEX))
 
 
 def names_in_pickle(pickled: Path, telling: tuple[str, ...]) -> set[str]:

@@ -53,7 +53,8 @@ class ExportHead(Callback):
         draft, old = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
         shutil.rmtree(draft, ignore_errors=True)
         metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
-        pl_module.export(draft, {"metrics": metrics})  # type: ignore[operator]
+        data = [Path(file).name for file in getattr(getattr(trainer, "datamodule", None), "train_files", [])]
+        pl_module.export(draft, {"metrics": metrics, "data": data})  # type: ignore[operator]
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
             os.replace(directory, old)

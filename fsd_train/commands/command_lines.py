@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsd_infer.cli.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
 from fsd_infer.cli.run import Parser
-from fsd_infer.heads import FORMATS
+from fsd_infer.heads import FORMATS, HUB_ID
 from fsd_infer.numerals import MOST_SEED, read_float
 from fsd_train import LONGEST, MAX_LENGTH
 
@@ -123,7 +123,7 @@ def export() -> argparse.ArgumentParser:
         prog="fsd-train export", description="Write a head for fsd-infer or, with --to, for another engine."
     )
     parser.add_argument(
-        "source", help=".ckpt file of `fsd-train fit`, or the directory of a head, ours or a public one"
+        "source", help=".ckpt file of `fsd-train fit`, or a head, ours or a public one: a directory or hub id"
     )
     parser.add_argument("output", help="directory of the head")
     parser.add_argument(
@@ -143,6 +143,35 @@ def export() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", nargs="+", metavar="FILE", help="answers to count ids in, with --draft-vocab-size")
     return parser
+
+
+def publish() -> argparse.ArgumentParser:
+    """Options of `fsd-train publish`."""
+    parser = Parser("fsd-train publish", description="Check a head, show its model card, and upload both to the Hub.")
+    parser.add_argument("directory", help="of the head, in any form that other users are to load")
+    parser.add_argument("repository", type=_hub_id, metavar="OWNER/NAME", help="made if it is not there")
+    parser.add_argument("--target", help="built-in name, directory or hub id, where the head does not name it")
+    parser.add_argument("--base-model", type=_hub_id, metavar="OWNER/NAME", help="the target's name on the Hub")
+    parser.add_argument("--base-revision", metavar="COMMIT", help="of it; default the one in the cache")
+    parser.add_argument("--license", help="of the head, as the Hub spells it: apache-2.0, llama3.1 ...")
+    parser.add_argument("--dataset", nargs="+", type=_hub_id, metavar="OWNER/NAME", help="that it was trained on")
+    parser.add_argument(
+        "--prompts", default="data/quickstart_prompts.jsonl", metavar="FILE",
+        help="that the accepted length is measured on (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=positive, default=8, help="how many of them (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="of each answer (%(default)s)")
+    parser.add_argument("--tree", default="5,6,16", help="depth, width and nodes of the draft tree (%(default)s)")
+    parser.add_argument("--revision", metavar="BRANCH", help="to upload to; default main")
+    parser.add_argument("--private", action="store_true", help="make the repository a private one")
+    parser.add_argument("--yes", action="store_true", help="upload without asking")
+    return parser
+
+
+def _hub_id(text: str) -> str:
+    if HUB_ID.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.80}: needs the form owner/name")
+    return text
 
 
 def doctor() -> argparse.ArgumentParser:
@@ -220,6 +249,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "new-recipe": new_recipe,
     "quickstart": quickstart,
     "export": export,
+    "publish": publish,
     "doctor": doctor,
     "estimate": estimate,
 }

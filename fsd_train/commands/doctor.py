@@ -26,7 +26,6 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.errors import DataError
 from fsd_infer.files import writable, write_json
-from fsd_infer.heads.checkpoint import load_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
@@ -341,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = Server(args.url) if args.url else None
     record = None if args.json is None else writable(args.json, "the findings' file")
     target = Target.from_pretrained(args.target, dtype=torch.float32, **(args.target_kwargs or {}))
-    head = load_head(args.head, target)
+    head = EagleHead.from_pretrained(args.head, target, dtype=torch.float32)
     rows = []
     for row in read_rows(args.data):
         ids = [row.values.get(name) for name in ("prompt_ids", "response_ids")]

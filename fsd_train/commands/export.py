@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_infer.heads.checkpoint import is_head, load_head, read_config, save_head
 from fsd_infer.heads.export import TargetFacts, export_head
+from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
@@ -63,12 +64,13 @@ def export_main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
         parser.error("--draft-vocab-size and --data go together")
-    if Path(args.source).is_dir():
-        if not is_head(args.source):
+    found = None if args.source.endswith(".ckpt") else find_head(args.source)
+    if found is not None or Path(args.source).is_dir():
+        if found is None:
             raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
-        if Path(args.output).resolve() == Path(args.source).resolve():
+        if Path(args.output).resolve() == found.resolve():
             raise DataError(f"{args.output} is what is exported: give another directory, so that it is kept.")
-        return _export_head(args)
+        return _export_head(found, args)
     module = load_module(args.source)
     if args.data:
         if not isinstance(module, EagleModule):
@@ -82,25 +84,34 @@ def export_main(argv: Sequence[str] | None = None) -> int:
     return _export_to(module.head, args.target or module.target_name, args)
 
 
-def _export_head(args: argparse.Namespace) -> int:
-    config = read_config(Path(args.source))
-    found = config.get("training")  # free-form, so it may hold anything
-    record: dict[str, Any] = found if isinstance(found, dict) else {}
-    options = record.get("hyperparameters")
-    trained_for = options.get("target") if isinstance(options, dict) else None
-    name = args.target or trained_for or config.get("target_model")
-    if not isinstance(name, str):
+def record_of(training: Any) -> dict[str, Any]:
+    """The record of a head's training, which is free-form and may hold anything, as a dict."""
+    return training if isinstance(training, dict) else {}
+
+
+def target_of(config: Mapping[str, Any]) -> str | None:
+    """The target that the config of a head names, if it does."""
+    options = record_of(record_of(config.get("training")).get("hyperparameters"))
+    name = options.get("target") or config.get("target_model")
+    return name if isinstance(name, str) else None
+
+
+def _export_head(source: Path, args: argparse.Namespace) -> int:
+    name = args.target or target_of(read_config(source))
+    if name is None:
         raise DataError(f"{args.source} does not name its target: give --target.")
     if args.data is None and args.to is not None:
-        return _export_to(load_head(args.source), name, args)
-    kwargs = options.get("target_kwargs") if isinstance(options, dict) else None
-    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu", **(kwargs or {}))
-    head = load_head(args.source, target)
+        return _export_to(EagleHead.from_pretrained(source), name, args)
+    options = record_of(record_of(read_config(source).get("training")).get("hyperparameters"))
+    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu", **(options.get("target_kwargs") or {}))
+    head = EagleHead.from_pretrained(source, target)
     if args.data:
         _choose_ids(head, target, args, target.eos_token_ids)
     if args.to is not None:
         return _export_to(head, name, args)
-    print(save_head(args.output, head, target.fingerprint(), extra=record), file=sys.stderr)
+    head.config.target = target.fingerprint()
+    head.save_pretrained(args.output, torch.bfloat16)
+    print(args.output, file=sys.stderr)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsd_infer.heads.checkpoint import read_config
+from fsd_infer.heads.formats import read_config
 from fsd_infer.targets.adapters import base_of
 from fsd_infer.targets.loading import adapter_of
 from fsd_infer.targets.precision import PLAIN

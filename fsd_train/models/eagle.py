@@ -14,7 +14,6 @@ from torch.optim import AdamW
 from fsd_infer.chat.encoding import special_ids
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import DataError
-from fsd_infer.heads.checkpoint import load_head, save_head
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
@@ -131,7 +130,7 @@ class EagleModule(DistillationModule):
                 )
             self.head.take_layers(target.layers(layers))
         if head:
-            initial = load_head(head, self.target)
+            initial = EagleHead.from_pretrained(head, self.target, dtype=torch.float32)
             self.head.continue_from(initial)
             ids, own = initial.draft_ids, self.head.draft_ids
             if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
@@ -252,7 +251,7 @@ class EagleModule(DistillationModule):
         if directory is None or not self.training:
             return None
         if self._frozen.reference is None:
-            self._frozen.reference = load_head(directory, self.target)
+            self._frozen.reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32)
             if self._frozen.reference.lm_head is not None:
                 raise DataError(f"the reference head {directory} has an LM head of its own: use one without.")
             if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.watched)):
@@ -288,5 +287,7 @@ class EagleModule(DistillationModule):
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write the head where :func:`fsd_infer.heads.checkpoint.load_head` finds it."""
-        return save_head(directory, self.head, self.target.fingerprint(), extra=self.record(extra))
+        """Write the head where :meth:`EagleHead.from_pretrained` finds it."""
+        self.head.config.training = self.record(extra)
+        self.head.save_pretrained(directory, torch.bfloat16)
+        return Path(directory)

@@ -1,0 +1,371 @@
+"""Heads as files: our one format, and what other programs write and read, converted here.
+
+Ours is transformers': the ``config.json`` of :class:`EagleConfig`, and safetensors named as the module's parameters.
+EAGLE-1/2 (SafeAILab's code, vLLM, SGLang): the config of a Llama model of one layer, ``fc``, ``layers.0.*``, perhaps
+the target's embeddings. EAGLE-3 (SafeAILab, SpecForge, SGLang, vLLM): the same with ``midlayer.*`` or ``layers.0.*``,
+an LM head of its own and ``d2t``, which is what to *add* to a draft id to have the target's. speculators: the Llama
+config under ``transformer_layer_config``. Writing is in :mod:`fsd_infer.heads.export`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from fsd_infer.cpu.ops import weight_rows
+from fsd_infer.errors import CheckpointError, VocabularyMismatchError, shortened
+from fsd_infer.files import read_json
+from fsd_infer.heads.config import EagleConfig, check_layer, default_fused_layers
+from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, layer_of
+from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
+
+if TYPE_CHECKING:
+    from fsd_infer.targets.target import Target
+
+CONFIG = "config.json"
+MOST_BYTES = 1 << 24  # of a config
+OURS, OLD, EAGLE, EAGLE_3 = "fsd", "fsd-eagle-head", "EAGLE-1/2", "EAGLE-3"
+NEWEST_OLD = 2  # version of the format that had the options under "head"
+# Names of tensors. Ours are theirs, but for these:
+FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
+DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+# what speculators keeps of the target while it trains, and buffers of old attention modules
+_IGNORED = re.compile(r"d2t|t2d|draft_ids|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
+# Fields of configs: ours are theirs, but for the layers that are fused and what is said of the layer.
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """A head on disk, seen from here.
+
+    Attributes:
+        config: its shape and options.
+        weights: what its files hold.
+        names: our name of each parameter -> its name there.
+        draft_ids: [Vd] ascending, or None for the whole vocabulary.
+        order: [Vd] row of the stored LM head for each of them, where that order is another; else None.
+    """
+
+    config: EagleConfig
+    weights: Weights
+    names: dict[str, str]
+    draft_ids: Tensor | None = None
+    order: Tensor | None = None
+
+    def state(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our state dict. Raises CheckpointError unless its names and shapes are the wanted ones."""
+        shapes = {name: tuple(value.shape) for name, value in wanted.items() if name != DRAFT_IDS}
+        missing, surplus = shapes.keys() - self.names.keys(), self.names.keys() - shapes.keys()
+        wrong = [name for name in shapes.keys() - missing if self.weights.shapes[self.names[name]] != shapes[name]]
+        if missing or surplus or wrong:
+            raise CheckpointError(
+                f"the weights in {self.weights.directory} do not fit its {CONFIG}: missing {sorted(missing)}, "
+                f"unexpected {sorted(surplus)}, wrong shape {sorted(wrong)}."
+            )
+        state = {name: self.weights.read(stored) for name, stored in self.names.items()}
+        if self.order is not None:
+            state[LM_HEAD] = state[LM_HEAD][self.order]
+        return state if self.draft_ids is None else {**state, DRAFT_IDS: self.draft_ids}
+
+
+def read_head(directory: Path, target: Target | None) -> StoredHead:
+    """What the head in a directory is. Nothing is allocated for sizes that the headers of its weights do not have.
+
+    Raises:
+        CheckpointError: missing, malformed or truncated files, an unknown format, or a head of another target.
+        VocabularyMismatchError: same family but another vocabulary.
+    """
+    config = read_config(directory)
+    kind = head_kind(directory)
+    if kind is None:
+        raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
+    if kind in (EAGLE, EAGLE_3):
+        _check_program(directory, config, kind)
+    weights = Weights(directory)
+    try:
+        if kind in (OURS, OLD):
+            found = _own(config if kind == OURS else _of_old(config), weights)
+        else:
+            found = (_eagle3 if kind == EAGLE_3 else _eagle)(config, weights, target)
+    except CheckpointError as error:
+        if str(directory) in str(error):
+            raise
+        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+    if target is not None:
+        _check_target(directory, found.config.target or {}, target)
+    return found
+
+
+def head_kind(directory: Path) -> str | None:
+    """OURS, OLD, EAGLE, EAGLE_3, or None: a directory without a head, such as a causal LM's."""
+    if not (directory / CONFIG).is_file():
+        return None
+    config = read_config(directory)
+    if (kind := kind_of(config)) in (OURS, OLD):
+        return kind
+    stored = set(Weights(directory).shapes) if has_weights(directory) else None
+    return kind_of(config, names_in_pickle(directory / PICKLE, ("fc.weight", D2T)) if stored is None else stored)
+
+
+def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """As :func:`head_kind`, by config and names of tensors; configs of EAGLE heads seldom say."""
+    if config.get("model_type") == EagleConfig.model_type:
+        return OURS
+    if config.get("format") == OLD:
+        return OLD
+    said = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+    if "eagle3" in said or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
+        return EAGLE_3
+    return EAGLE if "eagle" in said or "fc.weight" in names else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a head in any format. Raises CheckpointError if it is missing or malformed."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no {CONFIG}: a drafter is a directory with {CONFIG} and weights.")
+    if path.stat().st_size > MOST_BYTES:
+        raise CheckpointError(f"{path} has {path.stat().st_size / 1e6:.0f} MB: this is no config of a drafter. {AGAIN}")
+    config = read_json(path, AGAIN, CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds {type(config).__name__}, not an object with options. {AGAIN}")
+    return config
+
+
+# our own -----------------------------------------------------------------------------------------------------------
+
+
+def _of_old(config: Mapping[str, Any]) -> dict[str, Any]:
+    version, head = config.get("version", 0), config.get("head")
+    if type(version) is not int or version < 1 or not isinstance(head, Mapping):
+        raise CheckpointError(f"it has no valid version and head. {AGAIN}")
+    if version > NEWEST_OLD:
+        raise CheckpointError(f"it is of version {version}, newer than this program reads: update it.")
+    return {**head, "target": config.get("target"), "training": config.get("training")}
+
+
+def _own(values: Mapping[str, Any], weights: Weights) -> StoredHead:
+    trained_for = values.get("target")
+    known = trained_for if isinstance(trained_for, Mapping) else {}
+    lacking = [key for key in ("hidden_size", "vocab_size") if known.get(key) is None]
+    if lacking:  # or a head would be taken for any target's
+        raise CheckpointError(f"target does not say its {', '.join(lacking)}. {AGAIN}")
+    head = EagleConfig.from_dict(values)
+    layer_count(head.num_layers, weights.shapes)  # before that many are made
+    names = {name: name for name in weights.shapes if name != DRAFT_IDS}
+    if head.draft_vocab_size is None and DRAFT_IDS not in weights.shapes:
+        return StoredHead(head, weights, names)
+    if weights.shapes.get(DRAFT_IDS) != (head.draft_vocab_size,):
+        raise CheckpointError(
+            f"draft_ids is of shape {list(weights.shapes.get(DRAFT_IDS, ()))}, wanted are {head.draft_vocab_size} ids "
+            "(draft_vocab_size)."
+        )
+    ids = weights.read(DRAFT_IDS, INTEGERS).long()
+    _check_draft_ids(ids, head.vocab_size)
+    return StoredHead(head, weights, names, ids)
+
+
+def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Target) -> None:
+    """Raise if the head was trained for another family, size or vocabulary than the target's, as far as it tells."""
+    width = int(target.model.get_input_embeddings().weight.shape[1])
+    actual = {**target.fingerprint(), "embed_size": width}
+    for key in ("model_type", "hidden_size", "embed_size"):
+        if trained_for.get(key, actual[key]) != actual[key]:
+            raise CheckpointError(
+                f"the head in {directory} was trained for a target with {key} {trained_for.get(key)!r:.60}, but "
+                f"{target.name} has {actual[key]!r}: use this target's own head, or train one with fsd-train."
+            )
+    for key in ("vocab_size", "vocabulary_sha256"):
+        ours, theirs = actual[key], trained_for.get(key)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise VocabularyMismatchError(
+                f"the head in {directory} was trained with another vocabulary than {target.name}'s "
+                f"({key}: {theirs!r:.60} against {ours!r}): token ids would mean different words. Train a head for it."
+            )
+
+
+# other programs' ---------------------------------------------------------------------------------------------------
+
+
+def _check_program(directory: Path, config: Mapping[str, Any], kind: str) -> None:
+    speculators = config.get("speculators_model_type")
+    if speculators not in (None, "eagle3"):
+        raise CheckpointError(
+            f"{directory} is a head of speculators of type {speculators!r:.60}; of that program's, eagle3 is read here."
+        )
+    if not has_weights(directory):
+        fault = f"{directory} is an {kind} head of another program, without {SINGLE}"
+        raise CheckpointError(f"{fault}. {unpickle(f'{directory}/')}")
+
+
+def unpickle(directory: str = "") -> str:
+    """What to do about a head in a pickle."""
+    files = f"torch.load({directory + PICKLE!r}, map_location='cpu', weights_only=True), {directory + SINGLE!r}"
+    return (
+        f"Nothing is unpickled here, since that can run code: convert a {PICKLE} once, in Python, by\n"
+        f"import torch; from safetensors.torch import save_file; save_file({files})"
+    )
+
+
+def _eagle(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
+    shapes = weights.shapes
+    # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. What a config leaves out is at Llama's defaults there too
+    # (a base of 10000 for positions, say, whatever the target's is).
+    layer = _layer(config, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
+    names = {name for name in shapes if not _IGNORED.fullmatch(name)} - {EMBEDDINGS}
+    bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
+    vocabulary, embed_size = _table(config, shapes, layer["hidden_size"])
+    sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
+    count = layer_count(config.get("num_hidden_layers"), names)
+    head = EagleConfig(**sizes, layer=layer, layout="eagle", num_layers=count, fc_bias=bias, target=sizes)
+    names -= set() if bias else {"fc.bias"}  # zeros, for programs that would make it up
+    return StoredHead(head, weights, {name: name for name in names})
+
+
+def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
+    described = config.get("transformer_layer_config", config)
+    if not isinstance(described, Mapping):
+        raise CheckpointError("transformer_layer_config is no mapping.")
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise CheckpointError("eagle_config is no mapping.")
+    if config.get("norm_before_fc") or nested.get("norm_before_fc"):
+        raise CheckpointError("there is one norm over all fused layers (norm_before_fc), unknown here.")
+    if config.get("norm_before_residual") is None and "speculators_model_type" in config:
+        raise CheckpointError(
+            "it does not say norm_before_residual, which programs take for true or false: add the value it was trained "
+            "with."
+        )
+    stored = {name.replace(MIDLAYER, FIRST_LAYER): name for name in weights.shapes}
+    shapes = {name: weights.shapes[theirs] for name, theirs in stored.items()}
+    names = {name for name in shapes if not _IGNORED.fullmatch(name)}
+    kind = described.get("model_type")
+    layer = _layer(described, kind if kind in EAGLE3_LAYERS else "llama")
+    options: dict[str, Any] = {name: config.get(name) or False for name in EAGLE3_FIELDS}
+    width = options["target_hidden_size"] = config.get("target_hidden_size") or layer["hidden_size"]
+    fused = shapes.get("fc.weight", ())
+    if type(width) is not int or len(fused) != 2 or fused[1] % width:
+        raise CheckpointError(f"fc.weight is of shape {list(fused)}, which fuses no whole number of layers of {width}.")
+    vocabulary, _ = _table(described, shapes, layer["hidden_size"])
+    draft_ids, order = _draft_ids(weights, vocabulary, shapes)
+    head = EagleConfig(
+        hidden_size=layer["hidden_size"],
+        vocab_size=vocabulary,
+        layer=layer,
+        layout="eagle3",
+        num_layers=layer_count(described.get("num_hidden_layers"), names),
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        fused_layers=_fused_layers(config.get(AUX_IDS), nested.get(AUX_IDS), fused[1] // width, target),
+        own_lm_head=LM_HEAD in names,
+        own_embeddings=EMBEDDINGS in names and not _shared(weights, target),
+        target={"hidden_size": width, "vocab_size": vocabulary},
+        **options,
+    )
+    names -= set() if head.own_embeddings else {EMBEDDINGS}
+    return StoredHead(head, weights, {name: stored[name] for name in names}, draft_ids, order)
+
+
+def _layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """A Llama-like config of another program as :attr:`EagleConfig.layer`."""
+    known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
+    try:
+        if "hidden_size" not in known:
+            raise ValueError("it has no hidden_size")
+        check_layer({"hidden_size": known["hidden_size"], "model_type": kind}, known["hidden_size"])
+        layer = layer_of(AutoConfig.for_model(kind, **known))
+    except Exception as error:  # made by transformers from another program's values: anything can be wrong
+        raise CheckpointError(f"it does not describe a Llama layer ({shortened(error)}).") from error
+    check_layer(layer, known["hidden_size"])
+    return layer
+
+
+def layer_count(said: Any, names: Collection[str]) -> int:
+    """How many decoder layers the tensors make up. Raises CheckpointError unless the config says so too (or None)."""
+    numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
+    count = len(numbers)
+    said = count if said is None else said
+    if numbers != set(range(count)) or not count or said != count:
+        raise CheckpointError(f"it speaks of {said!r:.60} layers, the weights hold those of number {sorted(numbers)}.")
+    return count
+
+
+def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
+    """(V, width of the embeddings) by what of tensors and config says so."""
+    table = shapes.get(EMBEDDINGS)
+    if table is None:
+        return shapes[T2D][0] if len(shapes.get(T2D, ())) == 1 else config.get("vocab_size"), width
+    if len(table) != 2:
+        raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, which is no table.")
+    return table[0], table[1]
+
+
+def _draft_ids(
+    weights: Weights, vocabulary: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for the whole vocabulary."""
+    rows = shapes.get(LM_HEAD, (vocabulary,))[0]
+    if D2T not in shapes:
+        if rows != vocabulary:
+            raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
+        return None, None
+    if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
+        raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
+    ids = torch.arange(rows) + weights.read(D2T, INTEGERS)
+    _check_draft_ids(ids.sort().values, vocabulary)
+    if T2D in shapes:
+        drafted = weights.read(T2D, BOOLEANS).bool()
+        if drafted.shape != (vocabulary,) or int(drafted.sum()) != rows or not bool(drafted[ids].all()):
+            raise CheckpointError("d2t and t2d name different ids. Export the head again.")
+    ascending = bool((ids.diff() > 0).all())
+    return None if rows == vocabulary else ids.sort().values, None if ascending else ids.argsort()
+
+
+def _check_draft_ids(ids: Tensor, vocabulary: int) -> None:
+    """Raise CheckpointError unless ids [Vd] are distinct, ascending and the target's."""
+    if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary or not bool((ids.diff() > 0).all()):
+        raise CheckpointError(
+            f"the draft vocabulary must be distinct ids from 0 to {vocabulary - 1}. Export the head again."
+        )
+
+
+def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None) -> list[int]:
+    """Which layers are fused, as numbers from 0.
+
+    Two numberings are in use: at the top level ids count the states that *enter* layers (vLLM, speculators; 0 is the
+    embedding), in ``eagle_config`` the layers that put them out (SGLang, SpecForge).
+    """
+    for ids in (entering, leaving):
+        if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
+            raise CheckpointError(f"{AUX_IDS} must be a list of whole numbers.")
+    found = leaving if entering is None else [number - 1 for number in entering]
+    if entering is not None and leaving is not None and found != leaving:
+        raise CheckpointError(
+            f"{AUX_IDS} is {entering} at the top and {leaving} in eagle_config, where the same layers are one less: it "
+            "is not clear which are meant."
+        )
+    if not found:
+        if target is None:
+            raise CheckpointError("it does not say which layers it fuses: that depends on the target.")
+        found = default_fused_layers(target)
+    if len(found) != count or found != sorted(set(found)) or min(found) < 0:
+        raise CheckpointError(f"fc fuses {count} layers, and {CONFIG} names {found} (numbers from 0).")
+    return found
+
+
+def _shared(weights: Weights, target: Target | None) -> bool:
+    """Are the embeddings in the file the target's, but for rounding?"""
+    if target is None or EMBEDDINGS not in weights.shapes:
+        return False
+    table = weight_rows(target.model.get_input_embeddings(), None)
+    if tuple(table.shape) != weights.shapes[EMBEDDINGS]:
+        return False
+    return torch.allclose(weights.read(EMBEDDINGS).float(), table.detach().float().cpu(), rtol=2**-7, atol=1e-6)

@@ -1,0 +1,137 @@
+"""Heads on the Hub: told by their config, and nothing fetched but that and their safetensors.
+
+The client is huggingface_hub's own, so that tokens, the cache, ``HF_ENDPOINT`` and offline mode are as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import _CACHED_NO_EXIST, HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, shortened
+from fsd_infer.files import read_weight_map
+from fsd_infer.heads import HUB_ID
+from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
+from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
+
+_FEW = 4  # layers: a config of more is no EAGLE head's, so that only the weights of small models are looked at
+
+
+def is_hub_id(name: str) -> bool:
+    """Is this of the form owner/name, and no path?"""
+    return HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
+    """The directory of the head that ``source`` stands for, with all its files; None if that is no head.
+
+    Args:
+        source: a directory or hub id. Of a repository the config comes first; where that leaves open whether this is a
+            head, the names of its tensors; and only a head's safetensors are fetched.
+        hub: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only`` as in transformers.
+
+    Raises:
+        ModelLoadError: no such repository or revision, no access, or no connection.
+        CheckpointError: the files are malformed, or its weights are in a pickle.
+    """
+    if not is_hub_id(os.fspath(source)):
+        directory = Path(source) / hub.get("subfolder", "")
+        return None if head_kind(directory) is None else directory
+    repository = _Repository(os.fspath(source), **hub)
+    if (config := repository.file(CONFIG)) is None:
+        return None
+    directory = config.parent
+    values = read_config(directory)
+    kind, few = kind_of(values), values.get("num_hidden_layers") in range(1, _FEW + 1)
+    if kind is None and few:  # a small causal LM, or a head of EAGLE-1/2
+        names = set(Weights(directory).shapes) if has_weights(directory) else repository.tensors()
+        if names is not None and (kind := kind_of(values, names)) is None:
+            return None
+    if not (kind or few):
+        return None
+    if repository.file(SINGLE) is None:
+        if (index := repository.file(INDEX)) is None:
+            what = f"an {kind} head" if kind else f"a model of {values['num_hidden_layers']} layers, as EAGLE heads are"
+            raise CheckpointError(f"{source} is {what}, without {SINGLE}. {unpickle()}")
+        for shard in sorted(set(read_weight_map(index, AGAIN).values())):
+            repository.file(shard)
+    return directory
+
+
+class _Repository:
+    """A repository of the Hub, at the commit that it had when its first file was fetched."""
+
+    def __init__(self, name: str, revision: str | None = None, subfolder: str = "", token: Any = None, **where: Any):
+        self.name, self.revision, self.folder, self.token, self.where = name, revision, subfolder, token, where
+
+    def file(self, name: str) -> Path | None:
+        """Where the cache has a file, which is fetched first if need be; None if the repository has none."""
+        path = f"{self.folder}/{name}".strip("/")
+        with hub_errors(self.name, self.revision):
+            try:
+                found = hf_hub_download(self.name, path, revision=self.revision, token=self.token, **self.where)
+            except LocalEntryNotFoundError:
+                known = try_to_load_from_cache(self.name, path, self.where.get("cache_dir"), self.revision)
+                if known is _CACHED_NO_EXIST:  # it was asked for before, and was not there
+                    return None
+                raise
+            except EntryNotFoundError:
+                return None
+        self.revision = Path(found.removesuffix(path)).name
+        return Path(found)
+
+    def tensors(self) -> set[str] | None:
+        """Names of the tensors in its safetensors, by the start of the file or by the index; None if it has none."""
+        with hub_errors(self.name, self.revision):
+            try:
+                path, api = f"{self.folder}/{SINGLE}".strip("/"), HfApi(token=self.token)
+                return set(api.parse_safetensors_file_metadata(self.name, path, revision=self.revision).tensors)
+            except EntryNotFoundError:
+                pass
+        index = self.file(INDEX)
+        return None if index is None else set(read_weight_map(index, AGAIN))
+
+
+@contextmanager
+def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
+    """Whatever the Hub's client raises within the block as one line that names the repository and the fix."""
+    try:
+        yield
+    except FsdError:
+        raise
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{repository} is gated: accept its terms on its page, and log in with `hf auth login` or give a token."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{repository} has no revision {revision!r}: give one of its branches or tags.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{repository} is no directory, and no repository of the Hub that you may read: check the name, and for a "
+            "private one log in with `hf auth login` or give a token."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        reason = shortened(error.__cause__ or error, 200)
+        raise ModelLoadError(
+            f"{repository} is not in the cache, and the Hub was not reached ({reason}): check the connection and "
+            "HF_ENDPOINT, or unset HF_HUB_OFFLINE."
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = "log in with `hf auth login`, or give another token" if status in (401, 403) else "try again"
+        raise ModelLoadError(f"the Hub refuses {repository} with status {status}: {advice}.") from error
+    except Exception as error:  # of the connection, of the disk, of names that are none
+        raise ModelLoadError(f"{repository} was not read or written ({shortened(error, 200)}): try again.") from error

@@ -1,0 +1,170 @@
+"""`fsd-train publish`: a head is checked with its target, described by a model card, shown, and uploaded to the Hub."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
+
+from fsd_infer.chat.encoding import read_prompts
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.export import obstacle
+from fsd_infer.heads.formats import CONFIG, OLD, OURS, head_kind, read_config
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.hub import hub_errors, is_hub_id
+from fsd_infer.heads.weights import INDEX, SINGLE
+from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
+from fsd_infer.targets.target import Target
+from fsd_train.commands import command_lines
+from fsd_train.commands.export import record_of, target_of
+from fsd_train.repository import find
+
+LEAST_TAU = 1.05  # below, next to no draft is accepted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`fsd-train publish`. The exit status is 1 if the user does not want the upload."""
+    parser = command_lines.publish()
+    args = parser.parse_args(argv)
+    directory = Path(args.directory)
+    kind = head_kind(directory)
+    if kind in (None, OLD):
+        found = "no head" if kind is None else "a head in the form of an earlier version"
+        raise DataError(f"{directory} is {found}: give what `fsd-train export` writes now.")
+    name = args.target or target_of(read_config(directory))
+    if name is None:
+        raise DataError(f"{directory} does not name its target: give --target.")
+    target = Target.from_pretrained(name)
+    head = EagleHead.from_pretrained(directory, target, dtype=target.dtype)
+    card = card_of(head, target, kind == OURS, measured(head, target, args), args)
+    print(card.content)
+    files = [file for file in (CONFIG, SINGLE, INDEX) if (directory / file).is_file()]
+    files += sorted(file.name for file in directory.glob("model-*.safetensors"))
+    print(f"\n{args.repository}: README.md (above), {', '.join(files)} of {directory}", file=sys.stderr)
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise DataError("nobody is there to be asked: look at the card above, and give --yes to upload.")
+        if input(f"Upload these to {args.repository}? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 1
+    print(upload(args.repository, directory, files, card, args), file=sys.stderr)
+    return 0
+
+
+def upload(repository: str, directory: Path, files: Sequence[str], card: ModelCard, args: argparse.Namespace) -> str:
+    """Make the repository if need be and commit the files and the card to it; the commit's address."""
+    added = [CommitOperationAdd(file, str(directory / file)) for file in files]
+    added.append(CommitOperationAdd("README.md", str(card).encode()))
+    with hub_errors(repository, args.revision):
+        api = HfApi()
+        api.create_repo(repository, private=args.private or None, exist_ok=True)
+        message = f"Draft head for {card.data.get('base_model') or 'speculative decoding'}"
+        return str(api.create_commit(repository, added, commit_message=message, revision=args.revision).commit_url)
+
+
+def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """Accepted length in exact decoding at temperature 0. Raises CheckpointError if hardly any draft is accepted."""
+    shape = TreeShape.parse(args.tree)
+    source = find(args.prompts)
+    if not source.exists():
+        raise DataError(f"{args.prompts} is missing: give prompts that the head is to be measured on, as --prompts.")
+    prompts: list[Any] = [row.messages for row in islice(read_prompts(source), args.limit)]
+    if not prompts:
+        raise DataError(f"{source} holds no prompts.")
+    decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
+    tau = decoder.generate(prompts, max_new_tokens=args.max_new_tokens, do_sample=False).stats.tau
+    if not tau >= LEAST_TAU:
+        raise CheckpointError(
+            f"{args.directory} has an accepted length of {tau:.2f} with {target.name}, of which 1 is the target's own "
+            "token: `fsd-train doctor` says why."
+        )
+    tree = f"depth {shape.depth}, width {shape.width}, {shape.nodes} nodes"
+    return {"tau": tau, "tree": tree, "prompts": f"{len(prompts)} of {source.name}", "tokens": args.max_new_tokens}
+
+
+def base_of(name: str) -> tuple[str | None, str | None]:
+    """(hub id, commit) of a target, as far as they are known."""
+    if is_builtin(name):
+        origin = BUILTIN_TARGETS.get(name).origin.partition(",")[0]
+        return (origin if is_hub_id(origin) else None), None
+    if not is_hub_id(name):
+        return None, None
+    cached = try_to_load_from_cache(name, CONFIG)
+    return name, Path(cached).parent.name if isinstance(cached, str) else None
+
+
+def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], args: argparse.Namespace) -> ModelCard:
+    """The card: the Hub's metadata, what the training's record says, what was measured, and how to use the head."""
+    config, record = head.config, record_of(head.config.training)
+    base, revision = base_of(target.name)
+    base, revision = args.base_model or base, args.base_revision or revision
+    license_ = args.license or (BUILTIN_TARGETS.get(target.name).license.lower() if is_builtin(target.name) else None)
+    data = ModelCardData(
+        base_model=base,
+        license=license_,
+        library_name="fsd-toolkit",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "draft-model", "eagle3" if config.layout == "eagle3" else "eagle"],
+        datasets=args.dataset,
+    )
+    options, metrics = record.get("hyperparameters"), record.get("metrics")
+    options, metrics = (each if isinstance(each, dict) else {} for each in (options, metrics))
+    rows = {
+        "target": f"{base or target.name}{f' at {revision}' if revision else ''}",
+        "layout": layout_text(config),
+        "draft vocabulary": f"{config.draft_vocab_size or config.vocab_size} of {config.vocab_size} tokens",
+        "training data": ", ".join(map(str, args.dataset or record.get("data") or [])) or "not recorded",
+        "training": f"{record.get('steps', '?')} steps, loss {options.get('loss', '?')}" if options else "not recorded",
+        "licence": license_ or "not stated",
+        "agreement with the target by step, validation": agreement_text(metrics) or "not recorded",
+        "accepted length τ, measured for this card": f"{found['tau']:.2f}: exact, temperature 0, tree {found['tree']}; "
+        f"prompts: {found['prompts']}, {found['tokens']} tokens each; the target's own token counted",
+    }
+    name = base or target.name
+    table = ["| | |", "|---|---|", *(f"| {fact} | {value} |" for fact, value in rows.items())]
+    parts = [f"# Draft head for {name}", "For speculative decoding.", "\n".join(table), "## Use"]
+    for engine, commands in use(args.repository, name, target, config, ours):
+        parts.append(f"{engine}\n\n```\n{commands}\n```")
+    return ModelCard("\n\n".join([f"---\n{data.to_yaml()}\n---", *parts]) + "\n")
+
+
+def layout_text(config: EagleConfig) -> str:
+    name = {"eagle": "EAGLE-1/2", "eagle3": "EAGLE-3", "fsd": "fsd"}[config.layout]
+    fused = f", fuses layers {config.fused_layers} (from 0)" if config.fused_layers else ""
+    return f"{name}, decoder layers of {config.layer['model_type']}: {config.num_layers}{fused}"
+
+
+def agreement_text(metrics: dict[str, Any]) -> str:
+    values = [metrics[f"val_agreement_{step}"] for step in range(64) if f"val_agreement_{step}" in metrics]
+    return ", ".join(f"{value:.1%}" for value in values if isinstance(value, int | float))
+
+
+def use(repository: str, base: str, target: Target, config: EagleConfig, ours: bool) -> list[tuple[str, str]]:
+    """(engine, commands) for each engine that can run the head."""
+    found = [
+        ("fsd-toolkit", "pip install fsd-toolkit\n"
+         f"fsd-infer generate --target {base} --drafter {repository} --prompt 'Why is the sky blue?'"),
+    ]  # fmt: skip
+    layers = int(target.config.num_hidden_layers)
+    method = "eagle3" if config.layout == "eagle3" else "eagle"
+    for engine in ("vllm", "sglang"):
+        if reason := obstacle(config, engine, layers):
+            found.append((engine, f"not possible: {reason}"))
+            continue
+        place = f"{config.layout}-{engine}" if ours else repository
+        convert = f"fsd-train export {repository} {place} --to {engine} --target {base}\n" if ours else ""
+        options = f'{{"method": "{method}", "model": "{place}", "num_speculative_tokens": 4}}'
+        command = {
+            "vllm": f"vllm serve {base} --speculative-config '{options}'",
+            "sglang": f"python -m sglang.launch_server --model {base} --speculative-algorithm {method.upper()} "
+            f"--speculative-draft-model-path {place}",
+        }[engine]
+        found.append((engine, convert + command))
+    return found

@@ -1,0 +1,200 @@
+"""A small Hub on the loopback that huggingface_hub's own client talks to: models and datasets, downloads and uploads.
+
+Pass its ``url`` as ``HF_ENDPOINT`` to a process, or call :meth:`Hub.serve_this_process` within one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+_KINDS = "models|datasets"
+_INFO = re.compile(rf"/api/({_KINDS})/([^/]+/[^/]+)(?:/revision/(.+))?")
+_TREE = re.compile(rf"/api/({_KINDS})/([^/]+/[^/]+)/(?:tree|paths-info)/([^/]+)/?(.*)")
+_FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_UPLOAD = re.compile(rf"/api/({_KINDS})/([^/]+/[^/]+)/(preupload|commit)/(.+)")
+
+
+@dataclass
+class Repository:
+    """Files by commit, commits by branch or tag; ``fault``: what goes wrong with every request for its files.
+
+    A fault is a status with the word that the Hub puts in a header ("401 GatedRepo"), or "cut": half of a file comes.
+    """
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    fault: str = ""
+
+    def commit(self, files: dict[str, bytes], revision: str = "main") -> str:
+        name = hashlib.sha1(json.dumps([revision, len(self.commits)]).encode()).hexdigest()
+        self.commits[name] = {**self.commits.get(self.refs.get(revision, ""), {}), **files}
+        self.refs[revision] = name
+        return name
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        name = self.refs.get(revision, revision)
+        return (name, self.commits[name]) if name in self.commits else None
+
+
+class Hub:
+    """Repositories by kind and name. ``asked``: method and path of each request, in order."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[tuple[str, str], Repository] = {}
+        self.asked: list[str] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def add(
+        self, name: str, files: Path | dict[str, bytes], revision: str = "main", kind: str = "models"
+    ) -> Repository:
+        """A repository, or a new commit of one, with these files or those of a directory."""
+        if isinstance(files, Path):
+            files = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        repository = self.repositories.setdefault((kind, name), Repository())
+        repository.commit(files, revision)
+        return repository
+
+    def fetched(self) -> list[str]:
+        """The files that were asked for by GET, and forget what was asked."""
+        found = [match[4] for line in self.asked if line.startswith("GET") and (match := _FILE.fullmatch(line[4:]))]
+        self.asked.clear()
+        return found
+
+    def serve_this_process(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Let the client in this process, which read its variables when it was imported, talk to this hub."""
+        from huggingface_hub import constants, hf_api
+
+        patch.setattr("transformers.utils.hub._hf_api", None)
+        patch.setattr(hf_api.api, "endpoint", self.url)
+        patch.setattr(constants, "ENDPOINT", self.url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}")
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setenv("HF_HUB_OFFLINE", "0")
+        patch.setenv("HF_ENDPOINT", self.url)
+
+
+@contextmanager
+def loopback_hub() -> Iterator[Hub]:
+    hub = Hub()
+    thread = threading.Thread(target=hub.server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.server.shutdown()
+        hub.server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def answer(self, content: bytes = b"", status: int = 200, cut: bool = False, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+        if cut:
+            self.close_connection = True
+
+    def refuse(self, status: int, code: str) -> Any:
+        self.answer(b"{}", status, X_Error_Code=code, X_Error_Message=code)
+
+    def json(self, value: Any) -> None:
+        self.answer(json.dumps(value).encode(), Content_Type="application/json")
+
+    def found(self, kind: str, name: str, revision: str) -> tuple[Repository, str, dict[str, bytes]] | None:
+        repository = self.hub.repositories.get((kind, name))
+        if repository is None:
+            return self.refuse(404, "RepoNotFound")
+        if repository.fault[:1].isdigit():
+            status, _, code = repository.fault.partition(" ")
+            return self.refuse(int(status), code)
+        state = repository.at(unquote(revision))
+        return self.refuse(404, "RevisionNotFound") if state is None else (repository, *state)
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"{self.command} {path}")
+        if match := _FILE.fullmatch(path):
+            found = self.found("datasets" if match[1] else "models", match[2], match[3])
+            if found is not None:
+                self.send_file(*found, match[4])
+        elif match := _TREE.fullmatch(path):
+            found = self.found(match[1], match[2], match[3])
+            if found is not None:
+                self.json([_entry(name, content) for name, content in found[2].items() if name.startswith(match[4])])
+        elif match := _INFO.fullmatch(path):
+            found = self.found(match[1], match[2], match[3] or "main")
+            if found is not None:
+                files = [{"rfilename": name, "size": len(content)} for name, content in found[2].items()]
+                self.json({"id": match[2], "sha": found[1], "siblings": files, "private": False, "tags": []})
+        else:
+            self.refuse(404, "NotFound")
+
+    do_HEAD = do_GET
+
+    def send_file(self, repository: Repository, commit: str, files: dict[str, bytes], name: str) -> None:
+        content = files.get(name)
+        if content is None:
+            return self.answer(b"", 404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        headers: dict[str, Any] = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X_Repo_Commit": commit}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if wanted is None:
+            return self.answer(content, cut=repository.fault == "cut" and name != "config.json", **headers)
+        start, end = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
+        headers["Content_Range"] = f"bytes {start}-{end}/{len(content)}"
+        return self.answer(content[start : end + 1], 206, cut=repository.fault == "cut", **headers)
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"POST {path}")
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if path == "/api/validate-yaml":
+            return self.json({"errors": [], "warnings": []})
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'owner'}/{asked['name']}"
+            self.hub.repositories.setdefault((f"{asked.get('type') or 'model'}s", name), Repository()).commit({})
+            return self.json({"url": f"{self.hub.url}/{name}", "id": name})
+        match = _UPLOAD.fullmatch(path)
+        if match is None:
+            return self.refuse(404, "NotFound")
+        found = self.found(match[1], match[2], match[4])
+        if found is None:
+            return None
+        if match[3] == "preupload":
+            asked = json.loads(body)["files"]
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            return self.json({"files": [{"path": each["path"], **modes} for each in asked]})
+        lines = [json.loads(line) for line in body.splitlines()]
+        added = {
+            line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
+        }
+        commit = found[0].commit(added, match[4])
+        return self.json({"commitUrl": f"{self.hub.url}/{match[2]}/commit/{commit}", "commitOid": commit})
+
+
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}

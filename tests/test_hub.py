@@ -1,0 +1,242 @@
+"""Heads come from a Hub and go to one; nothing is fetched but what is needed, and each fault is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target
+from fsd_infer.drafters import LMDrafter
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.errors import CheckpointError, FsdError
+from fsd_infer.heads.export import export_head
+from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_train.cli import main as cli
+from tests.bench_toys import Toy
+from tests.families import VOCAB, options_of, reference, tiny_model, tiny_prompts
+from tests.fuzzing import called, one_line
+from tests.loopback_hub import Hub, loopback_hub
+from tests.test_head_formats import LAYERS, facts, make_head
+
+IDS = torch.arange(1, VOCAB, 2)
+KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "ours": (None, {"layout": "fsd", "final_norm": True, "fused_layers": [1, 3]}),
+    "eagle": ("vllm", {"layout": "eagle"}),
+    "eagle3": ("sglang", {"layout": "eagle3"}),
+    "speculators": ("speculators", {"layout": "eagle3"}),
+}
+OTHERS = {
+    "README.md": b"# a head",
+    "pytorch_model.bin": b"junk",
+    "optimizer.pt": b"junk",
+    "old/model.safetensors": b"x",
+}
+WANTED = ["config.json", "model.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", num_hidden_layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("heads")
+    for name, (to, options) in KINDS.items():
+        head = make_head(target, None if name == "eagle" else IDS, **options)
+        if to is None:
+            head.save_pretrained(root / name)
+        else:
+            export_head(head, root / name, to, facts(target))
+    return root
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with loopback_hub() as served:
+        served.serve_this_process(monkeypatch, tmp_path / "cache")
+        yield served
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_any_kind(kind: str, hub: Hub, heads: Path, target: Target) -> None:
+    hub.add("owner/head", heads / kind)
+    hub.add("owner/head", OTHERS)
+    here, there = (EagleHead.from_pretrained(source, target) for source in (heads / kind, "owner/head"))
+    assert hub.fetched().count("model.safetensors") == 1 + (kind == "eagle")  # for its names: its config does not say
+    assert options_of(here) == options_of(there) and here.config.target == there.config.target
+    assert all(torch.equal(value, there.state_dict()[name]) for name, value in here.state_dict().items())
+    drafter = load_drafter("owner/head", target)
+    assert hub.fetched() == [], "all is in the cache by now"
+    assert isinstance(drafter, EagleDrafter) and drafter.public == (kind != "ours")
+    prompts = tiny_prompts((7, 12))
+    answers = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=8, do_sample=False).sequences
+    assert answers == reference(target.model, prompts, max_new_tokens=8)
+
+
+def test_nothing_else_is_fetched(hub: Hub, heads: Path, target: Target, toy: Toy) -> None:
+    """Not even of a head in several files, nor of a causal LM, whose files transformers fetches."""
+    hub.add("owner/head", heads / "ours")
+    hub.add("owner/head", OTHERS)
+    assert EagleHead.from_pretrained("owner/head").config.layout == "fsd" and hub.fetched() == WANTED
+    weights = (heads / "eagle3" / "model.safetensors").read_bytes()
+    index = {
+        "weight_map": dict.fromkeys(
+            EagleHead.from_pretrained(heads / "eagle3", target).state_dict(), "part.safetensors"
+        )
+    }
+    config = (heads / "eagle3" / "config.json").read_bytes()
+    parts = {
+        "config.json": config,
+        "part.safetensors": weights,
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
+    hub.add("owner/parts", parts | {"other.safetensors": weights})
+    assert EagleHead.from_pretrained("owner/parts", target).config.layout == "eagle3"
+    assert hub.fetched() == ["config.json", "model.safetensors.index.json", "part.safetensors"]
+    hub.add("owner/lm", toy.drafter)
+    hub.add("owner/lm", OTHERS)
+    assert isinstance(load_drafter("owner/lm", Target.from_pretrained(str(toy.target))), LMDrafter)
+    fetched = hub.fetched()
+    assert fetched[0] == "config.json" and not set(fetched) & set(OTHERS)
+    with pytest.raises(CheckpointError, match="owner/lm holds no draft head"):
+        EagleHead.from_pretrained("owner/lm", target)
+
+
+def test_revisions_and_folders(hub: Hub, heads: Path, target: Target) -> None:
+    hub.add("owner/head", heads / "ours")
+    hub.add("owner/head", heads / "eagle3", revision="v2")
+    files = {f"heads/small/{name}": (heads / "speculators" / name).read_bytes() for name in WANTED}
+    hub.add("owner/head", files)
+    assert EagleHead.from_pretrained("owner/head").config.layout == "fsd"
+    assert EagleHead.from_pretrained("owner/head", target, revision="v2").config.layout == "eagle3"
+    found = EagleHead.from_pretrained("owner/head", target, subfolder="heads/small")
+    assert found.config.target == {"hidden_size": 32, "vocab_size": VOCAB}
+    assert EagleHead.from_pretrained(heads, target, subfolder="ours").config.layout == "fsd"
+    drafter = EagleDrafter.from_pretrained("owner/head", target, revision="v2")
+    assert drafter.head.config.layout == "eagle3"
+
+
+def refused(source: str, match: str, target: Target, **options: Any) -> None:
+    for load in (EagleHead.from_pretrained, *([] if options else [load_drafter])):
+        with pytest.raises(FsdError, match=match) as raised:
+            load(source, target, **options)
+        one_line(str(raised.value))
+        assert source in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        ("401 GatedRepo", "is gated: accept its terms"),
+        ("403 GatedRepo", "is gated: accept its terms"),
+        ("401 RepoNotFound", "no repository of the Hub that you may read"),
+        ("403 Forbidden", "the Hub was not reached .*403|with status 403"),
+        ("500 Broken", "the Hub was not reached .*500|with status 500"),
+        ("cut", "was not read or written"),
+    ],
+)
+def test_faults_are_one_line(fault: str, match: str, hub: Hub, heads: Path, target: Target) -> None:
+    hub.add("owner/head", heads / "ours").fault = fault
+    refused("owner/head", match, target)
+
+
+def test_what_is_not_there(hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("owner/head", heads / "ours")
+    refused("owner/absent", "owner/absent is no directory, and no repository of the Hub", target)
+    refused("owner/head", "has no revision 'v9'", target, revision="v9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refused("owner/head", "is not in the cache, and the Hub was not reached", target)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    refused("owner/head", "is not in the cache", target, local_files_only=True)
+    head = EagleHead.from_pretrained("owner/head", target)
+    for offline in (True, False):  # what was fetched once needs no Hub
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        again = EagleHead.from_pretrained("owner/head", target, local_files_only=not offline)
+        assert torch.equal(again.fc.weight, head.fc.weight)
+    hub.add("owner/part", {"config.json": (heads / "ours" / "config.json").read_bytes()})
+    refused("owner/part", "without model.safetensors", target)
+
+
+def test_pickles_are_refused_with_the_fix(hub: Hub, heads: Path, target: Target) -> None:
+    for kind in ("eagle", "eagle3"):
+        config = (heads / kind / "config.json").read_bytes()
+        hub.add(f"owner/{kind}", {"config.json": config, "pytorch_model.bin": b"junk"})
+        refused(f"owner/{kind}", r"EAGLE.* without model.safetensors. Nothing is unpickled here.*\n.*save_file", target)
+    assert hub.fetched().count("pytorch_model.bin") == 0
+
+
+def test_uploads(hub: Hub, heads: Path, target: Target) -> None:
+    head = EagleHead.from_pretrained(heads / "ours", target)
+    head.push_to_hub("owner/new", commit_message="a head", token="hf_x")
+    found = EagleHead.from_pretrained("owner/new", target)
+    assert options_of(found) == options_of(head) and torch.equal(found.fc.weight, head.fc.weight)
+    hub.repositories["models", "owner/new"].fault = "403 Forbidden"
+    with pytest.raises(FsdError, match="the Hub refuses owner/new with status 403: log in") as raised:
+        head.push_to_hub("owner/new", token="hf_x")
+    one_line(str(raised.value))
+
+
+def publish(*options: str) -> tuple[int, str, str]:
+    return called(cli, ["publish", *options])
+
+
+@pytest.fixture(scope="module")
+def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that drafts well, with the record of a training."""
+    directory = tmp_path_factory.mktemp("trained") / "head"
+    target = Target.from_pretrained(str(toy.target), dtype=torch.float32)
+    head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=50))
+    head.config.training = {
+        "steps": 20,
+        "hyperparameters": {"target": str(toy.target), "loss": "eagle"},
+        "metrics": {"val_agreement_0": 0.75, "val_agreement_1": 0.5},
+        "data": ["answers.jsonl"],
+    }
+    head.save_pretrained(directory)
+    return directory
+
+
+def test_publish(hub: Hub, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
+    known = ["--base-model", "owner/target", "--base-revision", "abc", "--license", "mit", "--dataset", "owner/data"]
+    options = [str(trained), "owner/head", *known, "--max-new-tokens", "4", "--limit", "2"]
+    status, shown, said = publish(*options)
+    assert status == 2 and "give --yes" in said and ("models", "owner/head") not in hub.repositories
+    status, shown, said = publish(*options, "--yes")
+    assert status == 0, said
+    repository = hub.repositories["models", "owner/head"]
+    files = repository.commits[repository.refs["main"]]
+    assert set(files) == {*WANTED, "README.md"} and files["README.md"].decode() in shown + "\n"
+    card = ModelCard(files["README.md"].decode())
+    data = card.data.to_dict()
+    assert data["base_model"] == "owner/target" and data["library_name"] == "fsd-toolkit" and data["license"] == "mit"
+    assert data["pipeline_tag"] == "text-generation" and "eagle3" in data["tags"] and data["datasets"] == ["owner/data"]
+    for fact in ("owner/target at abc", "EAGLE-3", "50 of", "20 steps", "75.0%, 50.0%", "depth 5, width 6, 16 nodes",
+                 "2 of quickstart_prompts", "--drafter owner/head", "--to vllm", "vllm serve owner/target",
+                 "not possible: it fuses 2 layers, there are always three. Use --to vllm"):  # fmt: skip
+        assert fact in card.text, fact
+    assert "bytes" not in card.text and EagleHead.from_pretrained("owner/head").config.layout == "eagle3"
+
+
+def test_publish_refuses(hub: Hub, trained: Path, toy: Toy, tmp_path: Path) -> None:
+    """A head that does not fit or drafts nothing, a directory without one, a hub that does not let in."""
+    few = ["--max-new-tokens", "4", "--limit", "2", "--yes"]
+    refusals = {
+        (str(trained), "owner/head", *few): "has an accepted length of",
+        (str(trained), "head", *few): "needs the form owner/name",
+        (str(toy.target), "owner/head", *few): "is no head",
+        (str(trained), "owner/head", "--target", "smollm2-135m", *few): "was trained",
+        (str(trained), "owner/head", "--prompts", "absent.jsonl", *few): "absent.jsonl is missing",
+    }
+    for options, message in refusals.items():
+        status, _, said = publish(*options)
+        assert status == 2 and message in said, said
+        one_line(said.strip().splitlines()[-1])
+    assert not any(line.startswith("POST") for line in hub.asked)
