@@ -139,7 +139,7 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
         depth: no node lies deeper.
         mains: drafters that ``main`` comes from.
     """
-    place, shared = _places(main, side)
+    place, shared = _places(main, side, depth)
     parents = torch.cat([main.parents, place.gather(1, side.parents)[:, 1:]], 1)
     of_side = _chances(side)
     one = torch.cat([_chances(main), of_side.masked_fill(shared, 0.0)[:, 1:]], 1)
@@ -175,15 +175,15 @@ def _chances(tree: DraftTree) -> Tensor:
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp_max(0.0).exp()
 
 
-def _places(main: DraftTree, side: DraftTree) -> tuple[Tensor, Tensor]:
+def _places(main: DraftTree, side: DraftTree, depth: int) -> tuple[Tensor, Tensor]:
     """[B, M] where each node of ``side`` is in the union, and whether it is a node of ``main``: its path is there."""
+    count, others = main.parents.shape[1], side.parents.shape[1]
     same = (main.tokens[:, :, None] == side.tokens[:, None]) & main.is_draft[:, :, None] & side.is_draft[:, None]
     same[:, 0, 0] = True
-    above, count = (main.parents, side.parents), side.parents.shape[1]
-    for _ in range(min(main.parents.shape[1], count).bit_length()):  # each time twice as much of the paths is compared
-        rows, columns = above[0][:, :, None].expand_as(same), above[1][:, None].expand_as(same)
-        same = same & same.gather(1, rows).gather(2, columns)
-        above = above[0].gather(1, above[0]), above[1].gather(1, above[1])
-    shared, place = same.int().max(1)
-    own = torch.arange(count, device=place.device) + main.parents.shape[1] - 1
+    # a pair of nodes is one node if their tokens are the same, and so are the parents'
+    same, above = same.flatten(1), (main.parents[:, :, None] * others + side.parents[:, None]).flatten(1)
+    for _ in range(depth.bit_length()):  # each time twice as much of the paths is compared
+        same, above = same & same.gather(1, above), above.gather(1, above)
+    shared, place = same.view(-1, count, others).int().max(1)
+    own = torch.arange(count - 1, count - 1 + others, device=place.device)
     return torch.where(shared > 0, place, own), shared > 0
