@@ -102,13 +102,14 @@ class Asked:
 
 
 def no_looser(rule: Rule, most: Rule) -> bool:
-    """Is ``rule`` the same as ``most``, exact, or a tilted rule that favours no more?"""
+    """Is ``rule`` the same as ``most``, exact, or a tilted rule that favours no more; perhaps in one phase only?"""
+    if most.only_in is None and rule.only_in is not None:
+        rule = dataclasses.replace(rule, only_in=None)  # type: ignore[type-var]
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
         within = math.inf if rule.budget is None else rule.budget
         novel = (0 < rule.novel <= most.novel) if most.novel else True
         limit = math.inf if most.budget is None else most.budget
-        narrower = most.only_in is None or rule.only_in == most.only_in
-        closer = narrower and rule.first_price >= most.first_price and rule.least_share >= most.least_share
+        closer = rule.only_in == most.only_in and rule.first_price >= most.first_price and rule.least_share >= most.least_share
         return closer and novel and within <= limit
     return isinstance(rule, Exact) or rule == most
 
