@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fsd_bench.openai_client import Server
 from fsd_infer import FuzzyDecoder, Target
@@ -28,6 +30,7 @@ from fsd_train.data.features import FeatureStore, cache_features
 from tests.families import load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, made_up, serving
+from tests.test_adapters import save_adapter
 from tests.text_toys import CHATML, OTHERWISE, tiny_tokenizer
 
 
@@ -273,3 +276,15 @@ def test_what_a_server_says_and_keeps_to_itself() -> None:
         pass
     ((check, ok, says, fix),) = check_engine(Server(url), prompts, answers, reached)
     assert (check, ok) == ("engine", False) and "cannot be reached" in says and "leave --url out" in fix
+
+
+def test_what_an_adapter_costs_a_head_of_its_base(world: Path, tmp_path: Path) -> None:
+    """The agreement with the adapted target stands beside the one with the base, which the head's record names."""
+    model = AutoModelForCausalLM.from_pretrained(world / "target")
+    adapter = save_adapter(tmp_path / "adapter", model, str(world / "target"))
+    found = examine(world, world / "fsd", tmp_path, target=str(adapter))
+    line = found["what it costs"]
+    here, there = (float(share) for share in re.findall(r"([\d.]+)%", line["says"])[:2])
+    assert here < there - 10 and str(world / "target") in line["says"] and "initial_head" in line["fix"]
+    assert found["precision"]["says"] == "trained for unquantised weights"
+    assert "what it costs" not in examine(world, world / "fsd", tmp_path)

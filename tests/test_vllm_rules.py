@@ -299,7 +299,7 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
         Asked.of(Params())
     monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2:budget=4")
     assert Asked.of(Params()).rule == parse_rule("tilted:2:budget=4")
-    for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0"):
+    for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
         assert Asked.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
     assert Asked.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")

@@ -31,7 +31,7 @@ from torch import Tensor
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.integrations.vllm_step import Chains, Step
-from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
+from fsd_infer.rules import Exact, Fly, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.phases import NOWHERE, markers
 from fsd_infer.rules.tilted import FIRST_PRICE
 
@@ -101,7 +101,9 @@ class Asked:
 
 
 def no_looser(rule: Rule, most: Rule) -> bool:
-    """Is ``rule`` the same as ``most``, exact, or a tilted rule that favours no more?"""
+    """Is ``rule`` the same as ``most``, exact, or a tilted rule that favours no more; perhaps in one phase only?"""
+    if most.only_in is None and isinstance(rule, LossyRule):
+        rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
         heat, most_heat = rule.learned_heat, most.learned_heat
         if heat is None or most_heat is None:
@@ -112,8 +114,11 @@ def no_looser(rule: Rule, most: Rule) -> bool:
         within = math.inf if rule.budget is None else rule.budget
         novel = (0 < rule.novel <= most.novel) if most.novel else True
         limit = math.inf if most.budget is None else most.budget
-        narrower = most.only_in is None or rule.only_in == most.only_in
-        closer = narrower and rule.first_price >= most.first_price and rule.least_share >= most.least_share
+        closer = (
+            rule.only_in == most.only_in
+            and rule.first_price >= most.first_price
+            and rule.least_share >= most.least_share
+        )
         return closer and novel and within <= limit
     return isinstance(rule, Exact) or rule == most
 

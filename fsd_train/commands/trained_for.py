@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsd_infer.heads.formats import read_config
 from fsd_infer.targets.adapters import base_of
-from fsd_infer.targets.loading import adapter_of
+from fsd_infer.targets.loading import adapter_of, is_builtin
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
 from fsd_train.commands.feeding import at_step
@@ -27,14 +28,22 @@ def trained_precision(head: str | Path) -> str | None:
 
 
 def other_target(args: argparse.Namespace, target: Target) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the target that the head was trained for, if it is another that can be had."""
+    """Name and options of the target that the head was trained for, if that is another and can be had."""
     if args.trained_on is not None:
         return args.trained_on, {}
+    given = dict(args.target_kwargs or {})
+    training = read_config(Path(args.head)).get("training")
+    found = training.get("hyperparameters") if isinstance(training, dict) else None
+    options: dict[str, Any] = found if isinstance(found, dict) else {}
+    name = options.get("target")
+    if isinstance(name, str) and (is_builtin(name) or os.path.isdir(name)):
+        kwargs = dict(options.get("target_kwargs") or {})
+        same = name == args.target or os.path.realpath(name) == os.path.realpath(args.target)
+        return None if same and kwargs == given else (name, kwargs)
+    if target.precision and trained_precision(args.head) == "" and given.pop("quantization_config", None):
+        return args.target, given
     adapter = adapter_of(args.target)
-    plain = {name: value for name, value in (args.target_kwargs or {}).items() if name != "quantization_config"}
-    if trained_precision(args.head) == "" and target.precision and plain != (args.target_kwargs or {}):
-        return args.target, plain
-    return None if adapter is None or adapter.parent.name == args.target else (base_of(adapter), plain)
+    return None if adapter is None else (base_of(adapter), given)
 
 
 def says_precision(head: str | Path, target: Target) -> tuple[bool | None, str]:
