@@ -42,12 +42,14 @@ class AnswersDataset(Dataset[Item]):
         highest: the highest token id in the files, and the row ("file:line") it was found in.
     """
 
-    def __init__(self, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]], highest: tuple[int, str]) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[str, Sequence[int] | Tensor, Sequence[int] | Tensor]], highest: tuple[int, str]
+    ) -> None:
         self.highest = highest
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
-        self._ids = [torch.tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
-        self._masks = [torch.tensor(mask, dtype=torch.bool) for _, _, mask in rows]
+        self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
+        self._masks = [torch.as_tensor(mask, dtype=torch.bool) for _, _, mask in rows]
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -62,12 +64,7 @@ class AnswersDataset(Dataset[Item]):
 
     def subset(self, indices: Sequence[int]) -> AnswersDataset:
         """The rows with these indices, in this order, as a dataset of its own."""
-        chosen = AnswersDataset([], self.highest)
-        chosen.row_ids = [self.row_ids[i] for i in indices]
-        chosen.lengths = [self.lengths[i] for i in indices]
-        chosen._ids = [self._ids[i] for i in indices]
-        chosen._masks = [self._masks[i] for i in indices]
-        return chosen
+        return AnswersDataset([(self.row_ids[i], self._ids[i], self._masks[i]) for i in indices], self.highest)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError, which names a row, if the files hold ids that a target of this vocabulary lacks."""

@@ -33,6 +33,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
+from fsd_train.data.sampler import TokenBudgetSampler
 
 FORMAT = "fsd-features"
 VERSION = 1
@@ -262,7 +263,7 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
     lengths = {key: len(ids) for key, ids in rows}
     features = torch.empty(sum(lengths.values()), token_bytes(target) // 2, dtype=torch.bfloat16)
     places = features.split(list(lengths.values()))
-    for batch in length_batches(list(lengths.values()), batch_tokens):
+    for batch in TokenBudgetSampler(list(lengths.values()), batch_tokens, shuffle=False):
         texts = [torch.as_tensor(rows[row][1], dtype=torch.long) for row in batch]
         # padding stands on the right, where causal attention never looks: no mask is needed
         with torch.inference_mode():
@@ -286,18 +287,6 @@ def _save_shard(directory: Path, number: int, lengths: Mapping[str, int], featur
             "keys": list(lengths),
         }
     write_json(path.with_suffix(".json"), record)
-
-
-def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Groups row numbers by length so that rows × longest ≤ ``batch_tokens`` (one row at least), longest first."""
-    batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if not batches or (len(batches[-1]) + 1) * longest > batch_tokens:
-            batches.append([])
-            longest = lengths[row]
-        batches[-1].append(row)
-    return batches
 
 
 def _shards(todo: Mapping[str, Sequence[int] | Tensor], shard_tokens: int) -> Iterator[list[_Row]]:

@@ -129,15 +129,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 return parts
             budget *= 0.8
 
-    def _padding(self, batches: Sequence[Sequence[int]]) -> float:
-        padded = sum(len(batch) * max(self.lengths[index] for index in batch) for batch in batches)
-        return 1 - sum(self.lengths[index] for batch in batches for index in batch) / padded if padded else 0.0
-
-    @property
-    def padding(self) -> float:
-        """Share of padding among the positions of this replica's batches in the current epoch."""
-        return self._padding(self.batches())
-
     @property
     def skip(self) -> int:
         """Batches that the next pass leaves out at its beginning."""

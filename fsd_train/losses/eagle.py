@@ -20,7 +20,7 @@ def _slope(p: Tensor, log_q: Tensor) -> Tensor:
 
 
 # −Σ_v p(v) log q(v) in nats; alive at the peak: p, logits, q, and what a soft cap's gradient makes of them
-CROSS_ENTROPY = RowFunction(_cross_entropy, slope=_slope, of_p=True, live=6)
+CROSS_ENTROPY = RowFunction(_cross_entropy, slope=_slope, of_p=True, live=5)
 
 
 @LOSSES.register("eagle")

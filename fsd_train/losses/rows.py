@@ -149,6 +149,7 @@ def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tu
         target, draft = batch.head(torch.cat([features.to(dtype), estimates.to(dtype)])).split(
             [len(features), len(estimates)]
         )
+        draft = draft.clone()  # a view would keep the target's logits alive
     else:
         target, draft = batch.head(features), batch.draft_head(estimates).detach()
     at = batch.rows.feature[block.rows] - block.positions.start
