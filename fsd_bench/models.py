@@ -27,6 +27,7 @@ class ModelOptions:
     device: str | None = None
     tree: TreeShape | str | None = None
     cuda_graphs: bool = False
+    expand: bool = False
     quantize: bool = True
 
     @classmethod
@@ -49,7 +50,7 @@ class ModelOptions:
         """The target, with a drafter of this name."""
         return FuzzyDecoder.from_pretrained(
             self.target, drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree,
-            cuda_graphs=self.cuda_graphs, quantize=self.quantize, pack=pack,
+            cuda_graphs=self.cuda_graphs, expand=self.expand, quantize=self.quantize, pack=pack,
         )  # fmt: skip
 
 

@@ -12,12 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
-from fsd_infer.cpu.packing import Packed, own_memory, pack_linears, packed_in, packed_of, rows_of
+from fsd_infer.cpu.packing import (
+    Blocks,
+    Packed,
+    hold_blocks,
+    holds_blocks,
+    own_memory,
+    pack_linears,
+    packed_in,
+    packed_of,
+    rows_of,
+)
 from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
+    "Blocks",
     "DecoderStack",
     "forget_stacks",
+    "hold_blocks",
+    "holds_blocks",
     "keep_largest",
     "kernel_kind",
     "likeliest",

@@ -73,6 +73,7 @@ class FuzzyDecoder:
         device: str | torch.device | None = None,
         tree: TreeShape | str | None = None,
         pack: bool = True,
+        expand: bool = False,
         quantize: bool = True,
         cuda_graphs: bool = False,
         prefix_cache_bytes: int | None = None,
@@ -83,7 +84,7 @@ class FuzzyDecoder:
         """Load target and drafter.
 
         Args:
-            target: a built-in name, a local directory or a hub id.
+            target: a built-in name, a local directory, a GGUF file of a Llama model, or a hub id.
             drafter: see :func:`load_drafter`; None for the head shipped with a built-in target, else "lookup+recycle".
             dtype: of both; default bf16.
             device: default CUDA if there is one.
@@ -93,6 +94,9 @@ class FuzzyDecoder:
             pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
                 weights in the layout oneDNN computes in, and in that layout alone (see
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
+            expand: where our CPU kernels run, read a GGUF file's quantised weights (a built-in target is one) as bf16
+                too. By default they stay as the file has them, in bf16 and with ``pack``: less to read for a forward,
+                and closer to the file's values than their expansion.
             quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
                 :meth:`fsd_infer.cpu.packing.Packed.quantize`): a draft costs the time in which they are read. The
                 target's stay as they are, so `exact` is as exact as without.
@@ -114,6 +118,7 @@ class FuzzyDecoder:
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
             revision=revision,
+            expand=expand or not pack,
         )
         wrapped.prefixes = prefixes
         if pack:

@@ -25,7 +25,15 @@ from transformers import (
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import open_safetensors, read_json, read_weight_map, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, adapter_digest, base_of, is_adapter, merge_adapter
-from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
+from fsd_infer.targets.builtin import (
+    BUILTIN_TARGETS,
+    builtin_adapter,
+    builtin_dir,
+    gguf_of,
+    is_builtin,
+    is_gguf,
+    shipped_drafter,
+)
 
 __all__ = [
     "BUILTIN_TARGETS",
@@ -112,7 +120,7 @@ def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True) -> str:
-    """What transformers should load for ``name_or_dir``: a local directory, or a hub id.
+    """What should be loaded for ``name_or_dir``: a local directory, a GGUF file, or a hub id.
 
     For an adapter that is its base model, whose config and tokenizer are the adapted one's too.
 
@@ -132,6 +140,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
     directory = Path(os.path.expanduser(name))  # pathlib's raises an error for users that are not there
     if name and is_adapter(directory):
         return _resolve_base(directory, progress)
+    if is_gguf(name):
+        return str(directory)
     if name and os.path.isdir(directory):
         _check_directory(directory)
         return str(directory)
@@ -141,8 +151,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         BUILTIN_TARGETS.get(name)
     except UnknownNameError as error:
         raise UnknownNameError(
-            f"{error} A target is one of these built-in names, an existing local model directory, or a hub id "
-            "in the form owner/model."
+            f"{error} A target is one of these built-in names, an existing local model directory or GGUF file, or a "
+            "hub id in the form owner/model."
         ) from None
     raise AssertionError("unreachable: built-in names are resolved above")
 
@@ -228,6 +238,10 @@ def load_config(name_or_dir: str | os.PathLike[str]) -> PretrainedConfig:
     """A target's config alone; names and errors as of :func:`load_target`."""
     source = resolve_target(name_or_dir)
     with explained(name_or_dir):
+        if is_gguf(source):
+            from fsd_infer.targets.gguf import load_gguf_config
+
+            return load_gguf_config(Path(source))
         return AutoConfig.from_pretrained(source)
 
 
@@ -266,20 +280,23 @@ def load_target(
     attn_implementation: str | None = None,
     revision: str | None = None,
     progress: bool = True,
+    expand: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target by transformers, unchanged, in eval mode and without gradients.
 
     A LoRA adapter is merged into the weights of its base model, so that the target runs as fast as the base.
 
     Args:
-        name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter) or a hub id. Weights must be
-            safetensors.
+        name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter), a GGUF file or a hub id.
+            Weights must be safetensors or GGUF.
         dtype: of the weights; default bf16.
         device: default CUDA where available, else CPU.
         trust_remote_code: let a model bring its own Python code. Off: such models are refused.
         attn_implementation: default ``attention_for(config)``.
         revision: branch, tag or commit, for hub ids only.
         progress: say on stderr when a built-in target is being fetched.
+        expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
+            (:func:`fsd_infer.targets.gguf.load_llama_gguf`). They are read-only, and ``state_dict`` lacks them.
 
     Returns:
         (model, tokenizer). The tokenizer is None for a local directory that holds none.
@@ -289,6 +306,17 @@ def load_target(
             transformers refuses, and for weights that do not fill the model.
     """
     place = parse_device(device)
+    keep = not expand and place.type == "cpu" and parse_dtype(dtype) == torch.bfloat16
+    gguf = gguf_of(name_or_dir, keep, progress)
+    if gguf is not None:
+        from fsd_infer.targets.gguf import load_llama_gguf  # GGUF's library is imported by those who need it
+
+        with explained(name_or_dir):
+            made, its = load_llama_gguf(
+                gguf, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
+            )
+        made.requires_grad_(False).eval()
+        return made if keep else made.to(place), its
     source, adapter = resolve_target(name_or_dir, progress=progress), adapter_of(name_or_dir)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     with explained(name_or_dir):
@@ -327,6 +355,10 @@ def load_target(
 
 def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
+    if is_gguf(source):
+        from fsd_infer.targets.gguf import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(directory)
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)

@@ -88,8 +88,9 @@ class Target:
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         revision: str | None = None,
+        expand: bool = True,
     ) -> Target:
-        """Load a built-in name, a local directory or a hub id. Raises ModelLoadError or CheckpointError."""
+        """Load a target, see :func:`load_target`. Raises ModelLoadError or CheckpointError."""
         model, tokenizer = load_target(
             name,
             dtype=dtype,
@@ -97,6 +98,7 @@ class Target:
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
             revision=revision,
+            expand=expand,
         )
         return cls(model, tokenizer, name=str(name))
 
