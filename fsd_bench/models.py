@@ -27,6 +27,7 @@ class ModelOptions:
     device: str | None = None
     tree: TreeShape | str | None = None
     cuda_graphs: bool = False
+    expand: bool = False
     quantize: bool = True
     target_kwargs: dict[str, Any] | None = None
 
@@ -50,7 +51,8 @@ class ModelOptions:
         """The target, with a drafter of this name."""
         return FuzzyDecoder.from_pretrained(
             self.target, drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree,
-            cuda_graphs=self.cuda_graphs, quantize=self.quantize, pack=pack, **(self.target_kwargs or {}),
+            cuda_graphs=self.cuda_graphs, expand=self.expand, quantize=self.quantize, pack=pack,
+            **(self.target_kwargs or {}),
         )  # fmt: skip
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 
 import fsd_infer.targets.gguf as gguf_module
@@ -31,13 +32,17 @@ MERGES = ["Ċ Ċ", "t h", "Ġ th"]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
 
 
-def tiny_llama(tied: bool = True) -> Any:
+FITTING = dict(vocab_size=320, hidden_size=256, intermediate_size=512)  # what our CPU kernels take
+
+
+def tiny_llama(tied: bool = True, **sizes: int) -> Any:
     torch.manual_seed(3)
     rope = {"rope_type": "default", "rope_theta": 5000.0}
     options: dict[str, Any] = dict(rms_norm_eps=1e-5, rope_parameters=rope, tie_word_embeddings=tied)
-    model = tiny_model("llama", vocab_size=len(TOKENS), **options)
+    model = tiny_model("llama", **{"vocab_size": len(TOKENS), **options, **sizes})
     for parameter in model.parameters():  # not near zero and not constant, so that a swapped tensor is seen
-        parameter.data = torch.randn_like(parameter).mul(0.3).bfloat16().float()  # fp32, exact in bf16
+        spread = 0.3 if parameter.dim() < 2 or not sizes else 2 * parameter.shape[1] ** -0.5
+        parameter.data = torch.randn_like(parameter).mul(spread).bfloat16().float()  # fp32, exact in bf16
     return model
 
 
@@ -48,8 +53,16 @@ def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[[head * dim + row for head in range(heads) for row in order]]
 
 
-def write_gguf(path: Path, model: Any, arch: str = "llama", pre: str = "smollm") -> Path:
+def write_gguf(
+    path: Path,
+    model: Any,
+    arch: str = "llama",
+    pre: str = "smollm",
+    quantized: Callable[[str, np.ndarray], tuple[np.ndarray, GGMLQuantizationType]] | None = None,
+) -> Path:
+    """``quantized``: the rows of a matrix of that name as the file is to have them, and their type; None: in fp32."""
     config = model.config
+    tokens = [*TOKENS, *(f"<{number}>" for number in range(len(TOKENS), config.vocab_size))]
     writer = GGUFWriter(path, arch)
     for name, value in {
         "context_length": config.max_position_embeddings,
@@ -62,8 +75,8 @@ def write_gguf(path: Path, model: Any, arch: str = "llama", pre: str = "smollm")
         "rope_freq_base": config.rope_parameters["rope_theta"],
         "tokenizer_model": "gpt2",
         "tokenizer_pre": pre,
-        "token_list": TOKENS,
-        "token_types": [3 if token in CONTROL else 1 for token in TOKENS],
+        "token_list": tokens,
+        "token_types": [3 if token in CONTROL else 1 for token in tokens],
         "token_merges": MERGES,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -86,7 +99,11 @@ def write_gguf(path: Path, model: Any, arch: str = "llama", pre: str = "smollm")
             value = interleave_rope(
                 value, config.num_attention_heads if name.endswith("attn_q") else config.num_key_value_heads
             )
-        writer.add_tensor(f"{name}.weight", value.float().numpy())
+        if quantized is not None and value.dim() == 2:
+            rows, kind = quantized(name, value.float().numpy())
+            writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", value.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -160,7 +177,7 @@ class FakeIndex:
 
     def leftovers(self) -> list[str]:
         found = {path.name for path in (self.cache / "targets").iterdir()}
-        return sorted(found - {"fake", "fake.lock"})
+        return sorted(found - {"fake", "fake.gguf", "fake.lock"})
 
 
 @pytest.fixture
@@ -245,8 +262,41 @@ def test_a_damaged_cache_is_made_again(index: FakeIndex, name: str, damage: Call
     else:
         (index.final / name).write_bytes(damage(whole[name]))
     builtin.builtin_dir("fake")
-    assert index.downloads == 2
+    assert index.downloads == 1, "its file is still there"
     assert {path.name: path.read_bytes() for path in index.final.iterdir()} == whole
+
+
+def test_the_file_is_kept_and_fetched_again_if_it_is_damaged(index: FakeIndex) -> None:
+    file = builtin.builtin_file("fake", progress=False)
+    whole = file.read_bytes()
+    assert file == index.cache / "targets" / "fake.gguf" and index.downloads == 1 and index.leftovers() == []
+    assert not index.final.exists() and not builtin.is_expanded("fake"), "nothing is expanded that nobody asked for"
+    for damaged in (whole[:-1], whole[:-1] + b"x"):
+        file.write_bytes(damaged)
+        assert builtin.builtin_file("fake", progress=False).read_bytes() == whole
+    assert index.downloads == 3
+    assert builtin.builtin_dir("fake", progress=False) == index.final and index.downloads == 3
+
+
+def test_expanded_weights_serve_where_the_file_cannot_be_had(
+    index: FakeIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(builtin, "kernel_kind", lambda: "avx512")
+    file = builtin.gguf_of("fake", keep=True, progress=False)
+    assert file == builtin.builtin_file("fake")
+    assert builtin.gguf_of("fake", keep=False, progress=False) is None
+    file.unlink()
+    index.accidents = ["truncation", "truncation"] * 2
+    with pytest.raises(ModelLoadError, match="has sha256"):
+        builtin.gguf_of("fake", keep=True, progress=False)
+    index.accidents = []
+    builtin.builtin_dir("fake", progress=False)
+    builtin.builtin_file("fake").unlink()
+    index.accidents = ["truncation", "truncation"]
+    assert builtin.gguf_of("fake", keep=True, progress=False) is None
+    assert "fake decodes from expanded weights, slower" in caplog.text
+    monkeypatch.setattr(builtin, "kernel_kind", lambda: None)
+    assert builtin.gguf_of("fake", keep=True, progress=False) is None, "without our kernels weights are expanded"
 
 
 def test_two_callers_at_once_fetch_once(index: FakeIndex) -> None:

@@ -22,6 +22,7 @@ from fsd_infer.cli.run import BAD_INPUT
 from fsd_train.cli import main as train
 from tests.fuzzing import FUZZ, called, changed, one_line, spoilt
 from tests.test_adapters import save_adapter
+from tests.test_blocks import save_model
 from tests.text_toys import save_tiny_chat_target, write_rows
 
 MODELS = "--target target --drafter head --dtype fp32"
@@ -56,6 +57,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate --target adapter --drafter none --dtype fp32 --prompt cat --max-new-tokens 2": (
         "adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "target/model.safetensors",
     ),
+    "generate --target tiny.gguf --drafter lookup --prompt the --max-new-tokens 2": ("tiny.gguf",),
 }  # fmt: skip
 CASES = [(command, name) for command, names in COMMANDS.items() for name in names]
 
@@ -78,6 +80,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of everything that the commands read, and of what those that go on have written."""
     root = tmp_path_factory.mktemp("world")
     save_tiny_chat_target(root / "target")
+    save_model(root / "tiny.gguf")
     write_rows(root / "prompts.jsonl", [{"prompt": "the cat", "answer": "1"}, {"turns": ["it is", "the end"]}])
     write_rows(root / "others.jsonl", [{"prompt": "there"}])
     rows = [{"messages": [{"role": "user", "content": "the"}], "response": "cat sat on the mat"}] * 4

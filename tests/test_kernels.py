@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import stack as stack_module
 from fsd_infer.cpu.kernels import MOST_ROWS, Kernels
-from fsd_infer.cpu.ops import restore, speed_up, stack_of
+from fsd_infer.cpu.ops import kernel_kind, packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import Packed, packed_of
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
@@ -261,9 +261,13 @@ def test_ragged_batches(family: str) -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("builtin_target_dir")
-def test_exact_in_bf16_emits_what_the_plain_loop_emits() -> None:
-    decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=TreeShape(5, 6, 16))
+@pytest.mark.parametrize("expand", [True, False])
+def test_exact_in_bf16_emits_what_the_plain_loop_emits(expand: bool) -> None:
+    shape = TreeShape(5, 6, 16)
+    decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=shape, expand=expand)
     assert stack_of(decoder.target.decoder) is not None
+    kinds = {made.kind for made in packed_products(decoder.target.model)}
+    assert kinds == ({0} if expand or kernel_kind() != "avx512" else {3, 8}), "Q4_1, and embeddings of Q8_0"
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
     for asked in (prompts[:1], prompts[1:]):

@@ -91,7 +91,8 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
     return dict(
         target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
-        cuda_graphs=args.cuda_graphs, quantize=not args.no_quantize, target_kwargs=args.target_kwargs,
+        cuda_graphs=args.cuda_graphs, expand=args.expand, quantize=not args.no_quantize,
+        target_kwargs=args.target_kwargs,
     )  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def warmup(args: argparse.Namespace) -> int:
     from fsd_infer.device.clock import Clock
     from fsd_infer.drafters import NoDrafter
     from fsd_infer.drafters.shape import parse_tree
-    from fsd_infer.targets.loading import builtin_dir, parse_dtype
+    from fsd_infer.targets.loading import builtin_dir, parse_device, parse_dtype
     from fsd_infer.targets.target import Target
 
     if args.fetch_only:
@@ -221,10 +222,11 @@ def warmup(args: argparse.Namespace) -> int:
     dtype = parse_dtype(args.dtype)
     set_threads(args.threads)
     clock = Clock()
-    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device, **(args.target_kwargs or {}))
-    clock.lap("load")
-    kind = kernel_kind() if target.device.type == "cpu" else None
+    kind = kernel_kind() if parse_device(args.device).type == "cpu" else None
     clock.lap("compile")
+    options = args.target_kwargs or {}
+    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device, expand=args.expand, **options)
+    clock.lap("load")
     speed_up(target.model, release=True)
     clock.lap("pack")
     decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size), not args.no_quantize)

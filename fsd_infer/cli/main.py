@@ -66,7 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
-    models.add_argument("--target", default="smollm2-135m", help="built-in name, directory or hub id (%(default)s)")
+    models.add_argument(
+        "--target", default="smollm2-135m", help="built-in name, directory, GGUF file or hub id (%(default)s)"
+    )
     models.add_argument("--target-kwargs", **TARGET_KWARGS)
     models.add_argument(
         "--drafter",
@@ -84,6 +86,11 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument(
         "--no-quantize", action="store_true", help="on a CPU: read a head's weights in bf16, not in fp8"
+    )
+    models.add_argument(
+        "--expand",
+        action="store_true",
+        help="on a CPU: read a GGUF file's or a built-in target's weights in bf16",
     )
     models.add_argument("--cuda-graphs", action="store_true", help="on a GPU: record forwards once and replay them")
     models.add_argument("--threads", type=thread_count, help="CPU threads")
@@ -279,7 +286,9 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
 
 def _skip_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(function=planning.skip_layers)
-    parser.add_argument("--target", default="smollm2-135m", help="built-in name, directory or hub id (%(default)s)")
+    parser.add_argument(
+        "--target", default="smollm2-135m", help="built-in name, directory, GGUF file or hub id (%(default)s)"
+    )
     parser.add_argument(
         "--prompts", required=True, metavar="FILE", help="as for bench; prompts that nothing is judged on"
     )

@@ -97,7 +97,7 @@ def _compile(source: bytes, command: list[str], name: str, load: Callable[[Path]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "kernels.so"
         subprocess.run(
-            [*command, "-x", "c++", "-", "-o", str(made)], input=source, capture_output=True, check=True, timeout=300
+            [*command, "-x", "c++", "-", "-o", str(made)], input=source, capture_output=True, check=True, timeout=600
         )
         cached = cache_dir() / "kernels" / f"{name}-{sha256_of(made)[:_DIGITS]}.so"
         try:

@@ -4,6 +4,7 @@
 // A weight W [N, K] lies as oneDNN packs it, in panels of output columns: [N / PANEL][K / 2][PANEL][2]. Where the CPU
 // has AMX, panels are of 32 columns and products run on its tiles; elsewhere of 64, and on vectors. A weight may be
 // of fp8 numbers in the same places, with a scale per column: half as much to read, and every one of them is a bf16.
+// Or it is of ggml's blocks, in panels of 16 columns on every machine: see Form.
 // Everything is computed in fp32 and rounded where it is stored: after norms, products, residuals and gates.
 
 #include <immintrin.h>
@@ -18,11 +19,13 @@
 #include <initializer_list>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // A linear layer, [columns, depth].
 struct fsd_linear {
   const void* panels;    // of the packed weight
+  int64_t kind;          // of its blocks, as ggml numbers them; 0: no blocks
   const float* scales;   // [columns], by which the fp8 numbers of a column are multiplied; null: bf16
   const uint16_t* bias;  // [columns] or null
   int64_t columns, depth;
@@ -90,12 +93,244 @@ inline __m512 exponential(__m512 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(y, whole), tiny, _mm512_setzero_ps());
 }
 
+// Weights in blocks, as quantised files have them: a code q is worth d · (q - BIAS) + m, and d and m are of a run of
+// depth within a column. Kinds with many runs have one d and one m of fp16 for all of them, and whole numbers per run.
+template <int BITS_, int RUN_, int RUNS_, int BIAS_, bool LEAST_>
+struct Form {
+  static constexpr int BITS = BITS_, RUN = RUN_, RUNS = RUNS_, BIAS = BIAS_;
+  static constexpr bool LEAST = LEAST_;                                // does it have m
+  static constexpr int SPAN = RUN * RUNS;                              // depth of a record
+  static constexpr int STEP = 64 * BITS;                               // bytes of the codes of 32 x 16 numbers
+  static constexpr int CODES = SPAN / 32 * STEP;                       // of a record: codes, numbers per run, d, m
+  static constexpr int PER_RUN = RUNS > 1 ? RUNS * LANES : 0;          // bytes of the runs' numbers, of d or m
+  static constexpr int FP16 = CODES + PER_RUN * (1 + LEAST);           // where d and m lie
+  static constexpr int RECORD = FP16 + 2 * LANES * (1 + LEAST);
+  static constexpr int SHIFT = BITS < 8 ? 128 : 0;                     // of a code as it is looked up, see codes_of
+};
+
+enum BlockKind : int { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // ggml's numbers
+
+// Calls with(form, bytes of a record's depth in a row of the file); false for kinds without a form.
+template <class With>
+inline bool with_form(int64_t kind, With with) {
+  switch (kind) {
+    case Q4_0: return with(Form<4, 32, 1, 8, false>{}), true;
+    case Q4_1: return with(Form<4, 32, 1, 0, true>{}), true;
+    case Q5_0: return with(Form<5, 32, 1, 16, false>{}), true;
+    case Q5_1: return with(Form<5, 32, 1, 0, true>{}), true;
+    case Q8_0: return with(Form<8, 32, 1, 0, false>{}), true;
+    case Q4_K: return with(Form<4, 32, 8, 0, true>{}), true;
+    case Q5_K: return with(Form<5, 32, 8, 0, true>{}), true;
+    case Q6_K: return with(Form<6, 16, 16, 32, false>{}), true;
+    default: return false;
+  }
+}
+
+// x [rows, depth] as products with blocks read it: groups of at most TOGETHER rows, in each by 32 numbers of depth,
+// those of all its rows and then their sums, of all 32 and of either half.
+constexpr int TOGETHER = 8;
+
+class Interleaved {
+  static constexpr int64_t EACH = 32 * sizeof(bf16) + 3 * sizeof(float);  // bytes per row and 32 numbers
+  std::vector<char> memory;
+  int rows = 0;
+
+ public:
+  const bool many;          // of the rows: panels are widened to bf16, and x is read as it is
+  std::vector<bf16> panel;  // room for one of them
+
+  explicit Interleaved(bool many) : many(many) {}
+
+  // Calls with(first row, how many, where they lie) for every group.
+  template <class With>
+  void groups(int64_t depth, With with) const {
+    const int count = (rows + TOGETHER - 1) / TOGETHER;
+    for (int group = 0, row = 0; group < count; ++group) {
+      const int own = (rows - row + count - group - 1) / (count - group);
+      with(row, own, memory.data() + row * (depth / 32) * EACH);
+      row += own;
+    }
+  }
+
+  void take(const bf16* x, int count, int64_t depth) {
+    rows = count;
+    memory.resize(rows * (depth / 32) * EACH);
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+    groups(depth, [&](int first, int own, const char* start) {
+      for (int64_t b = 0; b < depth / 32; ++b) {
+        char* const numbers = (char*)start + b * own * EACH;
+        for (int m = 0; m < own; ++m) {
+          const __m512i some = _mm512_loadu_si512(x + (first + m) * depth + b * 32);
+          _mm512_storeu_si512(numbers + m * 64, some);
+          const __m512 pairs = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)some, ones);
+          const float low = _mm512_mask_reduce_add_ps(0x00FF, pairs), high = _mm512_mask_reduce_add_ps(0xFF00, pairs);
+          const float sums[3] = {low + high, low, high};
+          for (int i = 0; i < 3; ++i) std::memcpy(numbers + own * 64 + (i * own + m) * 4, sums + i, 4);
+        }
+      }
+    });
+  }
+};
+
+// Codes of two numbers of depth of 16 columns, the `pair`-th of 32 numbers: as bf16, SHIFT above what they are worth.
+// They lie in words of 16 bits, one per column and number of a pair: nibbles of four pairs, then planes of what is above.
+// 0x4300 | code is 128 + code, exactly.
+template <class F>
+inline __m512bh codes_of(const uint8_t* codes, int pair) {
+  constexpr int AND_OR = 0xEA;
+  if (F::BITS == 8) {
+    const auto half = [&](int i) {
+      const __m128i bytes = _mm_loadu_si128((const __m128i*)(codes + pair * 32 + i * 16));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    };
+    return _mm512_cvtne2ps_pbh(half(1), half(0));
+  }
+  const __m512i words = _mm512_loadu_si512(codes + pair / 4 * 64);
+  __m512i found = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4 * (pair % 4)), _mm512_set1_epi16(0x000F),
+                                            _mm512_set1_epi16(0x4300), AND_OR);
+  if (F::BITS > 4) {
+    constexpr int MORE = F::BITS > 4 ? F::BITS - 4 : 1, EACH = 16 / MORE;  // pairs in a word of a plane
+    const __m512i plane = _mm512_loadu_si512(codes + 256 + pair / EACH * 64);
+    const int at = pair % EACH * MORE - 4;
+    const __m512i moved = at > 0 ? _mm512_srli_epi16(plane, at) : _mm512_slli_epi16(plane, -at);
+    found = _mm512_ternarylogic_epi32(moved, _mm512_set1_epi16(((1 << MORE) - 1) << 4), found, AND_OR);
+  }
+  return (__m512bh)found;
+}
+
+// d and m of 16 columns in one run of a record.
+template <class F>
+inline void scales_of(const uint8_t* record, int run, __m512& d, __m512& m) {
+  const auto fp16 = [&](int i) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(record + F::FP16 + i * 2 * LANES)));
+  };
+  const auto whole = [&](int i) {
+    const uint8_t* const from = record + F::CODES + i * F::PER_RUN + run * LANES;
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+  };
+  d = fp16(0);
+  m = F::LEAST ? fp16(1) : _mm512_setzero_ps();
+  if (F::RUNS == 1) return;
+  d = _mm512_mul_ps(d, whole(0));
+  if (F::LEAST) m = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), whole(1));
+}
+
+// sums [M, 16] = x Wt for M interleaved rows and 16 columns. Within a run the codes' products are added up as they
+// are, and d and m come in once per run. The order of additions is the same for every M.
+template <int M, class F>
+__attribute__((noinline)) void block_tile(const char* x, int64_t depth, const uint8_t* record, float* sums) {
+  constexpr int AHEAD = 4096, PAIRS = F::RUN / 2;
+  __m512 total[M];
+  for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
+  for (int64_t end = depth / F::SPAN; end > 0; --end, record += F::RECORD)
+    for (int part = 0; part < F::SPAN / 32; ++part) {
+      const uint8_t* const codes = record + part * F::STEP;
+      for (int line = 0; line < F::RECORD * 32 / F::SPAN; line += 64)
+        _mm_prefetch((const char*)codes + AHEAD + line, _MM_HINT_T0);
+#pragma GCC unroll 2
+      for (int run = 0; run < 32 / F::RUN; ++run) {
+        __m512 dots[M];
+        for (int m = 0; m < M; ++m) dots[m] = _mm512_setzero_ps();
+#pragma GCC unroll 16
+        for (int pair = run * PAIRS; pair < (run + 1) * PAIRS; ++pair) {
+          const __m512bh w = codes_of<F>(codes, pair);
+          for (int m = 0; m < M; ++m) {
+            int32_t both;
+            std::memcpy(&both, x + m * 64 + pair * 4, sizeof both);
+            dots[m] = _mm512_dpbf16_ps(dots[m], (__m512bh)_mm512_set1_epi32(both), w);
+          }
+        }
+        __m512 d, least;
+        scales_of<F>(record, part * (32 / F::RUN) + run, d, least);
+        for (int m = 0; m < M; ++m) total[m] = _mm512_fmadd_ps(d, dots[m], total[m]);
+        if (F::SHIFT == 0) continue;
+        least = _mm512_fnmadd_ps(d, _mm512_set1_ps(F::SHIFT + F::BIAS), least);
+        for (int m = 0; m < M; ++m) {
+          float sum;
+          std::memcpy(&sum, x + M * 64 + ((F::RUN == 32 ? 0 : 1 + run) * M + m) * 4, sizeof sum);
+          total[m] = _mm512_fmadd_ps(least, _mm512_set1_ps(sum), total[m]);
+        }
+      }
+      x += M * 76;
+    }
+  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * LANES, total[m]);
+}
+
+// 16 columns in bf16, each number rounded once, `stride` numbers apart for every two of depth.
+template <class F>
+void widen(const uint8_t* record, int64_t depth, bf16* to, int64_t stride) {
+  alignas(64) uint16_t order[32];
+  for (int i = 0; i < 32; ++i) order[i] = (uint16_t)(i / 2 + i % 2 * LANES);
+  const __m512i pairs = _mm512_load_si512(order);
+  const __m512 worth_none = _mm512_set1_ps(F::SHIFT + F::BIAS);
+  for (int64_t end = depth / F::SPAN; end > 0; --end, record += F::RECORD)
+    for (int part = 0; part < F::SPAN / 32; ++part)
+      for (int pair = 0; pair < 16; ++pair, to += stride) {
+        __m512 d, m;
+        scales_of<F>(record, part * (32 / F::RUN) + pair * 2 / F::RUN, d, m);
+        const __m512i codes = (__m512i)codes_of<F>(record + part * F::STEP, pair);
+        const auto worth = [&](__m512i bits) {
+          return _mm512_fmadd_ps(d, _mm512_sub_ps(_mm512_castsi512_ps(bits), worth_none), m);
+        };
+        const __m512 first = worth(_mm512_slli_epi32(codes, 16));
+        const __m512 second = worth(_mm512_and_si512(codes, _mm512_set1_epi32((int)0xFFFF0000)));
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+      }
+}
+
+// The products of a kind: by rows, and how much depth and memory a record has.
+struct Tiles {
+  void (*of[TOGETHER])(const char* x, int64_t depth, const uint8_t* record, float* sums);
+  void (*widen)(const uint8_t* record, int64_t depth, bf16* to, int64_t stride);
+  int64_t span, record;
+};
+
+template <class F, int... M>
+Tiles tiles_for(std::integer_sequence<int, M...>) {
+  return {{block_tile<M + 1, F>...}, widen<F>, F::SPAN, F::RECORD};
+}
+
+const Tiles& tiles_of(int64_t kind) {
+  static const std::vector<Tiles> known = [] {
+    std::vector<Tiles> made(Q6_K + 1);
+    for (int64_t each = 0; each <= Q6_K; ++each)
+      with_form(each, [&](auto form) { made[each] = tiles_for<decltype(form)>(std::make_integer_sequence<int, TOGETHER>{}); });
+    return made;
+  }();
+  return known[kind];
+}
+
+// Panel `p` of a weight in blocks, as a packed one.
+const bf16* widened(Interleaved& x, const fsd_linear& layer, int64_t p) {
+  const Tiles& tiles = tiles_of(layer.kind);
+  const int64_t size = layer.depth / tiles.span * tiles.record;
+  x.panel.resize(layer.depth * PANEL);
+  for (int v = 0; v < V; ++v)
+    tiles.widen((const uint8_t*)layer.panels + (p * V + v) * size, layer.depth, x.panel.data() + v * 2 * LANES, 2 * PANEL);
+  return x.panel.data();
+}
+
+// As panel_product below, of a weight in blocks; x was taken before.
+template <class Done>
+inline void block_panel_product(const Interleaved& x, const fsd_linear& layer, int64_t p, Done done) {
+  const Tiles& tiles = tiles_of(layer.kind);
+  const int64_t size = layer.depth / tiles.span * tiles.record;
+  const uint8_t* panel = (const uint8_t*)layer.panels + p * V * size;
+  for (int v = 0; v < V; ++v, panel += size)
+    x.groups(layer.depth, [&](int first, int count, const char* rows) {
+      alignas(64) float sums[TOGETHER * LANES];
+      tiles.of[count - 1](rows, layer.depth, panel, sums);
+      for (int m = 0; m < count; ++m) done(first + m, v * LANES, _mm512_load_ps(sums + m * LANES));
+    });
+}
+
 // Products of at most MOST rows with one panel. While a panel is read, part `part` of `parts` of the next one is
 // fetched: later groups of rows find their panel in the cache and would leave the memory idle.
 #ifdef __AMX_BF16__
 
 // This thread's tiles: sums of rows 0-15 and 16-31 with either half of a panel, those rows of x, the halves.
-class Multiplier {
+class Multiplier : public Interleaved {
+  using Interleaved::Interleaved;
   int rows = 0;  // that the tiles are shaped for
 
   struct alignas(64) Shape {
@@ -208,8 +443,10 @@ __attribute__((noinline)) void tile(const bf16* x, int64_t depth, const Number* 
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums + m * PANEL + v * LANES, sum[m][v]);
 }
 
-class Multiplier {
+class Multiplier : public Interleaved {
  public:
+  using Interleaved::Interleaved;
+
   template <class Number>
   void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
                   float* sums) const {
@@ -244,6 +481,12 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t
   }
 }
 
+// Rows that panel_product is called for next, if one of the layers needs them interleaved.
+inline void take(Multiplier& multiply, const bf16* x, int rows, std::initializer_list<const fsd_linear*> layers) {
+  for (const fsd_linear* layer : layers)
+    if (layer->kind && !multiply.many) return multiply.take(x, rows, layer->depth);
+}
+
 // Panel `p` of a linear layer, bias included; calls done(row, column within the panel, 16 sums).
 template <class Done>
 inline void panel_product(Multiplier& multiply, const bf16* x, int rows, const fsd_linear& layer, int64_t p, Done done) {
@@ -255,7 +498,9 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, const f
     if (bias) sum = _mm512_add_ps(sum, load(bias + at));
     done(row, at, sum);
   };
-  if (scales) panel_product(multiply, x, rows, layer.depth, (const fp8*)layer.panels + start, finished);
+  if (layer.kind && multiply.many) panel_product(multiply, x, rows, layer.depth, widened(multiply, layer, p), finished);
+  else if (layer.kind) block_panel_product(multiply, layer, p, finished);
+  else if (scales) panel_product(multiply, x, rows, layer.depth, (const fp8*)layer.panels + start, finished);
   else panel_product(multiply, x, rows, layer.depth, (const bf16*)layer.panels + start, finished);
 }
 
@@ -273,6 +518,7 @@ template <class Done>
 inline void product(Multiplier& multiply, const bf16* x, int rows, std::initializer_list<const fsd_linear*> layers,
                     Done done) {
   int64_t panels = 0, before = 0;
+  take(multiply, x, rows, layers);
   for (const fsd_linear* layer : layers) panels += layer->columns / PANEL;
   const Share share(panels);
   for (const fsd_linear* layer : layers) {
@@ -753,6 +999,111 @@ void divergences(int kind, Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* id
   }
 }
 
+inline float of_fp16(uint16_t bits) {
+  return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_castsi128_si256(_mm_cvtsi32_si128(bits))));
+}
+
+// One record's depth of one column, as a file has it in its rows.
+struct Record {
+  uint8_t codes[256], scales[16], least[16];  // the latter two of kinds with many runs
+  uint16_t d, m;
+};
+
+uint16_t halfword(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+// Reads a record of a kind from a row; returns how many bytes it has there.
+int read_record(int64_t kind, const uint8_t* from, Record& to) {
+  const uint8_t* p = from;
+  if (kind != Q6_K) to.d = halfword(p), p += 2;
+  to.m = 0;
+  if (kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K) to.m = halfword(p), p += 2;
+  if (kind == Q8_0) {
+    std::memcpy(to.codes, p, 32);
+    return 34;
+  }
+  if (kind == Q6_K) {  // 210 bytes
+    for (int half = 0; half < 2; ++half)
+      for (int l = 0; l < 128; ++l) {
+        const int low = p[half * 64 + l % 64] >> (l / 64 * 4) & 15, high = p[128 + half * 32 + l % 32] >> (l / 32 * 2) & 3;
+        to.codes[half * 128 + l] = (uint8_t)(low | high << 4);
+      }
+    std::memcpy(to.scales, p + 192, 16);
+    to.d = halfword(p + 208);
+    return 210;
+  }
+  if (kind == Q4_K || kind == Q5_K) {  // 144 or 176
+    for (int run = 0; run < 4; ++run) {
+      to.scales[run] = p[run] & 63, to.least[run] = p[run + 4] & 63;
+      to.scales[run + 4] = (uint8_t)((p[run + 8] & 15) | p[run] >> 6 << 4);
+      to.least[run + 4] = (uint8_t)(p[run + 8] >> 4 | p[run + 4] >> 6 << 4);
+    }
+    const uint8_t *const high = p + 12, *const low = high + (kind == Q5_K ? 32 : 0);
+    for (int k = 0; k < 256; ++k) {
+      to.codes[k] = low[k / 64 * 32 + k % 32] >> (k / 32 % 2 * 4) & 15;
+      if (kind == Q5_K) to.codes[k] |= (uint8_t)((high[k % 32] >> (k / 32) & 1) << 4);
+    }
+    return kind == Q5_K ? 176 : 144;
+  }
+  uint32_t high = 0;
+  if (kind == Q5_0 || kind == Q5_1) std::memcpy(&high, p, 4), p += 4;
+  for (int k = 0; k < 32; ++k) to.codes[k] = (uint8_t)((p[k % 16] >> (k / 16 * 4) & 15) | (high >> k & 1) << 4);
+  return (int)(p + 16 - from);
+}
+
+// Where the bits of a code lie: number k of the depth of a record, in a column of 16.
+template <class F>
+struct Place {
+  int64_t low, high;  // bytes from the record's beginning
+  int low_bit, high_bit;
+  Place(int k, int column) {
+    const int pair = k % 32 / 2, lane = column * 2 + k % 2;
+    constexpr int MORE = F::BITS > 4 && F::BITS < 8 ? F::BITS - 4 : 1, EACH = 16 / MORE;
+    const int64_t step = k / 32 * F::STEP;
+    if (F::BITS == 8) {
+      low = high = step + pair * 32 + lane, low_bit = high_bit = 0;
+      return;
+    }
+    low_bit = pair % 4 * 4, high_bit = pair % EACH * MORE;
+    low = step + pair / 4 * 64 + lane * 2 + low_bit / 8, low_bit %= 8;
+    high = step + 256 + pair / EACH * 64 + lane * 2 + high_bit / 8, high_bit %= 8;
+  }
+};
+
+template <class F>
+void put(const Record& from, int column, uint8_t* record) {
+  for (int k = 0; k < F::SPAN; ++k) {
+    const Place<F> at(k, column);
+    record[at.low] |= (uint8_t)((F::BITS == 8 ? from.codes[k] : from.codes[k] & 15) << at.low_bit);
+    if (F::BITS > 4 && F::BITS < 8) record[at.high] |= (uint8_t)(from.codes[k] >> 4 << at.high_bit);
+  }
+  for (int run = 0; F::RUNS > 1 && run < F::RUNS; ++run) {
+    record[F::CODES + run * LANES + column] = from.scales[run];
+    if (F::LEAST) record[F::CODES + F::PER_RUN + run * LANES + column] = from.least[run];
+  }
+  std::memcpy(record + F::FP16 + 2 * column, &from.d, 2);
+  if (F::LEAST) std::memcpy(record + F::FP16 + 2 * (LANES + column), &from.m, 2);
+}
+
+// What the numbers of a record's depth are worth in one column, each rounded once.
+template <class F>
+void get(const uint8_t* record, int column, float* y) {
+  alignas(64) float ds[LANES], ms[LANES];
+  for (int k = 0; k < F::SPAN; ++k) {
+    if (k % F::RUN == 0) {
+      __m512 d, m;
+      scales_of<F>(record, k / F::RUN, d, m);
+      _mm512_store_ps(ds, d);
+      _mm512_store_ps(ms, m);
+    }
+    const Place<F> at(k, column);
+    int code = record[at.low];
+    if (F::BITS == 8) code = (int8_t)code;
+    else code = code >> at.low_bit & 15;
+    if (F::BITS > 4 && F::BITS < 8) code |= (record[at.high] >> at.high_bit & ((1 << (F::BITS - 4)) - 1)) << 4;
+    y[k] = ds[column] * (float)(code - F::BIAS) + ms[column];
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -781,14 +1132,83 @@ int64_t fsd_rows(const bf16* weight, int64_t rows, int64_t depth, const int64_t*
   return wrong;
 }
 
+// Bytes of a weight [columns, depth] in blocks of a kind; 0 where it cannot be held so.
+int64_t fsd_block_bytes(int64_t kind, int64_t columns, int64_t depth) {
+  int64_t bytes = 0;
+  with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    if (columns % PANEL == 0 && depth % F::SPAN == 0) bytes = columns / LANES * (depth / F::SPAN) * F::RECORD;
+  });
+  return bytes;
+}
+
+// Rows of a file to the panels of a weight [columns, depth] of that kind, whose memory is 0; order [columns]: which row
+// is a column's, null for all in order. Returns how many d and m are no numbers.
+int64_t fsd_block_pack(int64_t kind, const uint8_t* rows, const int64_t* order, int64_t columns, int64_t depth,
+                       uint8_t* panels, int threads) {
+  int64_t wrong = 0;
+  with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    const int64_t records = depth / F::SPAN;
+    Record record;
+    const int64_t length = read_record(kind, rows, record) * records;
+    const auto none = [](uint16_t bits) { return (bits & 0x7C00) == 0x7C00; };
+#pragma omp parallel num_threads(threads) reduction(+ : wrong)
+    {
+      const Share share(columns / LANES);
+      for (int64_t column = share.begin * LANES; column < share.end * LANES; ++column) {
+        const uint8_t* from = rows + (order ? order[column] : column) * length;
+        uint8_t* to = panels + column / LANES * records * F::RECORD;
+        Record own;
+        for (int64_t r = 0; r < records; ++r, to += F::RECORD) {
+          from += read_record(kind, from, own);
+          wrong += none(own.d) + none(own.m);
+          put<F>(own, (int)(column % LANES), to);
+        }
+      }
+    }
+  });
+  return wrong;
+}
+
+// Rows `ids` [count] of a weight in blocks to y [count, depth], in bf16 (narrow) or fp32. Returns how many ids are none
+// of its rows.
+int64_t fsd_block_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, int narrow_y, void* y, int threads) {
+  int64_t wrong = 0;
+  with_form(layer->kind, [&](auto form) {
+    using F = decltype(form);
+    const int64_t depth = layer->depth, records = depth / F::SPAN;
+#pragma omp parallel num_threads(threads) reduction(+ : wrong)
+    {
+      const Share share(count);
+      alignas(64) float values[F::SPAN];
+      for (int64_t i = share.begin; i < share.end; ++i) {
+        if (ids[i] < 0 || ids[i] >= layer->columns) {
+          ++wrong;
+          continue;
+        }
+        const uint8_t* record = (const uint8_t*)layer->panels + ids[i] / LANES * records * F::RECORD;
+        for (int64_t at = i * depth; at < (i + 1) * depth; at += F::SPAN, record += F::RECORD) {
+          get<F>(record, (int)(ids[i] % LANES), values);
+          for (int k = 0; k < F::SPAN; k += LANES) {
+            if (narrow_y) store((bf16*)y + at + k, _mm512_load_ps(values + k));
+            else _mm512_storeu_ps((float*)y + at + k, _mm512_load_ps(values + k));
+          }
+        }
+      }
+    }
+  });
+  return wrong;
+}
+
 // PANEL: the layout of weights that the products read.
 int fsd_panel() { return (int)PANEL; }
 
-// y [rows, columns] of x [rows, depth].
-void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int threads) {
+// y [rows, columns] of x [rows, depth]. many: there are so many rows that weights in blocks are widened to bf16 first.
+void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int many, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    Multiplier multiply;
+    Multiplier multiply(many);
     product(multiply, x, (int)rows, {layer},
             [&](int row, int64_t column, __m512 sum) { store(y + row * layer->columns + column, sum); });
   }
@@ -936,6 +1356,7 @@ struct fsd_forward {
   const bf16* final_norm;         // null: none
   bf16* out;                      // [rows, hidden], of the last layer, normed
   bf16* scratch;                  // fsd_scratch(...) bytes
+  int64_t many;                   // see fsd_linear_forward
   int64_t threads;
 };
 
@@ -1044,6 +1465,7 @@ void layer_forward(Multiplier& multiply, const fsd_stack* stack, const fsd_forwa
     rms_norm(middle + row * hidden, layer.mlp_norm, stack->epsilon, hidden, normed + row * hidden);
 #pragma omp barrier
   const Share own_panels(inner / PANEL);  // each of gates with the one of ups that it multiplies
+  take(multiply, normed, rows, {&layer.gate, &layer.up});
   for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
     panel_product(multiply, normed, rows, layer.gate, p, [&](int row, int at, __m512 sum) {
       const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
@@ -1079,7 +1501,7 @@ int64_t fsd_stack_forward(const fsd_stack* stack, const fsd_forward* f) {
   if (wrong) return wrong;
 #pragma omp parallel num_threads((int)f->threads)
   {
-    Multiplier multiply;
+    Multiplier multiply(f->many);
     const bf16* x = f->x;
     for (int64_t l = 0; l < stack->number; ++l) {
       bf16* to = f->outputs[l] ? f->outputs[l] : f->scratch + (2 + l % 2) * size;

@@ -19,6 +19,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from fsd_infer.device.cpuinfo import cpu_flags
 PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
 _FEW_NUMBERS = 2**18  # are looked through by one thread before a second one is awake
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
+FEW_TOKENS = 64  # of a text, as in a tree: their forwards agree bit by bit, whatever is computed with them
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
 
 
@@ -34,7 +36,9 @@ class Linear(Structure):
     """``fsd_linear`` of kernels.cpp."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("panels", "scales", "bias")),
+        ("panels", c_void_p),
+        ("kind", c_int64),
+        *((name, c_void_p) for name in ("scales", "bias")),
         *((name, c_int64) for name in ("columns", "depth")),
     ]
 
@@ -71,7 +75,7 @@ class Forward(Structure):
         *((name, c_int64) for name in ("capacity", "layer_stride", "batch_stride", "head_stride", "slot_stride")),
         ("outputs", POINTER(c_void_p)),
         *((name, c_void_p) for name in ("final_norm", "out", "scratch")),
-        ("threads", c_int64),
+        *((name, c_int64) for name in ("many", "threads")),
     ]
 
 
@@ -92,7 +96,8 @@ class Kernels:
         self.panel: int = library.fsd_panel()
         self._memory = threading.local()
         self._linear = library.fsd_linear_forward
-        self._linear.argtypes, self._linear.restype = (c_void_p, POINTER(Linear), c_void_p, c_int64, c_int), None
+        self._linear.argtypes = (c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int)
+        self._linear.restype = None
         self._stack, self._scratch = library.fsd_stack_forward, library.fsd_scratch
         self._stack.argtypes = self._scratch.argtypes = (POINTER(Stack), POINTER(Forward))
         self._stack.restype = self._scratch.restype = c_int64
@@ -104,6 +109,12 @@ class Kernels:
         self._entropies.restype = None
         self._rows = library.fsd_rows
         self._rows.argtypes, self._rows.restype = (c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p), c_int64
+        self.block_bytes, self._block_pack = library.fsd_block_bytes, library.fsd_block_pack
+        self.block_bytes.argtypes, self.block_bytes.restype = (c_int64, c_int64, c_int64), c_int64
+        self._block_pack.argtypes = (c_int64, c_void_p, c_void_p, *[c_int64] * 2, c_void_p, c_int)
+        self._block_rows = library.fsd_block_rows
+        self._block_rows.argtypes = (POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int)
+        self._block_pack.restype = self._block_rows.restype = c_int64
         self._divergence = library.fsd_divergence
         rows_of = (c_int, c_void_p, c_void_p, c_int64)  # narrow, numbers, which, columns
         self._divergence.argtypes = (c_int, c_int64, *rows_of, *rows_of, *[c_void_p] * 2, c_int)
@@ -120,16 +131,46 @@ class Kernels:
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
         """x [..., depth] -> [..., columns]."""
         y = x.new_empty((*x.shape[:-1], layer.columns))
-        self._linear(x.data_ptr(), layer, y.data_ptr(), x.numel() // x.shape[-1], torch.get_num_threads())
+        rows, many = x.numel() // x.shape[-1], x.dim() > 1 and x.shape[-2] > FEW_TOKENS
+        self._linear(x.data_ptr(), layer, y.data_ptr(), rows, many, torch.get_num_threads())
         return y
+
+    def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
+        """Rows of a GGUF file as panels that the products read; None if they cannot be held so.
+
+        Args:
+            kind: ggml's number of their type.
+            rows: [columns, bytes] uint8, contiguous.
+            depth: numbers in a row.
+            order: [columns] int64, which row is a column's; None: all in order.
+
+        Raises:
+            ValueError: a scale that is no finite number.
+        """
+        size = self.block_bytes(kind, len(rows), depth)
+        if not size:
+            return None
+        panels = torch.zeros(size, dtype=torch.uint8)
+        which = None if order is None else order.data_ptr()
+        address, threads = rows.ctypes.data, torch.get_num_threads()
+        wrong = self._block_pack(kind, address, which, len(rows), depth, panels.data_ptr(), threads)
+        if wrong:
+            raise ValueError(f"{wrong} scales that are no finite numbers")
+        return panels
+
+    def block_rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """:meth:`rows` of a weight in blocks, in bf16 or fp32."""
+        found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
+        narrow, threads = dtype == torch.bfloat16, torch.get_num_threads() if ids.numel() > FEW_TOKENS else 1
+        if self._block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
+            raise _no_rows(ids, layer)
+        return found
 
     def rows(self, layer: Linear, ids: Tensor) -> Tensor:
         """Rows ids [...] of the layer's weight, in bf16: [..., depth]. Raises IndexError for an id that is no row."""
         found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
         if self._rows(layer.panels, layer.columns, layer.depth, ids.data_ptr(), ids.numel(), found.data_ptr()):
-            raise IndexError(
-                f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}."
-            )
+            raise _no_rows(ids, layer)
         return found
 
     def row_statistics(
@@ -254,6 +295,10 @@ def kernels() -> Kernels | None:
     from fsd_infer.cpu.build import build  # what only adds up or compares rows of numbers needs no compiler
 
     return build(Kernels)
+
+
+def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
+    return IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}.")
 
 
 def _check_rows(rows: Tensor, of: Tensor) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.cpu.packing import (
+    Blocks,
     Packed,
+    hold_blocks,
+    holds_blocks,
     is_plain,
     own_memory,
     pack_linears,
@@ -25,9 +28,12 @@ from fsd_infer.cpu.packing import (
 from fsd_infer.cpu.stack import DecoderStack
 
 __all__ = [
+    "Blocks",
     "DecoderStack",
     "ancestors",
     "forget_stacks",
+    "hold_blocks",
+    "holds_blocks",
     "is_plain",
     "keep_largest",
     "kernel_kind",

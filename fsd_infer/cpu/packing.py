@@ -7,8 +7,10 @@ and our kernels read it where it lies. A layer's forward is replaced on the inst
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,39 +25,76 @@ def can_pack() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A weight as a quantised file has it.
+
+    Attributes:
+        kind: ggml's number of its type.
+        rows: [out, bytes] uint8, contiguous.
+        order: [out] int64, which row is an output's; None: all in order.
+    """
+
+    kind: int
+    rows: np.ndarray
+    order: Tensor | None = None
+
+
 class Packed:
     """A linear layer's forward, x [..., in] -> x Wᵀ + b, through its packed weight.
 
     Attributes:
         layer: whose forward this is, once :meth:`put_on` was called.
-        weight: packed by oneDNN, [out, in]; after :meth:`quantize` fp8 panels, which our kernels alone read.
+        weight: packed by oneDNN, [out, in]; after :meth:`quantize` fp8 panels, which our kernels alone read, as they
+            do blocks.
         scales: [out] after :meth:`quantize`, in fp32; else None.
         native: the layer as the kernels take it; None if they cannot read its weight.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
-        weight = layer.weight.detach()
+    def __init__(self, layer: nn.Linear | nn.Embedding, blocks: Blocks | None = None) -> None:
+        """Pack the layer's weight, or, in its place, ``blocks`` of the same shape.
+
+        Raises ValueError for blocks that cannot be held, see :func:`hold_blocks`.
+        """
+        weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
         self.layer = layer
         self.columns, self.depth = weight.shape
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        self.bias = None if layer.bias is None else layer.bias.detach().clone()
+        self.bias = None if bias is None else bias.detach().clone()
         self.scales: Tensor | None = None
+        self.kind = 0 if blocks is None else blocks.kind
         self.kernels = kernels()
         self.native: Linear | None = None
-        panels = panels_of(weight, self.weight)
+        if blocks is None:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+            panels = panels_of(weight, self.weight)
+        else:
+            self.weight = self._panels(blocks)
+            panels = self.weight.data_ptr()
         if panels is not None:
-            bias = None if self.bias is None else self.bias.data_ptr()
-            self.native = Linear(panels=panels, bias=bias, columns=self.columns, depth=self.depth)
+            address = None if self.bias is None else self.bias.data_ptr()
+            sizes = dict(columns=self.columns, depth=self.depth)
+            self.native = Linear(panels=panels, kind=self.kind, bias=address, **sizes)
         self._table: nn.Embedding | None = None  # that its weight is tied to, if it serves both alone
+
+    def _panels(self, blocks: Blocks) -> Tensor:
+        taken = (blocks.kind, blocks.rows, self.depth, blocks.order)
+        made = None if self.kernels is None else self.kernels.pack_blocks(*taken)
+        if made is None:
+            raise ValueError("blocks of a kind or size that the kernels do not take")
+        return made
 
     def put_on(self) -> None:
         """Compute by this from now on."""
-        vars(self.layer)["forward"] = self  # seen before the class's method
+        # seen before the class's method
+        vars(self.layer)["forward"] = Rows(self) if isinstance(self.layer, nn.Embedding) else self
 
     def __call__(self, x: Tensor) -> Tensor:
-        few = x.numel() <= MOST_ROWS * x.shape[-1] or self.scales is not None
+        few = x.numel() <= MOST_ROWS * x.shape[-1] or self.scales is not None or self.kind
         if self.native and self.kernels and few and x.dtype == torch.bfloat16 and x.shape[-1] == self.depth:
             return self.kernels.linear(x.contiguous(), self.native)
+        if self.kind:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return nn.functional.linear(x, self.dense().to(x.dtype), bias)
         # .default: the overload itself, which Python reaches faster than the operator that chooses among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
@@ -70,7 +109,7 @@ class Packed:
         small, by 1/248 of the largest of its output's. For drafters: what they draft changes no law of `exact`. Where
         our kernels cannot read the weight it stays as it is.
         """
-        if self.native is None or self.kernels is None or self.scales is not None:
+        if self.native is None or self.kernels is None or self.scales is not None or self.kind:
             return
         self.weight, self.scales = fp8_panels(self.dense(), self.kernels.panel)
         self.native.panels, self.native.scales = self.weight.data_ptr(), self.scales.data_ptr()
@@ -81,7 +120,9 @@ class Packed:
         return 0 if self.scales is None else self.columns * self.depth - self.scales.nbytes
 
     def dense(self) -> Tensor:
-        """The weight [out, in] in bf16, as the products have it."""
+        """The weight [out, in] in bf16, as the products have it; of blocks, each number rounded once."""
+        if self.kind:
+            return self.rows(torch.arange(self.columns))
         if self.scales is None:
             return self.weight.to_dense()
         numbers = self.weight.transpose(1, 2).reshape(self.columns, self.depth)
@@ -90,7 +131,7 @@ class Packed:
 
     def unpack(self) -> None:
         """Give the layer its own forward back, and its weight: bit by bit the same, or what :meth:`quantize` left."""
-        if self.layer.weight.is_meta:
+        if self.layer.weight.is_meta or not len(self.layer.weight):
             self.layer.weight = nn.Parameter(self.dense().clone(), requires_grad=False)
         if self._table is not None:
             del vars(self._table)["forward"]
@@ -104,14 +145,14 @@ class Packed:
         model, and whoever asks where the model is asks the first one.
         """
         self.release()
-        empty = table.weight.new_empty(0, table.weight.shape[1])
-        table.weight, self._table = nn.Parameter(empty, requires_grad=False), table
+        table.weight, self._table = _no_rows_of(table.weight), table
         vars(table)["forward"] = Rows(self)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [...] of the weight: [..., in]. Where our kernels cannot read it, all of it is unpacked for them."""
         if self.native and self.kernels and self.scales is None:
-            return self.kernels.rows(self.native, ids.contiguous())
+            read = self.kernels.block_rows if self.kind else self.kernels.rows
+            return read(self.native, ids.contiguous())
         return self.dense()[ids]
 
 
@@ -151,6 +192,29 @@ def packed_in(module: nn.Module) -> list[Packed]:
     """The packed layers in ``module``, each once, in the order of its parts."""
     found = (packed_of(part) for part in module.modules())
     return list(dict.fromkeys(packed for packed in found if packed is not None))
+
+
+def hold_blocks(layer: nn.Linear | nn.Embedding, blocks: Blocks) -> None:
+    """Let a layer of bf16 compute by blocks of its shape; its own weight, if it had memory, is freed.
+
+    Raises ValueError for what :func:`holds_blocks` denies, and for a scale that is no finite number.
+    """
+    Packed(layer, blocks).put_on()
+    if isinstance(layer, nn.Embedding):
+        layer.weight = _no_rows_of(layer.weight)
+    elif not layer.weight.is_meta:  # which an embedding may be tied to
+        layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+
+
+def holds_blocks(kind: int, columns: int, depth: int) -> bool:
+    """Do our kernels compute by a weight [columns, depth] in such blocks? Where they have AMX, weights are expanded."""
+    compiled = kernels()
+    return compiled is not None and compiled.panel == 64 and compiled.block_bytes(kind, columns, depth) > 0
+
+
+def _no_rows_of(weight: Tensor) -> nn.Parameter:
+    empty = weight.new_empty(0, weight.shape[1], device="cpu")
+    return nn.Parameter(empty, requires_grad=False)
 
 
 def pack_linears(module: nn.Module, release: bool = False) -> int:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import MOST_ROWS, Forward, Kernels, Layer, Stack, kernels
+from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer, Stack, kernels
 from fsd_infer.cpu.packing import packed_of
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # that depend on nothing but the position
 # Slots attended to by many tokens, as of a prompt, by the kernels' panels (32: with AMX): above, torch is faster.
 MOST_SLOTS = {64: 512, 32: 2048}
-FEW_TOKENS = 64  # of a text, as in a tree: always by the kernels, so that all forwards of a round agree bit by bit
 _CAPTURE = "transformers.utils.output_capturing"  # its hooks only look, and only while they are asked to
 
 
@@ -145,6 +144,7 @@ class DecoderStack:
             outputs=addresses,
             final_norm=norm.weight.data_ptr() if within else None,
             out=out.data_ptr(),
+            many=count > FEW_TOKENS,
             threads=torch.get_num_threads(),
         )
         self.kernels.stack(self._stack, forward)

@@ -75,6 +75,7 @@ class FuzzyDecoder:
         *,
         tree: TreeShape | str | None = None,
         pack: bool | None = None,
+        expand: bool = False,
         quantize: bool = True,
         cuda_graphs: bool = False,
         prefix_cache_bytes: int | None = None,
@@ -84,8 +85,8 @@ class FuzzyDecoder:
         """Load target and drafter, or take a model that is in memory.
 
         Args:
-            target: a built-in name, a local directory, a hub id; or a model of transformers or peft, quantised or not,
-                which stays as it is, in eval mode.
+            target: a built-in name, a local directory, a GGUF file of a Llama model, a hub id; or a model of
+                transformers or peft, quantised or not, which stays as it is, in eval mode.
             drafter: see :func:`load_drafter`; None for the head shipped with a built-in target, else "lookup+recycle".
             tokenizer: of a model in memory, which otherwise decodes token ids only; of others their own by default.
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round
@@ -96,6 +97,9 @@ class FuzzyDecoder:
                 :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
                 Quantised layers stay as they are. None: all but a model that was handed over, whose packed copies are
                 extra memory.
+            expand: where our CPU kernels run, read a GGUF file's quantised weights (a built-in target is one) as bf16
+                too. By default they stay as the file has them, in bf16 and with ``pack``: less to read for a forward,
+                and closer to the file's values than their expansion.
             quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
                 :meth:`fsd_infer.cpu.packing.Packed.quantize`): a draft costs the time in which they are read. The
                 target's stay as they are, so `exact` is as exact as without.
@@ -114,7 +118,7 @@ class FuzzyDecoder:
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         if named:
-            wrapped = Target.from_pretrained(str(target), **model_kwargs)
+            wrapped = Target.from_pretrained(str(target), expand=expand or pack is False, **model_kwargs)
             wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
         elif model_kwargs:
             raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")

@@ -1,23 +1,28 @@
-"""Built-in targets: fetched from the package index, checked and expanded into the user's cache, once."""
+"""Built-in targets: fetched from the package index, checked and kept in the user's cache; expanded there if asked."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
 
+from fsd_infer.cpu.ops import kernel_kind
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.files import cache_dir, sha256_of
 from fsd_infer.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "fsd_manifest.json"
 # Raised whenever the files an expansion writes change, so that older caches are redone.
@@ -109,46 +114,104 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
     entry = BUILTIN_TARGETS.get(name)
     if entry.base is not None:
         return builtin_dir(entry.base, progress=progress)
-    parent = cache_dir() / "targets"
-    final = parent / name
-    if _is_complete(final, entry):
+    final = cache_dir() / "targets" / name
+    if is_expanded(name):
         return final
+    with _scratch(name, progress) as (scratch, say):
+        if _is_complete(final, entry):  # another process made it while we waited
+            return final
+        if final.exists():
+            say(f"{final} is incomplete or of another version: making it again")
+        _build(entry, _whole_file(name, scratch, say), scratch, say)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(scratch / "model", final)
+    say(f"ready in {final}")
+    return final
+
+
+def builtin_file(name: str, *, progress: bool = True) -> Path:
+    """The GGUF file of built-in target ``name``, fetched at the first call; errors as of :func:`builtin_dir`."""
+    entry = BUILTIN_TARGETS.get(name)
+    if entry.base is not None:
+        return builtin_file(entry.base, progress=progress)
+    final = _file_of(name)
+    if final.is_file() and sha256_of(final) == entry.member_sha256:
+        return final
+    with _scratch(name, progress) as (scratch, say):
+        return _whole_file(name, scratch, say)
+
+
+def is_expanded(name: str) -> bool:
+    """Is what :func:`builtin_dir` returns there already?"""
+    entry = BUILTIN_TARGETS.get(name)
+    return _is_complete(cache_dir() / "targets" / (entry.base or name), entry)
+
+
+def is_gguf(name_or_dir: str | os.PathLike[str]) -> bool:
+    """Is this a GGUF file?"""
+    return os.fspath(name_or_dir).endswith(".gguf") and os.path.isfile(os.path.expanduser(name_or_dir))
+
+
+def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> Path | None:
+    """The GGUF file to load a target from: the user's, or, to ``keep`` its weights, a built-in target's."""
+    if is_gguf(name_or_dir):
+        return Path(os.path.expanduser(name_or_dir))
+    name = os.fspath(name_or_dir)
+    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() != "avx512":
+        return None
+    try:
+        return builtin_file(name, progress=progress)
+    except ModelLoadError as error:
+        if not is_expanded(name):
+            raise
+        logger.warning("%s decodes from expanded weights, slower: its file cannot be had (%s).", name, error)
+        return None
+
+
+def _file_of(name: str) -> Path:
+    return cache_dir() / "targets" / f"{name}.gguf"
+
+
+@contextmanager
+def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A temporary directory in the cache, under the target's lock, and what says a line about the target."""
 
     def say(message: str) -> None:
         if progress:
             print(f"[{name}] {message}", file=sys.stderr, flush=True)
 
+    parent = cache_dir() / "targets"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f"{name}.lock"):
-            if _is_complete(final, entry):  # another process made it while we waited
-                return final
-            if final.exists():
-                say(f"{final} is incomplete or of another version: making it again")
             for leftover in parent.glob(f".{name}.partial-*"):  # of killed calls: we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=parent) as scratch:
-                _build(entry, Path(scratch), say)
-                if final.exists():
-                    shutil.rmtree(final)
-                os.replace(Path(scratch) / "model", final)
+                yield Path(scratch), say
     except OSError as error:
         raise ModelLoadError(
             f"cannot write the cache of target {name!r} in {parent}: {error}. "
             "Free some space (600 MB are needed) or set FSD_CACHE to a writable directory."
         ) from error
-    say(f"ready in {final}")
+
+
+def _whole_file(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
+    """The target's GGUF file in the cache, fetched if it is not there or damaged; by whoever holds the lock."""
+    entry, final = BUILTIN_TARGETS.get(name), _file_of(name)
+    if not final.is_file() or sha256_of(final) != entry.member_sha256:
+        fetch_gguf(entry, scratch / "weights.gguf", say)
+        os.replace(scratch / "weights.gguf", final)
     return final
 
 
-def _build(entry: BuiltinTarget, scratch: Path, say: Callable[[str], None]) -> None:
-    """Fetch, check and expand ``entry`` into ``scratch/model``; the manifest is written last."""
+def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, say: Callable[[str], None]) -> None:
+    """Expand the file of ``entry`` into ``scratch/model``; the manifest is written last."""
     from fsd_infer.targets.gguf import (
         expand_llama_gguf,  # needed once per machine: keeps the import of this package light
     )
 
-    gguf, model = scratch / "weights.gguf", scratch / "model"
-    fetch_gguf(entry, gguf, say)
+    model = scratch / "model"
     say("expanding to bf16 safetensors")
     model.mkdir()
     expand_llama_gguf(gguf, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,15 @@ from transformers import (
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import open_safetensors, read_json, read_weight_map, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
-from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, is_builtin, shipped_drafter
+from fsd_infer.targets.builtin import (
+    BUILTIN_TARGETS,
+    builtin_adapter,
+    builtin_dir,
+    gguf_of,
+    is_builtin,
+    is_gguf,
+    shipped_drafter,
+)
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
 __all__ = [
@@ -120,7 +128,7 @@ def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True, subfolder: str | None = None) -> str:
-    """What transformers should load for ``name_or_dir``: a local directory, or a hub id.
+    """What should be loaded for ``name_or_dir``: a local directory, a GGUF file, or a hub id.
 
     For an adapter that is its base model, whose config and tokenizer are the adapted one's too. ``subfolder`` is where
     in a local directory the model lies.
@@ -141,6 +149,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
     directory = Path(os.path.expanduser(name))  # pathlib's raises an error for users that are not there
     if name and is_adapter(directory):
         return _resolve_base(directory, progress)
+    if is_gguf(name):
+        return str(directory)
     if name and os.path.isdir(directory):
         directory = directory / (subfolder or "")
         _check_directory(directory)
@@ -151,8 +161,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         BUILTIN_TARGETS.get(name)
     except UnknownNameError as error:
         raise UnknownNameError(
-            f"{error} A target is one of these built-in names, an existing local model directory, or a hub id "
-            "in the form owner/model."
+            f"{error} A target is one of these built-in names, an existing local model directory or GGUF file, or a "
+            "hub id in the form owner/model."
         ) from None
     raise AssertionError("unreachable: built-in names are resolved above")
 
@@ -238,6 +248,10 @@ def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedCo
     """A target's config alone; names, options of the hub and errors as of :func:`load_target`."""
     source, options = _located(name_or_dir, hub)
     with explained(name_or_dir):
+        if is_gguf(source):
+            from fsd_infer.targets.gguf import load_gguf_config
+
+            return load_gguf_config(Path(source))
         return AutoConfig.from_pretrained(source, **options)
 
 
@@ -286,6 +300,7 @@ def load_target(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     progress: bool = True,
+    expand: bool = True,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target by transformers, unchanged, in eval mode and without gradients.
@@ -294,13 +309,15 @@ def load_target(
     base is quantised it stays beside the weights, and peft computes it.
 
     Args:
-        name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter) or a hub id. Weights must be
-            safetensors.
+        name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter), a GGUF file or a hub id.
+            Weights must be safetensors or GGUF.
         dtype: of the weights, or of what is not quantised; default bf16.
         device: default CUDA where available, else CPU.
         trust_remote_code: let a model bring its own Python code. Off: such models are refused.
         attn_implementation: default ``attention_for(config)``.
         progress: say on stderr when a built-in target is being fetched.
+        expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
+            (:func:`fsd_infer.targets.gguf.load_llama_gguf`). They are read-only, and ``state_dict`` lacks them.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
             too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
@@ -316,6 +333,10 @@ def load_target(
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
     place, adapter = parse_device(device), adapter_of(name_or_dir)
+    keep = not expand and place.type == "cpu" and parse_dtype(dtype) == torch.bfloat16 and not model_kwargs
+    gguf = gguf_of(name_or_dir, keep, progress)
+    if gguf is not None:
+        return _load_gguf(gguf, name_or_dir, keep, place, dtype, attn_implementation, model_kwargs)
     source, where = _located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
     options = {name: value for name, value in model_kwargs.items() if name not in _HUB_OPTIONS and name != "revision"}
@@ -349,6 +370,28 @@ def load_target(
     return model.eval() if placed else model.eval().to(place), tokenizer
 
 
+def _load_gguf(
+    file: Path,
+    name: str | os.PathLike[str],
+    keep: bool,
+    place: torch.device,
+    dtype: torch.dtype | None,
+    attn_implementation: str | None,
+    options: Mapping[str, Any],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A GGUF file's model, its weights as they are if ``keep``. Errors as of :func:`load_target`."""
+    from fsd_infer.targets.gguf import load_llama_gguf  # GGUF's library is imported by those who need it
+
+    if options:
+        raise ModelLoadError(f"{name} is a GGUF file, which {', '.join(options)} cannot be used with: leave them out.")
+    with explained(name):
+        made, tokenizer = load_llama_gguf(
+            file, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
+        )
+    made.requires_grad_(False).eval()
+    return made if keep else made.to(place), tokenizer
+
+
 def _check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise ModelLoadError if weights are missing, warn of those that have no place."""
     missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
@@ -367,6 +410,10 @@ def _check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> 
 
 def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
+    if is_gguf(source):
+        from fsd_infer.targets.gguf import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(directory)
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
