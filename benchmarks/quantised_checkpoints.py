@@ -16,7 +16,6 @@ from torch import Tensor
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs in a number of 32 bits
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
@@ -33,26 +32,6 @@ def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tenso
     groups = weight.reshape(len(weight), -1, group or weight.shape[1])
     scales = (groups.abs().amax(-1) / most).clamp_min(1e-6).half().float()
     return (groups / scales[..., None]).round().clamp(-most - 1, most).view_as(weight).int(), scales
-
-
-def _gptq(weight: Tensor) -> dict[str, Tensor]:
-    numbers, scales = rounded(weight, 4, GROUP)
-    zeros = torch.full(scales.t().shape, 7)  # 8, less the 1 that the format adds
-    order = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
-    return {
-        "qweight": packed((numbers + 8).t(), 4), "qzeros": packed(zeros.t(), 4).t(), "scales": scales.t().half(),
-        "g_idx": order,
-    }  # fmt: skip
-
-
-def _awq(weight: Tensor) -> dict[str, Tensor]:
-    numbers, scales = rounded(weight, 4, GROUP)
-
-    def columns(values: Tensor) -> Tensor:  # [rows, out] -> [rows, out / 8]
-        return packed(values.view(len(values), -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1).t(), 4).t()
-
-    zeros = torch.full(scales.t().shape, 8)
-    return {"qweight": columns((numbers + 8).t()), "qzeros": columns(zeros), "scales": scales.t().half()}
 
 
 def _packed_integers(bits: int, group: int | None) -> Callable[[Tensor], dict[str, Tensor]]:
@@ -85,14 +64,11 @@ def _compressed(form: str, bits: int, kind: str = "int", group: int | None = Non
     }  # fmt: skip
 
 
-_FOUR_BITS = {"bits": 4, "group_size": GROUP}
 STORED: Mapping[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
     "compressed-tensors W8A16": (_packed_integers(8, None), _compressed("pack-quantized", 8)),
     "compressed-tensors W4A16": (_packed_integers(4, GROUP), _compressed("pack-quantized", 4, group=GROUP)),
     "compressed-tensors W8A8": (_integers, _compressed("int-quantized", 8, inputs=True)),
     "compressed-tensors FP8": (_fp8, _compressed("float-quantized", 8, "float", inputs=True)),
-    "gptq int4": (_gptq, {"quant_method": "gptq", "desc_act": False, "sym": True, **_FOUR_BITS}),
-    "awq int4": (_awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **_FOUR_BITS}),
 }
 
 

@@ -29,7 +29,7 @@ from tests.train_toys import fit_command
 
 NEEDED = {
     "torchao": "torchao", "bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto",
-    "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel",
+    "compressed-tensors": "compressed_tensors",
 }  # fmt: skip
 SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 TORCHAO = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
@@ -42,7 +42,7 @@ def need(kind: str) -> None:
         found = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
         found = False
-    if not found or kind.split()[0] in ("gptq", "awq"):  # gptqmodel compiles for minutes at its first use
+    if not found:
         pytest.skip(f"{package} is not installed")
 
 
@@ -196,7 +196,7 @@ def test_what_configs_are_called() -> None:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes int8"),
         (STORED["compressed-tensors W4A16"][1], "compressed-tensors W4A16"),
         (STORED["compressed-tensors FP8"][1], "compressed-tensors FP8"),
-        (STORED["gptq int4"][1], "gptq int4"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq int4"),
     ):
         model.config.quantization_config = config
         assert precision_of(model) == words

@@ -15,17 +15,7 @@ from fsd_infer.cpu.ops import is_plain
 from fsd_infer.errors import ModelLoadError
 
 PLAIN = "unquantised weights"
-NEED_GPU = {  # methods whose products run on GPUs alone, with what to do instead
-    "aqlm": "its kernels",
-    "eetq": "its kernels",
-    "fbgemm_fp8": "its kernels",
-    "fouroversix": "its kernels",
-    "fp_quant": "its kernels",
-    "higgs": "its kernels",
-    "nvfp4": "its kernels",
-    "spqr": "its kernels",
-    "vptq": "its kernels",
-}
+NEED_GPU = ("aqlm", "eetq", "fbgemm_fp8", "fouroversix", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")  # no CPU kernels
 _EXPANDED = ("fp8", "mxfp4", "mxfp8")  # on a CPU transformers expands stored ones; it does not make them there
 
 
@@ -78,8 +68,8 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         )
     if method in NEED_GPU:
         raise ModelLoadError(
-            f"weights quantised by {method!r} need a GPU for {NEED_GPU[method]}, and the target is on a CPU: use "
-            "torchao, bitsandbytes, quanto, compressed-tensors or GPTQ weights, or another device."
+            f"weights quantised by {method!r} need a GPU, and the target is on a CPU: use torchao, bitsandbytes, quanto or "
+            "compressed-tensors, or another device."
         )
     if method in _EXPANDED and not stored:
         raise ModelLoadError(
