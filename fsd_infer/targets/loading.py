@@ -315,8 +315,8 @@ def load_target(
             made, its = load_llama_gguf(
                 gguf, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
             )
-        made.requires_grad_(False).eval()
-        return made if keep else made.to(place), its
+        frozen = made.requires_grad_(False).eval()
+        return frozen if keep else frozen.to(place), its
     source, adapter = resolve_target(name_or_dir, progress=progress), adapter_of(name_or_dir)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     with explained(name_or_dir):
