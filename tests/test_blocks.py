@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import quantised
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.kernels import FEW_TOKENS, Linear
@@ -193,6 +195,15 @@ def test_decoder_options(tmp_path: Path) -> None:
         decoder = FuzzyDecoder.from_pretrained(path, "none", device="cpu", **options)
         assert {made.kind for made in ops.packed_products(decoder.target.model)} == kinds
         assert len(decoder.generate(["the"], max_new_tokens=3, do_sample=False).sequences[0]) <= 3
+
+
+def test_the_benchmark_of_forwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_model(tmp_path / "tiny.gguf")
+    assert quantised.main(["--target", str(path), "--repeats", "1", "--json", str(tmp_path / "made.json")]) == 0
+    record, said = json.loads((tmp_path / "made.json").read_text()), capsys.readouterr().out
+    assert record["target"] == "tiny.gguf" and set(record["ratios"]) == {*map(str, quantised.TOKENS), "prompt"}
+    sizes = [record["models"][name]["weight_bytes"] for name in ("file", "expanded")]
+    assert sizes[0] < 0.4 * sizes[1] and said.count("ratio") == len(quantised.TOKENS) + 1
 
 
 def test_a_tokenizer_beside_the_file_is_taken(tmp_path: Path) -> None:

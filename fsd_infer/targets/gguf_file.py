@@ -61,7 +61,7 @@ class _Reader:
     """Goes through a file's header."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self.data, self.view, self.at = data, memoryview(data), 0
+        self.data, self.view, self.at = data, data.data, 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, Stored]]:
         if bytes(self.view[:4]) != b"GGUF":
