@@ -28,8 +28,11 @@ def write_ladder(files: Sequence[Path], path: Path) -> dict[str, Any]:
         rules = {
             line["rule"]: compare(line, base) for line in lines if _rung(line) == key and line["rule"] != "forecast"
         }
-        rungs[" ".join(map(str, key))] = {
-            **{name: base[name] for name in ("target", "rung", "temperature", "depth", "prompts", "every", "tokens")},
+        target, rung, *others = key
+        rungs[" ".join(map(str, (_last(target), _last(rung), *others)))] = {
+            "target": _last(target),
+            "rung": _last(rung),
+            **{name: base[name] for name in ("temperature", "depth", "prompts", "every", "tokens")},
             "answers": len(base["rows"]),
             "drafts": base["drafts"],
             "environment": base["environment"],
@@ -59,6 +62,11 @@ def forecast_rows(forecast: dict[str, Any], depth: int, measured: dict[str, Any]
             "per_cost": {cost: value / exact[cost] for cost, value in row["per_cost"].items()},
         }
     return found
+
+
+def _last(name: str) -> str:
+    """Of a path its last part; other names as they are."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _rung(line: dict[str, Any]) -> tuple[Any, ...]:
