@@ -13,6 +13,7 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.data.features import FeatureStore, cache_features, sequence_key
+from fsd_train.models.start import initialise_from, take_layers
 from tests.families import FAMILIES, reference, save_head, tiny_model, tiny_prompts
 from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
 from tests.train_toys import toy_target
@@ -53,7 +54,7 @@ def test_a_layer_that_is_not_there_is_named(number: int) -> None:
 def fused_head(target: Target, seed: int = 0, **options: Any) -> EagleHead:
     torch.manual_seed(seed)
     head = EagleHead(EagleConfig.for_target(target, fused_layers=[1, 0], final_norm=True, **options))
-    head.initialise_from(target)
+    initialise_from(head, target)
     return head
 
 
@@ -150,9 +151,9 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     target = toy_target("falcon")
     head = EagleHead(EagleConfig.for_target(target))
     with pytest.raises(CheckpointError, match="does not fit the head's LlamaDecoderLayer"):
-        head.take_layers(target.layers([0]))
+        take_layers(head, target.layers([0]))
     with pytest.raises(CheckpointError, match=r"2 layer\(s\) are to be copied to a head that has 1"):
-        head.take_layers(target.layers([0, 1]))
+        take_layers(head, target.layers([0, 1]))
 
 
 def test_training_goes_on_from_a_head_and_may_widen_it(

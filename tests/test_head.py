@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_train.models.start import initialise_from, take_layers
 from fsd_train.models.unroll import chain_roots, plan_chains, plan_positions, supervised, unroll
 from tests.families import load_head, options_of, save_head
 from tests.train_toys import toy_target
@@ -23,7 +24,7 @@ def make_head(family: str = "llama", seed: int = 0, **options: object) -> EagleH
     torch.manual_seed(seed)
     target = toy_target(family)
     head = EagleHead(EagleConfig.for_target(target, **options))
-    head.initialise_from(target)
+    initialise_from(head, target)
     return head.eval()
 
 
@@ -38,7 +39,7 @@ def test_mlp_as_wide_as_asked_for(family: str, tmp_path: Path) -> None:
         make_head(family, intermediate_size=0)
     if family == "llama":
         with pytest.raises(CheckpointError, match=r"does not fit the head's .*mlp.*leave initial_layers out"):
-            head.take_layers(toy_target(family).layers([0]))
+            take_layers(head, toy_target(family).layers([0]))
 
 
 @pytest.mark.parametrize("family", OWN)

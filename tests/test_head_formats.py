@@ -18,6 +18,7 @@ from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as cli
+from fsd_train.models.start import choose, initialise_from
 from tests.families import VOCAB, load_head, options_of, reference, save_head, tiny_model, tiny_prompts
 
 LAYERS = 8
@@ -39,8 +40,8 @@ def make_head(target: Target, ids: Tensor | None = None, **options: Any) -> Eagl
     torch.manual_seed(1)
     size = None if ids is None else len(ids)
     head = EagleHead(EagleConfig.for_target(target, "llama", draft_vocab_size=size, **options))
-    head.initialise_from(target)
-    head.choose(ids, target)
+    initialise_from(head, target)
+    choose(head, ids, target)
     for parameter in head.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
         parameter.data = parameter.data.bfloat16().float()

@@ -23,6 +23,7 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_train.models.start import initialise_from
 from tests.families import VOCAB, OracleDrafter, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, needs_kernels
 
@@ -297,7 +298,7 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
 def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
     target, shape = Target(fitting_model("llama")), TreeShape(3, 3, 8)
     head = EagleHead(EagleConfig.for_target(target, final_norm=True, draft_vocab_size=64))
-    head.initialise_from(target)
+    initialise_from(head, target)
     path = save_head(tmp_path / "head", head, target.fingerprint())
     decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
     made = decoder.load_drafter(path, shape)

@@ -18,6 +18,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree
+from fsd_train.models.start import initialise_from
 from tests.families import load_head, reference, save_head, tiny_model, tiny_prompts
 from tests.train_toys import toy_target
 
@@ -29,7 +30,7 @@ def make_head(target: Target, layer: str = "llama", **options: Any) -> EagleHead
     """A head whose drafts are sometimes right and whose every weight matters."""
     torch.manual_seed(1)
     head = EagleHead(EagleConfig.for_target(target, layer, **options))
-    head.initialise_from(target)
+    initialise_from(head, target)
     for parameter in head.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return head.eval().requires_grad_(False)

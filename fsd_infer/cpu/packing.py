@@ -276,10 +276,10 @@ def _share_embedding(model: Any) -> None:
     if not hasattr(model, "get_output_embeddings"):
         return
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    packed = None if head is None or table is None else packed_of(head)
-    if packed is None or not packed.native or packed_of(table) is not None:
-        return
     if type(table) is not nn.Embedding or table.max_norm is not None:
+        return
+    packed = None if head is None else packed_of(head)
+    if packed is None or not packed.native or packed_of(table) is not None:
         return
     holders = {part for part in model.modules() if any(w is table.weight for w in part.parameters(recurse=False))}
     if holders == {head, table}:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 
 from fsd_infer.beams import BeamOptions
 from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
@@ -172,7 +172,7 @@ class FuzzyDecoder:
     def pack(self, drafter: Drafter, release: bool) -> None:
         """:func:`.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
         for module in drafter.modules():
-            is_model = isinstance(module, PreTrainedModel)
+            is_model = isinstance(module, GenerationMixin)
             speed_up(module, release, quantize=release and self.quantize and not is_model)
 
     @property

@@ -154,9 +154,6 @@ class EagleConfig(PreTrainedConfig):
         """As in transformers. Raises CheckpointError for anything but a mapping of fields with valid values."""
         if not isinstance(config_dict, Mapping):
             raise CheckpointError(f"the head's options must be a mapping, got {type(config_dict).__name__}.")
-        missing = sorted({"hidden_size", "vocab_size", "layer"} - set(config_dict))
-        if missing:
-            raise CheckpointError(f"the head's options lack {', '.join(missing)}.")
         try:
             return super().from_dict(dict(config_dict), **kwargs)
         except CheckpointError:

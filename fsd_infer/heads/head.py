@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -42,19 +41,6 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 __all__ = ["EagleConfig", "EagleHead"]
-
-
-@torch.no_grad()
-def _norm_gain(norm: Any, size: int) -> Tensor:
-    """[H] absolute gain per dimension of a layer or RMS norm (families store w or w - 1, so it is measured)."""
-    weight = next(norm.parameters())
-    probe = torch.ones(1, size, device=weight.device, dtype=weight.dtype)
-    probe[:, 1::2] = -1  # mean 0, mean square 1
-    return ((norm(probe) - norm(-probe)).float() / 2).abs()[0]
-
-
-# The linear layers whose output is added to the residual stream, by the names families give them.
-_OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
 
 
 class EagleHead(PreTrainedModel):
@@ -122,6 +108,12 @@ class EagleHead(PreTrainedModel):
         if module is self.rotary_emb:
             for name, buffer in type(module)(module.config).named_buffers():
                 module.get_buffer(name).copy_(buffer)
+
+    def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.lm_head
 
     # files ---------------------------------------------------------------------------------------------------------
 
@@ -220,79 +212,6 @@ class EagleHead(PreTrainedModel):
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
-
-    # where training starts -----------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def initialise_from(self, target: Target) -> None:
-        """Start as the identity on what is read; norm and scale are the target's final norm's.
-
-        What is read is the final feature, or for "eagle3" the highest of the fused layers. Its outputs are large and
-        speak of the token before the one that is wanted: scaled down, so that the layer soon outweighs them.
-        """
-        width, size = self.config.embed_size, self.config.hidden_size
-        if self.eagle3:
-            scale = 1.0 if self.config.fc_norm else 0.05
-            self.fc.weight.normal_(std=0.01 * scale)
-            self.fc.weight[:, -size:].add_(scale * torch.eye(size))
-        else:
-            self.fc.weight[:, :width].normal_(std=0.02)
-            self.fc.weight[:, width:].copy_(torch.eye(size))
-        final = getattr(target.decoder, "norm", None)
-        weight = getattr(final, "weight", None)
-        if self.norm is not None and weight is not None:
-            self.norm.get_parameter("weight").copy_(weight)
-        if self.feature_scale is not None:
-            if weight is None:
-                raise CheckpointError(
-                    f"{target.config.model_type} has no final norm weight: set feature_scale to false."
-                )
-            magnitude = _norm_gain(final, size)  # near-zero gains would blow their dimension up
-            self.feature_scale.copy_(magnitude.clamp_min(0.01 * float(magnitude.mean())))
-
-    @torch.no_grad()
-    def choose(self, ids: Tensor | None, target: Target) -> None:
-        """Draft over the target ids [Vd], or all; an LM head of its own starts with the target's rows for them."""
-        if self.draft_ids is not None and ids is not None:
-            self.draft_ids.copy_(ids)
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(target.lm_head_rows(ids)[0])
-
-    @torch.no_grad()
-    def take_layers(self, layers: Sequence[nn.Module]) -> None:
-        """Start the decoder layers with the weights of the target's. Raises CheckpointError if they do not fit."""
-        if len(layers) != len(self.layers):
-            raise CheckpointError(f"{len(layers)} layer(s) are to be copied to a head that has {len(self.layers)}.")
-        for own, source in zip(self.layers, layers, strict=True):
-            state, wanted = source.state_dict(), own.state_dict()
-            wrong = sorted(name for name in wanted if name not in state or state[name].shape != wanted[name].shape)
-            if wrong:
-                raise CheckpointError(
-                    f"the target's {type(source).__name__} does not fit the head's {type(own).__name__} "
-                    f"({', '.join(wrong)}): leave initial_layers out."
-                )
-            own.load_state_dict({name: state[name] for name in wanted})
-
-    @torch.no_grad()
-    def continue_from(self, head: EagleHead) -> None:
-        """Start with another head's weights; what that one lacks (layers, fusion) starts by adding nothing.
-
-        The draft vocabulary is that head's only where the LM head is too.
-
-        Raises CheckpointError if its weights do not fit.
-        """
-        state, wanted = head.state_dict(), self.state_dict()
-        taken = {name: value for name, value in state.items() if name != "draft_ids" or self.lm_head is not None}
-        wrong = sorted(name for name in taken if name not in wanted or wanted[name].shape != taken[name].shape)
-        if wrong:
-            raise CheckpointError(
-                f"the initial head does not fit this one ({', '.join(wrong)}): give it the same options."
-            )
-        self.load_state_dict(taken, strict=False)
-        for layer in self.layers[len(head.layers) :]:
-            for name, parameter in layer.named_parameters():
-                if name.split(".")[-2] in _OUTPUT_PROJECTIONS:
-                    parameter.zero_()
 
     # running -------------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,20 @@ class _Repository:
         return None if index is None else set(read_weight_map(index, AGAIN))
 
 
+# What the client raises, more special errors first, and what is said of it.
+_FAULTS: list[tuple[type[Exception], str]] = [
+    (GatedRepoError, "is gated: accept its terms on its page, and log in with `hf auth login` or give a token."),
+    (RevisionNotFoundError, "has no revision {revision!r}: give one of its branches or tags."),
+    (RepositoryNotFoundError, "is no directory, and no repository of the Hub that you may read: check the name, and "
+     "for a private one log in with `hf auth login` or give a token."),
+    (LocalEntryNotFoundError, "is not in the cache, and the Hub was not reached ({reason}): check the connection and "
+     "HF_ENDPOINT, or unset HF_HUB_OFFLINE."),
+    (HfHubHTTPError, "is refused by the Hub ({reason}): log in with `hf auth login` or give another token if the "
+     "status is 401 or 403, else try again."),
+    (Exception, "was not read or written ({reason}): try again."),  # of the connection, the disk, names that are none
+]  # fmt: skip
+
+
 @contextmanager
 def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
     """Whatever the Hub's client raises within the block as one line that names the repository and the fix."""
@@ -112,26 +126,8 @@ def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
         yield
     except FsdError:
         raise
-    except GatedRepoError as error:
-        raise ModelLoadError(
-            f"{repository} is gated: accept its terms on its page, and log in with `hf auth login` or give a token."
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repository} has no revision {revision!r}: give one of its branches or tags.") from error
-    except RepositoryNotFoundError as error:
-        raise ModelLoadError(
-            f"{repository} is no directory, and no repository of the Hub that you may read: check the name, and for a "
-            "private one log in with `hf auth login` or give a token."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        reason = shortened(error.__cause__ or error, 200)
-        raise ModelLoadError(
-            f"{repository} is not in the cache, and the Hub was not reached ({reason}): check the connection and "
-            "HF_ENDPOINT, or unset HF_HUB_OFFLINE."
-        ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        advice = "log in with `hf auth login`, or give another token" if status in (401, 403) else "try again"
-        raise ModelLoadError(f"the Hub refuses {repository} with status {status}: {advice}.") from error
-    except Exception as error:  # of the connection, of the disk, of names that are none
-        raise ModelLoadError(f"{repository} was not read or written ({shortened(error, 200)}): try again.") from error
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+        reason = f"status {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else shortened(cause, 200)
+        says = next(says for kind, says in _FAULTS if isinstance(error, kind))
+        raise ModelLoadError(f"{repository} {says.format(revision=revision, reason=reason)}") from error

@@ -21,6 +21,7 @@ from fsd_train.data.batches import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
+from fsd_train.models.start import choose, continue_from, initialise_from, take_layers
 from fsd_train.models.unroll import plan_chains, unroll
 from fsd_train.models.vocabulary import choose_draft_ids
 from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
@@ -39,8 +40,8 @@ class EagleModule(DistillationModule):
         target: built-in name, directory or hub id.
         head: options of the head.
         initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
-        initial_head: directory of an exported head whose weights this one starts with; what that one lacks starts by
-            adding nothing. The draft vocabulary is chosen again.
+        initial_head: directory or hub id of an exported head whose weights this one starts with; what that one lacks
+            starts by adding nothing. The draft vocabulary is chosen again.
         draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
             and always the target's end-of-sequence tokens. None: the whole vocabulary.
         context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
@@ -89,10 +90,10 @@ class EagleModule(DistillationModule):
             config = self.head_options.config(target, self.draft_vocab_size)
             self._check(config)
             head = EagleHead(config).float()
-            head.initialise_from(target)
+            initialise_from(head, target)
             # here rather than in setup(): an averaging callback copies the module before that runs
             if self._in_training:
-                head.choose(None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
+                choose(head, None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
             self.head = head
             self._start_from()
 
@@ -128,10 +129,10 @@ class EagleModule(DistillationModule):
                     f"initial_layers: the layers of {target.name} hold {target.precision} weights, which cannot be "
                     "trained. Leave it out, or start from a head (initial_head)."
                 )
-            self.head.take_layers(target.layers(layers))
+            take_layers(self.head, target.layers(layers))
         if head:
             initial = EagleHead.from_pretrained(head, self.target, dtype=torch.float32)
-            self.head.continue_from(initial)
+            continue_from(self.head, initial)
             ids, own = initial.draft_ids, self.head.draft_ids
             if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
                 own.copy_(ids)  # a head is measured over the ids that it drafts

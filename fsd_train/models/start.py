@@ -1,0 +1,97 @@
+"""Where the training of a head starts: the identity on what it reads, the target's layers, or another head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.errors import CheckpointError
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.target import Target
+
+
+@torch.no_grad()
+def _norm_gain(norm: Any, size: int) -> Tensor:
+    """[H] absolute gain per dimension of a layer or RMS norm (families store w or w - 1, so it is measured)."""
+    weight = next(norm.parameters())
+    probe = torch.ones(1, size, device=weight.device, dtype=weight.dtype)
+    probe[:, 1::2] = -1  # mean 0, mean square 1
+    return ((norm(probe) - norm(-probe)).float() / 2).abs()[0]
+
+
+# The linear layers whose output is added to the residual stream, by the names families give them.
+_OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
+
+
+@torch.no_grad()
+def initialise_from(head: EagleHead, target: Target) -> None:
+    """Start as the identity on what is read; norm and scale are the target's final norm's.
+
+    What is read is the final feature, or for "eagle3" the highest of the fused layers. Its outputs are large and
+    speak of the token before the one that is wanted: scaled down, so that the layer soon outweighs them.
+    """
+    width, size = head.config.embed_size, head.config.hidden_size
+    if head.eagle3:
+        scale = 1.0 if head.config.fc_norm else 0.05
+        head.fc.weight.normal_(std=0.01 * scale)
+        head.fc.weight[:, -size:].add_(scale * torch.eye(size))
+    else:
+        head.fc.weight[:, :width].normal_(std=0.02)
+        head.fc.weight[:, width:].copy_(torch.eye(size))
+    final = getattr(target.decoder, "norm", None)
+    weight = getattr(final, "weight", None)
+    if head.norm is not None and weight is not None:
+        head.norm.get_parameter("weight").copy_(weight)
+    if head.feature_scale is not None:
+        if weight is None:
+            raise CheckpointError(f"{target.config.model_type} has no final norm weight: set feature_scale to false.")
+        magnitude = _norm_gain(final, size)  # near-zero gains would blow their dimension up
+        head.feature_scale.copy_(magnitude.clamp_min(0.01 * float(magnitude.mean())))
+
+
+@torch.no_grad()
+def choose(head: EagleHead, ids: Tensor | None, target: Target) -> None:
+    """Draft over the target ids [Vd], or all; an LM head of its own starts with the target's rows for them."""
+    if head.draft_ids is not None and ids is not None:
+        head.draft_ids.copy_(ids)
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(target.lm_head_rows(ids)[0])
+
+
+@torch.no_grad()
+def take_layers(head: EagleHead, layers: Sequence[nn.Module]) -> None:
+    """Start the decoder layers with the weights of the target's. Raises CheckpointError if they do not fit."""
+    if len(layers) != len(head.layers):
+        raise CheckpointError(f"{len(layers)} layer(s) are to be copied to a head that has {len(head.layers)}.")
+    for own, source in zip(head.layers, layers, strict=True):
+        state, wanted = source.state_dict(), own.state_dict()
+        wrong = sorted(name for name in wanted if name not in state or state[name].shape != wanted[name].shape)
+        if wrong:
+            raise CheckpointError(
+                f"the target's {type(source).__name__} does not fit the head's {type(own).__name__} "
+                f"({', '.join(wrong)}): leave initial_layers out."
+            )
+        own.load_state_dict({name: state[name] for name in wanted})
+
+
+@torch.no_grad()
+def continue_from(head: EagleHead, other: EagleHead) -> None:
+    """Start with another head's weights; what that one lacks (layers, fusion) starts by adding nothing.
+
+    The draft vocabulary is that head's only where the LM head is too.
+
+    Raises CheckpointError if its weights do not fit.
+    """
+    state, wanted = other.state_dict(), head.state_dict()
+    taken = {name: value for name, value in state.items() if name != "draft_ids" or head.lm_head is not None}
+    wrong = sorted(name for name in taken if name not in wanted or wanted[name].shape != taken[name].shape)
+    if wrong:
+        raise CheckpointError(f"the initial head does not fit this one ({', '.join(wrong)}): give it the same options.")
+    head.load_state_dict(taken, strict=False)
+    for layer in head.layers[len(other.layers) :]:
+        for name, parameter in layer.named_parameters():
+            if name.split(".")[-2] in _OUTPUT_PROJECTIONS:
+                parameter.zero_()
