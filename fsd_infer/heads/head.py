@@ -99,10 +99,6 @@ class EagleHead(PreTrainedModel):
         self._no_split_modules = sorted({type(layer).__name__ for layer in layers})
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
-        """The head's own; None: it reads the target's."""
-        return self.embed_tokens
-
     def _init_weights(self, module: nn.Module) -> None:
         """Leave weights as they were made; compute what no file holds, the rotary frequencies."""
         if module is self.rotary_emb:
