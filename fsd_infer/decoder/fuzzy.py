@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from fsd_infer.beams import BeamOptions
 from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
