@@ -68,8 +68,8 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         )
     if method in NEED_GPU:
         raise ModelLoadError(
-            f"weights quantised by {method!r} need a GPU, and the target is on a CPU: use torchao, bitsandbytes, quanto "
-            "or compressed-tensors, or another device."
+            f"weights quantised by {method!r} need a GPU, and the target is on a CPU: use torchao, bitsandbytes, "
+            "quanto or compressed-tensors, or another device."
         )
     if method in _EXPANDED and not stored:
         raise ModelLoadError(
