@@ -65,11 +65,7 @@ def test_recipes_are_found_by_name(repo_root: Path, tmp_path: Path, monkeypatch:
         (["-c", "recipes/smollm2-135m.yaml"], ["-c", recipe]),
         (["--config=smollm2-135m"], [f"--config={recipe}"]),
     ]:
-        assert with_recipes(["fit", *given, "--model.lr", "smollm2-135m"]) == [
-            "fit",
-            *found,
-            "--model.lr",
-            "smollm2-135m",
-        ]
+        rest = ["--model.lr", "smollm2-135m"]
+        assert with_recipes(["fit", *given, *rest]) == ["fit", *found, *rest]
     (tmp_path / "smollm2-135m").touch()
     assert with_recipes(["--config", "smollm2-135m", "--config", "none"])[1::2] == ["smollm2-135m", "none"]
