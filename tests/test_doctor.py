@@ -70,7 +70,7 @@ def edited(source: Path, out: Path, tensors: Callable[[dict[str, Any]], Any] | N
     """A copy of a head with other weights and options."""
     shutil.copytree(source, out)
     config = json.loads((out / "config.json").read_text())
-    config["head"].update(options)
+    config.update(options)
     (out / "config.json").write_text(json.dumps(config))
     if tensors is not None:
         stored = load_file(out / "model.safetensors")

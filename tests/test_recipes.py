@@ -140,7 +140,7 @@ def test_recipe_trains_exports_and_decodes(
     assert len(decoded) == 2 and all(tau >= 1 for tau in decoded)  # at step 2 and at the end
     check_decoding(target, head)
     # but for two recipes, heads are of the layout that other programs read
-    assert read_config(head)["head"]["layout"] == ("fsd" if recipe.stem in FSD else "eagle3")
+    assert read_config(head)["layout"] == ("fsd" if recipe.stem in FSD else "eagle3")
     exported = tmp_path / "exported"
     assert cli(["export", str(head), str(exported), "--to", "vllm"]) == (2 if recipe.stem in FSD else 0)
     if recipe.stem not in FSD:
