@@ -35,7 +35,7 @@ def write_ladder(files: Sequence[Path], path: Path) -> dict[str, Any]:
             **{name: base[name] for name in ("temperature", "depth", "prompts", "every", "tokens")},
             "answers": len(base["rows"]),
             "drafts": base["drafts"],
-            "environment": base["environment"],
+            "environment": {**base["environment"], "command": _shown(base["environment"]["command"])},
             "rules": rules,
             **({"forecast": forecast_rows(forecasts[key], base["depth"], rules)} if key in forecasts else {}),
         }
@@ -67,6 +67,11 @@ def forecast_rows(forecast: dict[str, Any], depth: int, measured: dict[str, Any]
 def _last(name: str) -> str:
     """Of a path its last part; other names as they are."""
     return Path(name).name if Path(name).is_absolute() else name
+
+
+def _shown(command: str) -> str:
+    """A command without this machine's paths."""
+    return " ".join(_last(word) for word in command.split())
 
 
 def _rung(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -178,13 +183,13 @@ def write_figure(made: dict[str, Any], path: Path) -> None:
         for rung in rungs:
             axis.annotate(
                 rung["rung"].rstrip("/").split("/")[-1], (rung["drafts"]["regret_median"], 0.97), rotation=40,
-                fontsize=7, ha="right", va="top",
+                fontsize=6, ha="right", va="top",
             )  # fmt: skip
         axis.set_title(f"{kind[0].rstrip('/').split('/')[-1]}, {kind[1]}, temperature {kind[2]:g}", fontsize=9)
         axis.set_xlabel("median regret of a wrong first draft, nats")
         axis.axhline(1.0, color="grey", lw=0.8)
-        axis.set_ylim(bottom=0.75)
+        axis.set_ylim(bottom=0.7)
     axes[0][0].set_ylabel("tokens per forward, times exact's")
-    axes[0][-1].legend(fontsize=7)
+    axes[0][-1].legend(fontsize=7, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
