@@ -12,7 +12,7 @@ import torch
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.device.rows import padded
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.free import best_first
+from fsd_infer.drafters.free import Chance, best_first
 from fsd_infer.drafters.lookup import LONGEST_MATCH
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
@@ -33,6 +33,14 @@ def test_the_likeliest_nodes_come_first() -> None:
     assert scores == pytest.approx([0.0, *map(math.log, (0.6, 0.36, 0.3, 0.24))])
     assert best_first(lambda text: table.get(text[-1], []), [1], 2, 3, 9, 0.2)[0] == [1, 2, 5]
     assert best_first(lambda text: table.get(text[-1], []), [1], 2, 9, 9, 0.7)[0] == [1]
+
+
+def test_old_evidence_fades() -> None:
+    chance = Chance(0.5, memory=64)
+    for right, times, low, high in ((True, 1000, 0.95, 1.0), (False, 60, 0.1, 0.5), (False, 1000, 0.0, 0.01)):
+        for _ in range(times):
+            chance.learn(right)
+        assert low < chance.value < high
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsd_infer.drafters import LookupDrafter
 from fsd_infer.drafters.free import best_first
-from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, ChanceTable, TextIndex
+from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, TextIndex
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB
@@ -59,30 +59,15 @@ def test_index_knows_what_a_scan_of_the_text_finds(text: list[int], drafts: list
 
 def test_estimates_follow_the_text() -> None:
     period = index_of([5, 6, 7, 8, 9] * 12)
-    assert period.chances.chance(0, LONGEST_MATCH) > 0.9 > PRIOR_CHANCES[-1]
-    untouched = ChanceTable()
-    assert period.chances.chance(0, 2) == pytest.approx(untouched.chance(0, 2), abs=0.2)
+    assert period.chance(0, LONGEST_MATCH).value > 0.9 > PRIOR_CHANCES[-1]
+    assert period.chance(0, 2).value == pytest.approx(PRIOR_CHANCES[1], abs=0.2)
     # 1 is always followed by something new: matches of one token are never right
     fresh = index_of([token for new in range(2, 40) for token in (1, new)])
-    assert fresh.chances.chance(0, 1) < 0.1 < PRIOR_CHANCES[0]
+    assert fresh.chance(0, 1).value < 0.1 < PRIOR_CHANCES[0]
     # after 1 comes what came the time before the last, 2 or 3: the first candidate is wrong, the second right
     turns = index_of([token for turn in range(40) for token in (turn + 100, 1, 2 + turn % 2)], max_ngram=1)
-    assert turns.chances.chance(0, 1) < 0.15
-    assert turns.chances.chance(1, 1) > 0.8
-
-
-def test_old_evidence_fades() -> None:
-    table = ChanceTable()
-    for _ in range(1000):
-        table.update(0, 3, True)
-    sure = table.chance(0, 3)
-    for _ in range(60):
-        table.update(0, 3, False)
-    assert sure > 0.95
-    assert table.chance(0, 3) < 0.5
-    for _ in range(1000):
-        table.update(0, 3, False)
-    assert 0 < table.chance(0, 3) < 0.01
+    assert turns.chance(0, 1).value < 0.15
+    assert turns.chance(1, 1).value > 0.8
 
 
 def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:

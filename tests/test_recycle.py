@@ -39,14 +39,16 @@ def test_estimates_follow_what_happens() -> None:
     memory = Recycled(width=2, most=100)
     memory.remember([1, 2], [5, 6], logs(0.6, 0.3))
     (_, kind, likely), (_, _, unlikely) = memory.candidates([1, 2])
-    assert memory.chance(kind, likely) == pytest.approx(PRIORS[0] * math.exp(-BUCKET_NATS * 1.5))
+    assert memory.chances[kind][likely].value == pytest.approx(PRIORS[0] * math.exp(-BUCKET_NATS * 1.5))
     for _ in range(400):
         memory.learn([1, 2], 6)
-    assert memory.chance(kind, likely) < 0.02 and memory.chance(kind, unlikely) > 0.98
+    assert memory.chances[kind][likely].value < 0.02 and memory.chances[kind][unlikely].value > 0.98
     for _ in range(1000):  # old evidence fades
         memory.learn([1, 2], 5)
-    assert memory.chance(kind, likely) > 0.9 and memory.chance(kind, unlikely) < 0.1
-    assert all(0.0 < memory.chance(kind, bucket) < 1.0 for kind in range(len(PRIORS)) for bucket in range(BUCKETS))
+    assert memory.chances[kind][likely].value > 0.9 and memory.chances[kind][unlikely].value < 0.1
+    assert all(
+        0.0 < memory.chances[kind][bucket].value < 1.0 for kind in range(len(PRIORS)) for bucket in range(BUCKETS)
+    )
 
 
 def test_what_was_not_seen_for_longest_is_forgotten() -> None:
@@ -74,13 +76,17 @@ def test_drafts_are_judged_before_their_answer_is_known() -> None:
     drafter = RecycleDrafter(VOCAB)
     session = drafter.start(torch.tensor([1]), DraftRequest(1, 100))
     session.extend(torch.tensor([[1, 2]]), torch.empty(1, 2, 0), torch.tensor([2]))
-    before = [list(row) for row in drafter.recycled.trials]
+
+    def trials() -> list[float]:
+        return [chance.trials for row in drafter.recycled.chances for chance in row]
+
+    before = trials()
     observed(session, [1, 2], 2, [7, 8], 7)
-    assert drafter.recycled.trials == before, "nothing had been remembered that could be judged"
+    assert trials() == before, "nothing had been remembered that could be judged"
     assert [token for token, _, _ in drafter.recycled.candidates([1, 2])][:2] == [7, 8]
     session.extend(torch.tensor([[1, 2]]), torch.empty(1, 2, 0), torch.tensor([2]))
     observed(session, [1, 2], 2, [9], 7)
-    assert drafter.recycled.trials != before
+    assert trials() != before
     tree = session.draft(torch.tensor([7]))
     assert tree.tokens[0, 0] == 7
 

@@ -17,7 +17,31 @@ from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
 
+PRIOR_TRIALS = 4.0  # what a prior counts for
 Options = list[tuple[int, float]]  # different tokens, and chances that add up to at most 1
+
+
+class Chance:
+    """How often guesses of a kind are right: (prior hits + hits) / (prior trials + trials), both counts fading.
+
+    Args:
+        prior: taken for it at first.
+        memory: trials beyond which evidence makes older evidence fade.
+    """
+
+    def __init__(self, prior: float, memory: float) -> None:
+        self.hits, self.trials, self.memory = PRIOR_TRIALS * prior, PRIOR_TRIALS, memory
+
+    @property
+    def value(self) -> float:
+        """Strictly between 0 and 1."""
+        return self.hits / self.trials
+
+    def learn(self, right: bool) -> None:
+        fade = 1.0 if self.trials < self.memory else 1.0 - 1.0 / self.memory
+        self.hits, self.trials = self.hits * fade + right, self.trials * fade + 1.0
+        # never certain either way: a score must fall from parent to child, and a chance must be able to recover
+        self.hits = min(max(self.hits, 0.01), self.trials - 0.05)
 
 
 class Table(Protocol):

@@ -13,44 +13,16 @@ import torch
 from torch import Tensor
 
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
-from fsd_infer.drafters.free import FreeDrafter, Options
+from fsd_infer.drafters.free import Chance, FreeDrafter, Options
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
 LONGEST_MATCH = 8  # matches are compared up to this many tokens; longer ones count as this long
 PRIOR_CHANCES = (0.25, 0.45, 0.6, 0.75)  # of the first candidate after a match of 1, 2, 3, >= 4 tokens
 LATER_CANDIDATE = 0.4  # of those, for a candidate after the first
-PRIOR_TRIALS = 4.0  # what a prior counts for
-REMEMBERED_TRIALS = 64.0  # evidence beyond this makes older evidence fade
+MEMORY = 64.0  # trials
 
 Candidate = tuple[int, int]  # length of the match, position in the text of the token that followed it
-
-
-class ChanceTable:
-    """How often a candidate that is tried is right, by its rank (first, later) and the length of its match.
-
-    Candidates are tried in order until one is right, so the chance of a later one is conditional on the earlier ones
-    being wrong. A chance is (prior hits + hits) / (prior trials + trials), both counts fading.
-    """
-
-    def __init__(self) -> None:
-        longer = (LONGEST_MATCH - len(PRIOR_CHANCES)) * PRIOR_CHANCES[-1:]
-        first = [chance * PRIOR_TRIALS for chance in PRIOR_CHANCES + longer]
-        self.hits = [first, [hits * LATER_CANDIDATE for hits in first]]
-        self.trials = [[PRIOR_TRIALS] * LONGEST_MATCH, [PRIOR_TRIALS] * LONGEST_MATCH]
-
-    def chance(self, rank: int, length: int) -> float:
-        """Of candidate number ``rank`` (0 the first) after a match of ``length`` tokens; strictly between 0 and 1."""
-        row = min(rank, 1)
-        return self.hits[row][length - 1] / self.trials[row][length - 1]
-
-    def update(self, rank: int, length: int, hit: bool) -> None:
-        row, column = min(rank, 1), length - 1
-        fade = 1.0 if self.trials[row][column] < REMEMBERED_TRIALS else 1.0 - 1.0 / REMEMBERED_TRIALS
-        self.hits[row][column] = self.hits[row][column] * fade + hit
-        self.trials[row][column] = self.trials[row][column] * fade + 1.0
-        # never certain either way: a score must fall from parent to child, and a bucket must be able to recover
-        self.hits[row][column] = min(max(self.hits[row][column], 0.05), self.trials[row][column] - 0.05)
 
 
 class TextIndex:
@@ -67,7 +39,14 @@ class TextIndex:
         self.lengths = range(max_ngram, min_ngram - 1, -1)
         # per length: n-gram -> positions of the tokens that followed it, each a different token, the latest last
         self.followers: dict[int, dict[tuple[int, ...], list[int]]] = {length: {} for length in self.lengths}
-        self.chances = ChanceTable()
+        first = [*PRIOR_CHANCES, *[PRIOR_CHANCES[-1]] * (LONGEST_MATCH - len(PRIOR_CHANCES))]
+        # of the first candidate, and of a later one given that the earlier ones are wrong, by length of the match
+        self._chances = [[Chance(share * chance, MEMORY) for chance in first] for share in (1.0, LATER_CANDIDATE)]
+
+    def chance(self, rank: int, length: int) -> Chance:
+        """That candidate number ``rank`` (0 the first) is right after a match of ``length`` tokens, if no earlier one
+        is."""
+        return self._chances[min(rank, 1)][length - 1]
 
     def append(self, token: int) -> None:
         """The text grows by one token: judge what would have been proposed for it, then file it. Amortised O(1)."""
@@ -75,7 +54,7 @@ class TextIndex:
         tail = text[-LONGEST_MATCH:]
         for rank, (length, position) in enumerate(self.candidates(tail)):
             hit = text[position] == token
-            self.chances.update(rank, length, hit)
+            self.chance(rank, length).learn(hit)
             if hit:
                 break
         here = len(text)
@@ -122,7 +101,7 @@ class TextIndex:
         """Different next tokens after ``context``, and how likely each is the one."""
         missed, options = 1.0, []  # chance that all earlier candidates are wrong
         for rank, (length, position) in enumerate(self.candidates(context)):
-            chance = self.chances.chance(rank, length)
+            chance = self.chance(rank, length).value
             options.append((self.text[position], missed * chance))
             missed *= 1.0 - chance
         return options

@@ -17,14 +17,13 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
-from fsd_infer.drafters.free import FreeDrafter, Options
+from fsd_infer.drafters.free import Chance, FreeDrafter, Options
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
 BUCKET_NATS = 0.4
-PRIOR_TRIALS = 4.0  # what a prior counts for
-REMEMBERED_TRIALS = 256.0  # evidence beyond this makes older evidence fade
+MEMORY = 256.0  # trials
 # Kinds of candidates, and what their probability is multiplied by as a prior: after the same two tokens, after the same
 # token where nothing is known of two, after the same token, following those of the first kind.
 PRIORS = (0.9, 0.5, 0.15)
@@ -44,8 +43,7 @@ class Recycled:
         self.width, self.most = width, most
         self.after: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # last tokens -> (token, bucket), likeliest first
         middles = [math.exp(-BUCKET_NATS * (bucket + 0.5)) for bucket in range(BUCKETS)]
-        self.hits = [[PRIOR_TRIALS * prior * middle for middle in middles] for prior in PRIORS]
-        self.trials = [[PRIOR_TRIALS] * BUCKETS for _ in PRIORS]
+        self.chances = [[Chance(prior * middle, MEMORY) for middle in middles] for prior in PRIORS]  # by kind, bucket
 
     def __len__(self) -> int:
         return len(self.after)
@@ -78,23 +76,14 @@ class Recycled:
                 found.append((token, kind, bucket))
         return found
 
-    def chance(self, kind: int, bucket: int) -> float:
-        """That a candidate is the next token; strictly between 0 and 1."""
-        return self.hits[kind][bucket] / self.trials[kind][bucket]
-
     def learn(self, context: Sequence[int], token: int) -> None:
         """``token`` followed the text that ends with ``context``: judge what would have been proposed."""
         for candidate, kind, bucket in self.candidates(context):
-            hits, trials = self.hits[kind], self.trials[kind]
-            fade = 1.0 if trials[bucket] < REMEMBERED_TRIALS else 1.0 - 1.0 / REMEMBERED_TRIALS
-            trials[bucket] = trials[bucket] * fade + 1.0
-            hits[bucket] = hits[bucket] * fade + (candidate == token)
-            # never certain either way: a score must fall from parent to child, and a bucket must be able to recover
-            hits[bucket] = min(max(hits[bucket], 0.01), trials[bucket] - 0.05)
+            self.chances[kind][bucket].learn(candidate == token)
 
     def options(self, context: Sequence[int]) -> Options:
         """Different next tokens after ``context``, and how likely each is the one."""
-        options = [(token, self.chance(kind, bucket)) for token, kind, bucket in self.candidates(context)]
+        options = [(token, self.chances[kind][bucket].value) for token, kind, bucket in self.candidates(context)]
         total = max(1.0, sum(chance for _, chance in options))
         return [(token, chance / total) for token, chance in options]
 
