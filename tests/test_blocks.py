@@ -14,7 +14,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import gguf_weights
+from benchmarks import gguf_forwards
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.kernels import FEW_TOKENS, Linear
@@ -199,11 +199,11 @@ def test_decoder_options(tmp_path: Path) -> None:
 
 def test_the_benchmark_of_forwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_model(tmp_path / "tiny.gguf")
-    assert gguf_weights.main(["--target", str(path), "--repeats", "1", "--json", str(tmp_path / "made.json")]) == 0
+    assert gguf_forwards.main(["--target", str(path), "--repeats", "1", "--json", str(tmp_path / "made.json")]) == 0
     record, said = json.loads((tmp_path / "made.json").read_text()), capsys.readouterr().out
-    assert record["target"] == "tiny.gguf" and set(record["ratios"]) == {*map(str, gguf_weights.TOKENS), "prompt"}
+    assert record["target"] == "tiny.gguf" and set(record["ratios"]) == {*map(str, gguf_forwards.TOKENS), "prompt"}
     sizes = [record["models"][name]["weight_bytes"] for name in ("file", "expanded")]
-    assert sizes[0] < 0.4 * sizes[1] and said.count("ratio") == len(gguf_weights.TOKENS) + 1
+    assert sizes[0] < 0.4 * sizes[1] and said.count("ratio") == len(gguf_forwards.TOKENS) + 1
 
 
 def test_a_tokenizer_beside_the_file_is_taken(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Forwards from a GGUF file's own weights beside those from its bf16 expansion, in turns in one process.
 
-    python -m benchmarks.gguf_weights [--target FILE.gguf] --json benchmarks/results/gguf-weights.json
+    python -m benchmarks.gguf_forwards [--target FILE.gguf] --json benchmarks/results/gguf-forwards.json
 
 Reports the least seconds of a forward after 128 tokens of context, by tokens, of a prompt of 384 tokens, and loading.
 """
@@ -82,13 +82,14 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gguf_weights", description=description)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gguf_forwards", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--target", default="smollm2-135m", help="a built-in name or a GGUF file (%(default)s)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, required=True)
-    return record_main("benchmarks.gguf_weights", parser, run, report, argv)
+    return record_main("benchmarks.gguf_forwards", parser, run, report, argv)
 
 
 if __name__ == "__main__":
