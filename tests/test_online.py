@@ -333,7 +333,7 @@ def test_warmup_reads_a_heads_files_and_measures_nothing(tmp_path: Path, capsys:
     names = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "head"), "--device", "cpu"]
     assert main(["warmup", *names, "--dtype", "fp32"]) == 0
     parts = [part.split()[0] for part in capsys.readouterr().err.splitlines()[-1].split(", ")]
-    assert parts == ["load", "compile", "pack"]
+    assert parts == ["compile", "load", "pack"]
     decoder = FuzzyDecoder.from_pretrained(names[1], names[3], device="cpu", dtype=torch.float32)
     assert decoder.drafter.auto is not None, "the default on a CPU"
 
