@@ -23,6 +23,7 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.loading import load_target
+from fsd_train.models.start import initialise_from
 from tests.kernel_toys import needs_kernels
 from tests.test_builtin import FITTING, tiny_llama, write_gguf
 
@@ -176,7 +177,7 @@ def test_a_model_decodes_from_its_file(tmp_path: Path, tied: bool) -> None:
     assert float((logits - exact).norm()) <= 1.1 * float((rounded - exact).norm()) < 0.05 * float(exact.norm())
     torch.manual_seed(1)
     head = EagleHead(EagleConfig.for_target(target, final_norm=True)).bfloat16()
-    head.initialise_from(target)
+    initialise_from(head, target)
     for prompt in (ids[0].tolist(), torch.randint(3, 200, (FEW_TOKENS + 9,)).tolist()):
         plain, _ = greedy(target, prompt)
         drafted, _ = greedy(target, prompt, EagleDrafter(head, target, TreeShape(3, 3, 8)))

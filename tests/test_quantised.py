@@ -24,6 +24,7 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.precision import check_quantization, method_of, precision_of
 from fsd_train.cli import main as fsd_train
+from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.train_toys import fit_command
 
@@ -129,7 +130,7 @@ def test_a_quantised_lm_head_is_read_through_its_layer(plain: Path) -> None:
     assert ops.weight_rows(head, None) is ops.weight_rows(head, None)
     eagle = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
     eagle.draft_ids.copy_(torch.arange(32))
-    eagle.initialise_from(target)
+    initialise_from(eagle, target)
     decoder = FuzzyDecoder(target, EagleDrafter(eagle.eval().requires_grad_(False), target, TreeShape(3, 2, 6)))
     made = decoder.generate([[40, 41, 3]], max_new_tokens=16, do_sample=False)
     assert made.sequences == reference(target.model, [[40, 41, 3]], max_new_tokens=16)

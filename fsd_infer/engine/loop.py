@@ -148,7 +148,7 @@ class _Batch:
         features, logits = read_prompts(self.target, self.cache, tokens, self.lengths, self._known_prefixes())
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._verdict(tree, logits)
-        self.emit(tree, verdict, logits, "prefill")
+        self._emit(tree, verdict, logits, "prefill")
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
@@ -185,26 +185,10 @@ class _Batch:
         self._mark()
         return verdict
 
-    def emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor, phase: str = "rule") -> None:
-        """Append each row's new tokens, up to and including the first that ends its answer."""
-        self.clock.lap(phase)
-        log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
-        elapsed = self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
-        for place, (row, emissions) in enumerate(zip(self.rows, verdict.emissions(log_p), strict=True)):
-            record, start = row.record, len(row.record.tokens)
-            record.decode_seconds = elapsed
-            for emission in emissions:
-                record.tokens.append(emission.token)
-                record.emissions.append(emission)
-                record.finish_reason = self._finish_reason(row)
-                if record.finish_reason:
-                    break
-            if self.request.on_round is not None:
-                self._show(place, tree, verdict, logits, record.emissions[start:])
-            on_tokens = self.request.on_tokens
-            if on_tokens is not None and on_tokens(row.number, record.tokens[start:]):
-                record.finish_reason = record.finish_reason or "stop"
-        self.clock.lap(phase)
+    def emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor) -> None:
+        """Append each row's new tokens."""
+        self._emit(tree, verdict, logits, "rule")
+        self.clock.lap("rule")
 
     def observe(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> None:
         """Show the drafter the target's logits at its tree's nodes."""
@@ -280,15 +264,34 @@ class _Batch:
             self.overspent = (self.overspent + spent - verdict.allowed).clamp_min(-FIRST_PRICE)  # nothing is saved up
         return verdict
 
-    def _show(
-        self, place: int, tree: DraftTree, verdict: Verdict, logits: Tensor, emissions: Sequence[Emission]
-    ) -> None:
-        """Tell who looks on what happened to one row of the batch."""
+    def _emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor, phase: str) -> None:
+        """Append each row's new tokens, up to and including the first that ends its answer."""
+        if self.request.on_round is not None:
+            self.clock.lap(phase)
+        log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
+        elapsed = self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
+        for place, (row, emissions) in enumerate(zip(self.rows, verdict.emissions(log_p), strict=True)):
+            record, start = row.record, len(row.record.tokens)
+            record.decode_seconds = elapsed
+            for emission in emissions:
+                record.tokens.append(emission.token)
+                record.emissions.append(emission)
+                record.finish_reason = self._finish_reason(row)
+                if record.finish_reason:
+                    break
+            if self.request.on_round is not None:
+                seen = self._round(place, tree, verdict, logits, record.emissions[start:])
+                self.request.on_round(row.number, seen)
+            on_tokens = self.request.on_tokens
+            if on_tokens is not None and on_tokens(row.number, record.tokens[start:]):
+                record.finish_reason = record.finish_reason or "stop"
+
+    def _round(self, place: int, tree: DraftTree, verdict: Verdict, logits: Tensor, new: Sequence[Emission]) -> Round:
+        """What happened to one row of the batch."""
         row, phases = self.rows[place], self.clock.phases()
         seconds = {name: total - row.phases.get(name, 0.0) for name, total in phases.items()}
         row.phases = phases
-        assert self.request.on_round is not None
-        self.request.on_round(row.number, Round.of(tree, place, logits, verdict, emissions, seconds))
+        return Round.of(tree, place, logits, verdict, new, seconds)
 
     def _finish_reason(self, row: _Row) -> str | None:
         """Why the answer ends with its newest token, or None."""

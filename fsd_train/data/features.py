@@ -236,7 +236,7 @@ class FeatureRecorder:
         self._read: list[Prefix] = []
         target.prefixes = self  # type: ignore[assignment]
 
-    def find(self, prompt: Sequence[int], watched: tuple[int, ...]) -> None:
+    def find(self, prompt: Sequence[int], watched: tuple[int, ...], key: str = "") -> None:
         return None
 
     def store(self, text: Prefix) -> None:
