@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def measure(
     return {**found, "seconds": round(time.time() - start)}
 
 
+def libraries() -> dict[str, str]:
+    """Versions of the libraries of quantisation that are installed."""
+    names = ("torchao", "bitsandbytes", "compressed-tensors", "optimum-quanto")
+    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
+
+
 def text(lines: list[dict[str, Any]]) -> str:
     """The table of the page."""
     rows = []
@@ -164,7 +172,9 @@ def main() -> None:
         made = decoder.generate(prompts, max_new_tokens=64, do_sample=False, chat=False, seed=0).sequences
         rows = [{"prompt_ids": p, "response_ids": a} for p, a in zip(prompts, made, strict=True)]
         lines: list[dict[str, Any]] = []
-        record = {"command": "python -m benchmarks.quantised", "options": vars(args), "environment": environment()}
+        named = {name: value for name, value in vars(args).items() if name not in ("scratch", "output")}
+        command = ["python", "-m", "benchmarks.quantised", "--limit", str(args.limit), "--decoded", str(args.decoded)]
+        record = {"options": named, "libraries": libraries(), "environment": environment(command)}
         for kind in args.kinds:
             lines.append(measure(kind, args, prompts, rows))
             print(json.dumps(lines[-1]), flush=True)
