@@ -19,7 +19,7 @@ LONGEST = {"stories": 60}
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(script: Path, toy: Toy, builtin_target_dir: Path, repo_root: Path, tmp_path: Path) -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
-    assert len(EXAMPLES) == 7 and len(lines) <= LONGEST.get(script.stem, 30)
+    assert len(EXAMPLES) == 8 and len(lines) <= LONGEST.get(script.stem, 30)
     small = ["--target", str(toy.target), "--drafter", str(toy.drafter)] if script.stem == "stories" else []
     with loopback_hub() as hub:
         reached = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": "hf_x"}
