@@ -73,7 +73,7 @@ def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None
     assert "NaN" not in said and parse_rule(text) == rule
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1} if warm else {"do_sample": False}
     error = refusal(lambda: toy_decoder.generate([5, 6, 7], rule, max_new_tokens=4, **sampling))
-    assert error is None or "temperature 0" in str(error)
+    assert error is None or "temperature 0" in str(error) or "no such phase" in str(error)
 
 
 @st.composite

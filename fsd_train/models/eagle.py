@@ -252,7 +252,8 @@ class EagleModule(DistillationModule):
         if directory is None or not self.training:
             return None
         if self._frozen.reference is None:
-            self._frozen.reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32)
+            reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32)
+            self._frozen.reference = reference.requires_grad_(False)
             if self._frozen.reference.lm_head is not None:
                 raise DataError(f"the reference head {directory} has an LM head of its own: use one without.")
             if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.watched)):
