@@ -204,7 +204,7 @@ def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_publish(hub: Hub, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish(hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
     known = ["--base-model", "owner/target", "--base-revision", "abc", "--license", "mit", "--dataset", "owner/data"]
     options = [str(trained), "owner/head", *known, "--max-new-tokens", "4", "--limit", "2"]
@@ -219,6 +219,10 @@ def test_publish(hub: Hub, trained: Path, monkeypatch: pytest.MonkeyPatch) -> No
     repository = hub.repositories["models", "owner/head"]
     files = repository.commits[repository.refs["main"]]
     assert set(files) == {*WANTED, "README.md"} and files["README.md"].decode() in shown + "\n"
+    uploaded = json.loads(files["config.json"])
+    kept = json.loads((trained / "config.json").read_text())
+    assert str(toy.target) in json.dumps(kept) and str(toy.target) not in json.dumps(uploaded), "no local path"
+    assert uploaded["layout"] == kept["layout"] and uploaded["training"]["data"] == kept["training"]["data"]
     card = ModelCard(files["README.md"].decode())
     data = card.data.to_dict()
     assert data["base_model"] == "owner/target" and data["library_name"] == "fsd-toolkit" and data["license"] == "mit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -60,13 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def upload(repository: str, directory: Path, files: Sequence[str], card: ModelCard, args: argparse.Namespace) -> str:
     """Make the repository if need be and commit the files and the card to it; the commit's address."""
-    added = [CommitOperationAdd(file, str(directory / file)) for file in files]
+    config = json.dumps(without_paths(read_config(directory)), indent=2).encode()
+    added = [CommitOperationAdd(file, config if file == CONFIG else str(directory / file)) for file in files]
     added.append(CommitOperationAdd("README.md", str(card).encode()))
     with hub_errors(repository, args.revision):
         api = HfApi()
         api.create_repo(repository, private=args.private or None, exist_ok=True)
         message = f"Draft head for {card.data.get('base_model') or 'speculative decoding'}"
         return str(api.create_commit(repository, added, commit_message=message, revision=args.revision).commit_url)
+
+
+def without_paths(value: Any) -> Any:
+    """A JSON value with the last part of every absolute path: where files lie on a machine is nobody's business."""
+    if isinstance(value, dict):
+        return {key: without_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_paths(each) for each in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[str, Any]:
