@@ -375,7 +375,7 @@ def _load_gguf(
     name: str | os.PathLike[str],
     keep: bool,
     place: torch.device,
-    dtype: torch.dtype | None,
+    dtype: str | torch.dtype | None,
     attn_implementation: str | None,
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -388,8 +388,8 @@ def _load_gguf(
         made, tokenizer = load_llama_gguf(
             file, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
         )
-    made.requires_grad_(False).eval()
-    return made if keep else made.to(place), tokenizer
+    model: Any = made.requires_grad_(False).eval()
+    return model if keep else model.to(place), tokenizer
 
 
 def _check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
