@@ -251,7 +251,7 @@ def serve(args: argparse.Namespace) -> int:
     from fsd_infer.serving.run import serve as serve_app
 
     set_threads(args.threads)
-    decoder = FuzzyDecoder.from_pretrained(**_decoder_options(args), adapters=dict(args.adapter))
+    decoder = FuzzyDecoder.from_pretrained(**_decoder_options(args), adapters=dict(args.adapter or ()))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
     app = make_app(decoder, args.rule, limits, os.environ.get("FSD_API_KEY", ""))
     serve_app(app, args.host, args.port)

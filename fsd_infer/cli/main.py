@@ -310,7 +310,6 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         action="append",
-        default=[],
         type=named_directory,
         metavar="NAME=DIR",
         help="a LoRA adapter, used by requests for the model NAME; may be given several times",
