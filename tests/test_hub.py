@@ -143,7 +143,10 @@ def refused(source: str, match: str, target: Target, **options: Any) -> None:
         ("cut", "was not read or written"),
     ],
 )
-def test_faults_are_one_line(fault: str, match: str, hub: Hub, heads: Path, target: Target) -> None:
+def test_faults_are_one_line(
+    fault: str, match: str, hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again and again
     hub.add("owner/head", heads / "ours").fault = fault
     refused("owner/head", match, target)
 

@@ -301,7 +301,7 @@ def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
     elif weight is None or not is_plain(layer):
         if isinstance(layer, nn.Embedding):
             every = torch.arange(table_size(layer)[0], device=next(layer.parameters()).device)
-            return layer(every if ids is None else ids)
+            return layer(every if ids is None else ids.to(every.device))
         weight = _computed(layer)
     return weight if ids is None else weight[ids].contiguous()
 
