@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test lint test-slow test-gpu test-versions test-wheel test-vllm bench docs lock clean
+.PHONY: help quickstart install test lint test-slow test-gpu test-versions test-wheel test-quant test-vllm bench docs lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ test-versions: $(STAMP)  ## the fast tests with the lowest and the highest versi
 
 test-wheel: $(STAMP)  ## a wheel in an empty environment outside the checkout decodes and trains
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py
+
+test-quant: $(STAMP)  ## quantised targets, with the libraries that compute them
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[quant]'
+	$(BIN)/python -m pytest tests/test_quantised.py $(PYTEST_ARGS)
 
 test-vllm: $(STAMP)  ## exported heads decode in vLLM as they do here; it is installed into .venv-vllm where it can be
 	@test -n "$$VLLM_PYTHON" || $(BIN)/python -m benchmarks.heads_in_vllm --vllm .venv-vllm --install || true
