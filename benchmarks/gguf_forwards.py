@@ -34,7 +34,7 @@ class Forwards:
 
     @torch.inference_mode()
     def seconds(self, tokens: int, context: int) -> float:
-        """Of one forward over so many tokens. Without a context only the last one's logits, as for a prompt."""
+        """Time one forward over ``tokens`` tokens. Without a context only the last one's logits, as for a prompt."""
         where = torch.arange(context, context + tokens)[None]
         visible = torch.arange(context + tokens)[None, None] <= where[..., None]
         self.cache.set_write_slots(where, context, context + tokens)

@@ -122,6 +122,8 @@ def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
     ):
         with pytest.raises(FsdError, match=re.escape(message)):
             make(text)
+    with pytest.raises(FsdError, match="give one of the two"):
+        decoder.generate("the cat", schema=SCHEMA, guide=Guide.regex("a"), max_new_tokens=4)
     with pytest.raises(FsdError, match="num_beams|eos_token_id|fast tokenizer"):
         decoder.generate("the cat", schema=SCHEMA, eos_token_id=[], max_new_tokens=4)
 

@@ -280,6 +280,8 @@ class FuzzyDecoder:
         """
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
             ids = [self.encode(prompt, chat) for prompt in _as_list(prompts)]
+            if schema is not None and guide is not None:
+                raise FsdError("schema is short for a guide: give one of the two.")
             guide = guide if schema is None else Guide.json_schema(schema)
             if guide is not None:
                 config = generation_config or self.target.model.generation_config

@@ -144,7 +144,7 @@ class AutoTree:
         self._begin(batch)
 
     def _begin(self, batch: int) -> None:
-        """A round of so many rows."""
+        """Begin a round of ``batch`` rows."""
         if batch != self.batch:
             if self.learns:
                 self.known = self.memory.knowledge(batch, self.law)
@@ -293,7 +293,7 @@ class AutoTree:
         self._steps = [steps for steps, _ in found]
 
     def _expect(self, drafts: float, nodes: int) -> None:
-        """So many drafts of all rows will be accepted, and so many nodes of each are verified."""
+        """Note how many drafts of all rows are expected to be accepted, and how many nodes of a row are verified."""
         costs = self.known.costs
         cost = costs.forward(nodes * self.batch) + costs.drafting(self.depths, self.expanded)
         self._nodes, self._tokens, self._cost = nodes, self.batch + drafts, cost + costs.rest(not self.idle)

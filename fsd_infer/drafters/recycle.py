@@ -133,7 +133,7 @@ class RecycleDrafter(FreeDrafter):
         self.recycled = Recycled(width, most)
 
     def tables(self, count: int) -> list[Recycled]:
-        """For so many texts: what is remembered, or, where nothing is kept, nothing."""
+        """The tables of ``count`` texts: remembered ones, or empty ones where nothing is kept."""
         return [self.recycled if self.keep else Recycled(self.width, self.most) for _ in range(count)]
 
     def forget(self) -> None:

@@ -175,7 +175,7 @@ class FuzzyRules(_Processor):
 
     def apply_staged_writes(self) -> None:
         """Bring new requests to the device. After a preemption a request's spending is lost: it has no budget left, and
-        its learned price starts anew."""
+        its learned price restarts."""
         if not self.fresh:
             return
         self.kinds = list(dict.fromkeys(filter(None, self.asked)))

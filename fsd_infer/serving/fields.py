@@ -112,7 +112,7 @@ class Asked(BaseModel):
     @property
     def logprobs_asked(self) -> int | None:
         """How many alternatives each token's log-probability comes with; None: no log-probabilities."""
-        raise NotImplementedError
+        return None
 
 
 class CompletionAsked(Asked):

@@ -92,7 +92,7 @@ class _Reader:
         return self._numbers("<" + form)[0]
 
     def _check(self, count: int) -> None:
-        """Raise ValueError if so many things of a byte or more do not lie ahead."""
+        """Raise ValueError if fewer than ``count`` bytes are left."""
         if count > len(self.data) - self.at:
             raise ValueError("it is cut or malformed")
 
@@ -114,7 +114,7 @@ class _Reader:
         return self._strings(count) if of == _STRING else [self._value(of) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """The same as so many calls of :meth:`_string`, of which a vocabulary has 100,000, in a third of the time."""
+        """Read ``count`` strings in a third of the time of as many calls of :meth:`_string`."""
         size_at, view, at, found = struct.Struct("<Q").unpack_from, self.view, self.at, []
         for _ in range(count):
             start = at + 8
