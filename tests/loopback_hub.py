@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -178,6 +178,12 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or 'owner'}/{asked['name']}"
             self.hub.repositories.setdefault((f"{asked.get('type') or 'model'}s", name), Repository()).commit({})
             return self.json({"url": f"{self.hub.url}/{name}", "id": name})
+        if match := _TREE.fullmatch(path):
+            found = self.found(match[1], match[2], match[3])
+            if found is None:
+                return None
+            wanted = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
+            return self.json([_entry(name, content) for name, content in found[2].items() if name in wanted])
         match = _UPLOAD.fullmatch(path)
         if match is None:
             return self.refuse(404, "NotFound")

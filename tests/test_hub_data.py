@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.hub_rows import HubRows, is_hub_name
 from fsd_infer.errors import DataError
-from tests.hub_datasets import hub
+from tests.loopback_hub import loopback_hub
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
@@ -36,10 +37,20 @@ FILES = {
         "train.jsonl": lines(
             [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "id": "x"}]
         ),
-        "v1:train.jsonl": lines([{"instruction": "say", "said": "old"}]),
     },
     "me/ultra": {"train.jsonl": lines([{"id": "0", "data": ["ask", "answer", "again", "more"]}])},
 }
+OLD = {"train.jsonl": lines([{"instruction": "say", "said": "old"}])}  # of revision v1
+
+
+@contextmanager
+def data_hub() -> Iterator[str]:
+    """The address of a hub with these data sets."""
+    with loopback_hub() as hub:
+        for name, files in FILES.items():
+            hub.add(name, files, kind="datasets")
+        hub.add("me/shares", OLD, revision="v1", kind="datasets")
+        yield hub.url
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +64,7 @@ def read(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "        found.append([[row.where, row.values] for row in rows] + [rows_digest(name)])\n"
         "    except DataError as error:\n        found.append(str(error))\nprint(json.dumps(found))"
     )
-    with hub(FILES) as (address, asked):
+    with data_hub() as address:
         options = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
         def run(*names: str, **more: str) -> list[Any]:
@@ -62,7 +73,6 @@ def read(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             assert done.returncode == 0, done.stderr
             return json.loads(done.stdout)
 
-        run.asked = asked  # type: ignore[attr-defined]
         yield run
 
 
@@ -109,7 +119,7 @@ def test_a_recipe_and_the_bench_take_names(read: Any, repo_root: Path, tmp_path:
         "prompts = list(read_prompts('hf:me/chat?split=train_sft&limit=3'))\n"
         "print(len(rows) + len(held), len(prompts), prompts[0].messages[0]['content'])"
     )
-    with hub(FILES) as (address, _):
+    with data_hub() as address:
         environment = {
             **os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path),
             "PYTHONPATH": str(repo_root),
