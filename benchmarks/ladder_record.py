@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsd_bench.intervals import bootstrap_interval
+from fsd_bench.intervals import mean_interval, ratio_interval
 from fsd_bench.record import write_record
 from fsd_infer.files import jsonable
 
@@ -99,19 +99,7 @@ def compare(line: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     if line["rule"] == "alone":
         found["speed"] = {f"{cost:g}": _alone_speed(other, depth, cost) for cost in COSTS}
         return found
-    columns = [
-        length - 1,
-        forwards,
-        *(np.array([row[name] for row in other], float) for name in ("length", "forwards")),
-    ]
-    columns[2] = columns[2] - 1
-
-    def ratio(*samples: Any, axis: int) -> Any:
-        a, b, c, d = (sample.sum(axis) for sample in samples)
-        return a * d / (b * c)
-
-    low, high = bootstrap_interval(columns, ratio, 0)
-    found["gain"] = {"ratio": float(ratio(*columns, axis=-1)), "low": low, "high": high}
+    found["gain"] = ratio_interval(*([(row["length"] - 1, row["forwards"]) for row in rows] for rows in (own, other)))
     found["equal"] = within(found["differences"])
     return found
 
@@ -141,23 +129,12 @@ def _likelihood(rows: list[dict[str, Any]]) -> float:
 
 
 def _difference(own: list[dict[str, Any]], other: list[dict[str, Any]], name: str) -> dict[str, float] | None:
-    pairs = [(a[name] - b[name]) for a, b in zip(own, other) if a[name] is not None and b[name] is not None]
-    if not pairs:
-        return None
-    low, high = bootstrap_interval([pairs], lambda values, axis: values.mean(axis), 0)
-    return {"mean": float(np.mean(pairs)), "low": low, "high": high}
+    pairs = [(a[name], b[name]) for a, b in zip(own, other) if a[name] is not None and b[name] is not None]
+    return mean_interval(*([(value, 1) for value in values] for values in zip(*pairs))) if pairs else None
 
 
 def _likelihood_difference(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
-    columns = [np.array([r["likelihood"] * r["length"] for r in rows]) for rows in (own, other)]
-    columns += [np.array([float(r["length"]) for r in rows]) for rows in (own, other)]
-
-    def statistic(*samples: Any, axis: int) -> Any:
-        a, b, n, m = (sample.sum(axis) for sample in samples)
-        return a / n - b / m
-
-    low, high = bootstrap_interval(columns, statistic, 0)
-    return {"mean": float(statistic(*columns, axis=-1)), "low": low, "high": high}
+    return mean_interval(*([(r["likelihood"] * r["length"], r["length"]) for r in rows] for rows in (own, other)))
 
 
 def write_figure(made: dict[str, Any], path: Path) -> None:
