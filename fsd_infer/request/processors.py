@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import to_device
+from fsd_infer.divergence import expand_draft
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
@@ -118,11 +119,7 @@ class TreeProcessors:
 
     def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
         """Processed scores of the drafter at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""
-        q_logits = tree.q_logits.float()
-        if tree.draft_ids is not None:
-            full = q_logits.new_full((*q_logits.shape[:-1], vocab_size), float("-inf"))
-            full[..., tree.draft_ids] = q_logits
-            q_logits = full
+        q_logits = expand_draft(tree.q_logits.float(), tree.draft_ids, vocab_size)
         if not self.contextual:
             return self.context_free(q_logits) if self.processors else q_logits
         # every node borrows its q (or zeros), is processed in its context, and the inner ones are taken back

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsd_infer.chat.pieces import token_pieces
-from fsd_infer.divergence import divergence
+from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.rounds import Round
 from fsd_infer.rules import Source
@@ -108,14 +107,8 @@ class Trace:
 
 def _draft_log_probs(round: Round, vocabulary: int) -> dict[int, Tensor]:
     """By inner node the drafter's log-probabilities [V], -inf outside its vocabulary; nothing where it gave none."""
-    found = {}
-    for node, row in enumerate(round.q_index):
-        if row >= 0:
-            log_q = round.q_logits[row].float().log_softmax(-1)
-            if round.draft_ids is not None:
-                log_q = torch.full((vocabulary,), -torch.inf).index_copy(0, round.draft_ids.cpu(), log_q.cpu())
-            found[node] = log_q.to(round.logits.device)
-    return found
+    logits = expand_draft(round.q_logits.float(), round.draft_ids, vocabulary)
+    return {node: logits[row].log_softmax(-1) for node, row in enumerate(round.q_index) if row >= 0}
 
 
 def _finite(value: Tensor) -> float | None:
