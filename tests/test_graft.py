@@ -13,6 +13,7 @@ from scipy.special import rel_entr
 from torch import Tensor
 
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer.cpu import ops
 from fsd_infer.drafters import DRAFTERS, GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.lm import LMSession
@@ -100,6 +101,25 @@ def test_a_node_without_its_favourite_child_loses_its_gate() -> None:
     tree = merge_trees(main, other, 3)
     assert set(paths(tree, 0)) == {(0,), (0, 1), (0, 1, 3)}
     assert tree.q_index[0, paths(tree, 0)[0, 1]] == -1
+
+
+def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.kernel_kind() is None:
+        pytest.skip("this machine does not run the kernels")
+    shared = 0
+    for seed in range(20):
+        main, side = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree
+        side.proposers = torch.arange(7).expand_as(side.parents)
+        compiled = union_of(main, side, depth=8, mains=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "tree_union", lambda *_: None)
+            plain = union_of(main, side, depth=8, mains=2)
+        torch.testing.assert_close(compiled.scores, plain.scores)
+        for name in ("tokens", "parents", "proposers", "q_index"):
+            assert torch.equal(getattr(compiled, name), getattr(plain, name)), name
+        both = (main.scores.exp() > 0).sum() + (side.scores[:, 1:].exp() > 0).sum()
+        shared += int(both - (compiled.scores > -math.inf).sum())
+    assert shared > 20
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -31,6 +31,14 @@ struct fsd_linear {
   int64_t columns, depth;
 };
 
+// A batch of draft trees of `count` nodes each, [trees, count]; proposers: null where all are 0.
+struct fsd_tree {
+  const int64_t *tokens, *parents;
+  const float* scores;
+  const int64_t* proposers;
+  int64_t count;
+};
+
 namespace {
 
 using bf16 = uint16_t;
@@ -1323,6 +1331,45 @@ void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t
       if (node) std::memcpy(own, found + parent * count, count);
       own[node] = 1;
     }
+  }
+}
+
+// The union of `main` and `side`, trees of the same root, in each of `trees` rows: the nodes of main, then those of side
+// without its root. See union_of in graft.py. Parents stand before their children; padding has a score of -inf.
+void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_t mains, int64_t* tokens,
+               int64_t* parents, float* scores, int64_t* proposers) {
+  const int64_t first = main->count, own = side->count, count = first + own - 1;
+  std::vector<int64_t> place(own);
+  std::vector<float> chance(count), total(count);
+  for (int64_t row = 0; row < trees; ++row, tokens += count, parents += count, scores += count, proposers += count) {
+    const auto above = [&](const fsd_tree* tree, int64_t node) {
+      const int64_t parent = tree->parents[row * tree->count + node];
+      return parent >= 0 && parent < node ? parent : 0;
+    };
+    const auto put = [&](const fsd_tree* tree, int64_t node, int64_t at, int64_t parent, int64_t before) {
+      const int64_t start = row * tree->count;
+      const float step = tree->scores[start + node] - tree->scores[start + above(tree, node)];
+      tokens[at] = tree->tokens[start + node], parents[at] = parent;
+      proposers[at] = before + (tree->proposers ? tree->proposers[start + node] : 0);
+      chance[at] = std::exp(std::min(step, 0.f));  // given its parent; 0 at padding
+    };
+    for (int64_t node = 0; node < first; ++node) put(main, node, node, above(main, node), 0);
+    place[0] = 0;
+    for (int64_t node = 1; node < own; ++node) {
+      const int64_t at = first - 1 + node, parent = place[above(side, node)];
+      put(side, node, at, parent, mains);
+      place[node] = at;
+      for (int64_t same = 1; same < first && parent < first && chance[at] > 0; ++same)
+        if (parents[same] == parent && tokens[same] == tokens[at] && chance[same] > 0) {
+          chance[same] += chance[at] - chance[same] * chance[at];
+          chance[at] = 0, place[node] = same;
+        }
+    }
+    std::fill(total.begin(), total.end(), 0.f);
+    for (int64_t node = 1; node < count; ++node) total[parents[node]] += chance[node];
+    scores[0] = 0;
+    for (int64_t node = 1; node < count; ++node)
+      scores[node] = scores[parents[node]] + std::log(std::min(chance[node] / std::max(total[parents[node]], 1.f), 1.f));
   }
 }
 

@@ -32,6 +32,9 @@ FEW_TOKENS = 64  # of a text, as in a tree: their forwards agree bit by bit, wha
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
 
 
+TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
+
+
 class Linear(Structure):
     """``fsd_linear`` of kernels.cpp."""
 
@@ -77,6 +80,12 @@ class Forward(Structure):
         *((name, c_void_p) for name in ("final_norm", "out", "scratch")),
         *((name, c_int64) for name in ("many", "threads")),
     ]
+
+
+class Tree(Structure):
+    """``fsd_tree`` of kernels.cpp."""
+
+    _fields_ = [*((name, c_void_p) for name in ("tokens", "parents", "scores", "proposers")), ("count", c_int64)]
 
 
 class Kernels:
@@ -127,6 +136,9 @@ class Kernels:
         self._keep_largest.restype = None
         self._ancestors = library.fsd_ancestors
         self._ancestors.argtypes, self._ancestors.restype = (c_void_p, *[c_int64] * 2, c_void_p), None
+        self._union = library.fsd_union
+        self._union.argtypes = (c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4)
+        self._union.restype = None
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
         """x [..., depth] -> [..., columns]."""
@@ -233,6 +245,19 @@ class Kernels:
         found = torch.empty(batch, count, count, dtype=torch.bool)
         self._ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
+
+    def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See :func:`fsd_infer.cpu.ops.tree_union`: int64, but scores in fp32."""
+        of_main, of_side = ([None if x is None else x.contiguous() for x in tree] for tree in (main, side))
+        batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
+        tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
+        scores = torch.empty(batch, count)
+        trees = (
+            Tree(*(None if x is None else x.data_ptr() for x in tree), tree[0].shape[1]) for tree in (of_main, of_side)
+        )
+        out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
+        self._union(batch, *trees, mains, *out)
+        return tokens, parents, scores, proposers
 
     def divergence(
         self,

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
+from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
 from fsd_infer.cpu.packing import (
     Blocks,
     Packed,
@@ -48,6 +48,7 @@ __all__ = [
     "speed_up",
     "stack_of",
     "table_size",
+    "tree_union",
     "weight_rows",
 ]
 
@@ -165,6 +166,23 @@ def ancestors(parents: Tensor) -> Tensor:
         found = found | found.gather(1, parents[..., None].expand(-1, -1, count))
         parents = parents.gather(1, parents)
     return found
+
+
+def tree_union(main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Merge two draft trees by the kernels. None where :func:`fsd_infer.drafters.graft.union_of` has to.
+
+    In torch the union is forty small operations, 3 % of a round.
+
+    Args:
+        main, side: tokens, parents, scores and proposers [B, N] of each tree.
+        mains: number of drafters that ``main`` comes from.
+
+    Returns:
+        Tokens, parents, scores and proposers of the union, [B, N + M - 1].
+    """
+    fits = main[2].device.type == "cpu" and main[2].dtype == side[2].dtype == torch.float32
+    compiled = kernels() if fits else None
+    return None if compiled is None else compiled.union(main, side, mains)
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:

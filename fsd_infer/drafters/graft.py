@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.cpu import ops
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.drafters.visits import likeliest, path_sums
 from fsd_infer.errors import FsdError
@@ -139,6 +140,19 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
         depth: no node lies deeper.
         mains: drafters that ``main`` comes from.
     """
+    found = ops.tree_union(_parts(main), _parts(side), mains) or _union_in_torch(main, side, depth, mains)
+    tokens, parents, scores, proposers = found
+    more = parents.shape[1] - main.parents.shape[1]
+    q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
+    return replace(main, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers)
+
+
+def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return tree.tokens, tree.parents, tree.scores, tree.proposers
+
+
+def _union_in_torch(main: DraftTree, side: DraftTree, depth: int, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, parents, scores and proposers of the union: the form of :func:`union_of` for every device."""
     place, shared = _places(main, side, depth)
     parents = torch.cat([main.parents, place.gather(1, side.parents)[:, 1:]], 1)
     of_side = _chances(side)
@@ -149,15 +163,8 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
     steps = (chance / total.gather(1, parents)).clamp_max(1.0).log()
     steps[:, 0] = 0.0
     proposers = [torch.zeros_like(tree.parents) if tree.proposers is None else tree.proposers for tree in (main, side)]
-    return DraftTree(
-        torch.cat([main.tokens, side.tokens[:, 1:]], 1),
-        parents,
-        path_sums(steps, parents, depth),
-        main.q_logits,
-        torch.nn.functional.pad(main.q_index, (0, parents.shape[1] - main.parents.shape[1]), value=-1),
-        main.draft_ids,
-        proposers=torch.cat([proposers[0], proposers[1][:, 1:] + mains], 1),
-    )
+    tokens = torch.cat([main.tokens, side.tokens[:, 1:]], 1)
+    return tokens, parents, path_sums(steps, parents, depth), torch.cat([proposers[0], proposers[1][:, 1:] + mains], 1)
 
 
 def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
