@@ -1,4 +1,4 @@
-"""Built-in targets: expansion of a GGUF file, fetching, checking, the cache."""
+"""Built-in targets: fetching, checking, the cache."""
 
 from __future__ import annotations
 
@@ -10,145 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from tokenizers.pre_tokenizers import ByteLevel
 
-import fsd_infer.targets.gguf as gguf_module
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.files import cache_dir
 from fsd_infer.targets import builtin
 from fsd_infer.targets.loading import load_target
-from tests.families import tiny_model
+from tests.gguf_toys import TOKENS, tiny_llama, write_gguf
 from tests.test_adapters import save_adapter
-
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = [*CONTROL, *sorted(ByteLevel.alphabet()), "ĊĊ", "th", "Ġth"]
-MERGES = ["Ċ Ċ", "t h", "Ġ th"]
-TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
-
-
-FITTING = dict(vocab_size=320, hidden_size=256, intermediate_size=512)  # what our CPU kernels take
-
-
-def tiny_llama(tied: bool = True, **sizes: int) -> Any:
-    torch.manual_seed(3)
-    rope = {"rope_type": "default", "rope_theta": 5000.0}
-    options: dict[str, Any] = dict(rms_norm_eps=1e-5, rope_parameters=rope, tie_word_embeddings=tied)
-    model = tiny_model("llama", **{"vocab_size": len(TOKENS), **options, **sizes})
-    for parameter in model.parameters():  # not near zero and not constant, so that a swapped tensor is seen
-        spread = 0.3 if parameter.dim() < 2 or not sizes else 2 * parameter.shape[1] ** -0.5
-        parameter.data = torch.randn_like(parameter).mul(spread).bfloat16().float()  # fp32, exact in bf16
-    return model
-
-
-def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """transformers' rotary layout -> ggml's, written as an index table: row 2i of a head is i, row 2i+1 is i + d/2."""
-    dim = weight.shape[0] // heads
-    order = [i // 2 + (i % 2) * dim // 2 for i in range(dim)]
-    return weight[[head * dim + row for head in range(heads) for row in order]]
-
-
-def write_gguf(
-    path: Path,
-    model: Any,
-    arch: str = "llama",
-    pre: str = "smollm",
-    quantized: Callable[[str, np.ndarray], tuple[np.ndarray, GGMLQuantizationType]] | None = None,
-) -> Path:
-    """``quantized``: the rows of a matrix of that name as the file is to have them, and their type; None: in fp32."""
-    config = model.config
-    tokens = [*TOKENS, *(f"<{number}>" for number in range(len(TOKENS), config.vocab_size))]
-    writer = GGUFWriter(path, arch)
-    for name, value in {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_freq_base": config.rope_parameters["rope_theta"],
-        "tokenizer_model": "gpt2",
-        "tokenizer_pre": pre,
-        "token_list": tokens,
-        "token_types": [3 if token in CONTROL else 1 for token in tokens],
-        "token_merges": MERGES,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unk_token_id": 0,
-        "pad_token_id": 2,
-        "chat_template": TEMPLATE,
-    }.items():
-        getattr(writer, f"add_{name}")(value)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    names |= {
-        f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
-        for i in range(config.num_hidden_layers)
-        for ours, theirs in gguf_module._LAYER_TENSORS.items()
-    }
-    for key, value in model.state_dict().items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        name = names[key.removesuffix(".weight")]
-        if name.endswith(("attn_q", "attn_k")):
-            value = interleave_rope(
-                value, config.num_attention_heads if name.endswith("attn_q") else config.num_key_value_heads
-            )
-        if quantized is not None and value.dim() == 2:
-            rows, kind = quantized(name, value.float().numpy())
-            writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
-        else:
-            writer.add_tensor(f"{name}.weight", value.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-# --- expansion ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: bool) -> None:
-    original = tiny_llama(tied)
-    gguf_module.expand_llama_gguf(write_gguf(tmp_path / "tiny.gguf", original), tmp_path)
-    model, tokenizer = load_target(tmp_path, dtype="fp32", device="cpu")
-    expected = original.state_dict()
-    assert model.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
-    ids = torch.randint(3, len(TOKENS), (1, 40))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, original(ids).logits)
-    assert model.config.max_position_embeddings == 256
-    assert model.generation_config.eos_token_id == 2
-
-    assert tokenizer is not None
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert asked == "<|im_start|>hi<|im_end|>"
-    # a byte-level step alone would cut the two line breaks apart, because the second may go with the digit
-    assert tokenizer.tokenize("the\n\n12") == ["th", "e", "ĊĊ", "1", "2"]
-    assert tokenizer("<|im_end|> th")["input_ids"] == [2, TOKENS.index("Ġth")]
-    text = "  naïve  你好\t x = 10\n\n1. the 'end'  "
-    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
-
-
-def test_expansion_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    garbage = tmp_path / "garbage.gguf"
-    garbage.write_bytes(b"not a model at all" * 10)
-    with pytest.raises(ModelLoadError, match="garbage.gguf is not a readable GGUF file"):
-        gguf_module.expand_llama_gguf(garbage, tmp_path)
-    with pytest.raises(ModelLoadError, match="'qwen2'"):
-        gguf_module.expand_llama_gguf(write_gguf(tmp_path / "q.gguf", tiny_llama(), arch="qwen2"), tmp_path)
-    with pytest.raises(ModelLoadError, match="pre-tokenizer 'llama-bpe'"):
-        gguf_module.expand_llama_gguf(write_gguf(tmp_path / "p.gguf", tiny_llama(), pre="llama-bpe"), tmp_path)
-
 
 # --- fetching and caching -------------------------------------------------------------------------------------------
 

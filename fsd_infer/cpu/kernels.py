@@ -248,13 +248,12 @@ class Kernels:
 
     def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :func:`fsd_infer.cpu.ops.tree_union`: int64, but scores in fp32."""
-        of_main, of_side = ([None if x is None else x.contiguous() for x in tree] for tree in (main, side))
         batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
         tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
         scores = torch.empty(batch, count)
-        trees = (
-            Tree(*(None if x is None else x.data_ptr() for x in tree), tree[0].shape[1]) for tree in (of_main, of_side)
-        )
+        held = [[None if x is None else x.contiguous() for x in tree] for tree in (main, side)]
+        sizes = main[0].shape[1], side[0].shape[1]
+        trees = (Tree(*(None if x is None else x.data_ptr() for x in tree), size) for tree, size in zip(held, sizes))
         out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
         self._union(batch, *trees, mains, *out)
         return tokens, parents, scores, proposers

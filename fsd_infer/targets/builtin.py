@@ -208,13 +208,13 @@ def _whole_file(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
 def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, say: Callable[[str], None]) -> None:
     """Expand the file of ``entry`` into ``scratch/model``; the manifest is written last."""
     from fsd_infer.targets.gguf import (
-        expand_llama_gguf,  # needed once per machine: keeps the import of this package light
+        expand_gguf,  # needed once per machine: keeps the import of this package light
     )
 
     model = scratch / "model"
     say("expanding to bf16 safetensors")
     model.mkdir()
-    expand_llama_gguf(gguf, model)
+    expand_gguf(gguf, model)
     files = {
         path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(model.iterdir())

@@ -1,108 +1,143 @@
-"""Models of GGUF files of architecture "llama": with their weights as the file has them, or expanded.
+"""Models of GGUF files, with the weights as the file has them or expanded.
 
-Written without the model and tokenizer converters of transformers on purpose: theirs lose the pre-tokenizer of some
-vocabularies (SmolLM2 splits digits off *before* the byte-level step, which changes the ids of numbered lists).
+Architectures of :data:`FAMILIES` are read here. Transformers reads the others, and expands them.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
-    AutoTokenizer,
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsd_infer.cpu import ops
 from fsd_infer.errors import ModelLoadError
+from fsd_infer.files import write_json
 from fsd_infer.targets.gguf_file import Stored, read_gguf
+from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 
-# ggml block tensor -> transformers LlamaDecoderLayer parameter
+
+@dataclass(frozen=True)
+class Family:
+    """How transformers holds a GGUF architecture.
+
+    Attributes:
+        model_type: the config's.
+        model: the class of the causal LM.
+        interleaved: rows of queries and keys lie in ggml's rotary order.
+    """
+
+    model_type: str
+    model: str
+    interleaved: bool = False
+
+
+FAMILIES = {
+    "llama": Family("llama", "LlamaForCausalLM", interleaved=True),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+}
+
+# ggml block tensor -> transformers decoder layer module
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
-SMOLLM = ("gpt2", "smollm")  # a vocabulary's model and pre-tokenizer
-_CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3: the divisor of each rotary frequency
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def expand_llama_gguf(source: Path, out_dir: Path) -> None:
+def expand_gguf(source: Path, out_dir: Path) -> None:
     """Write config, generation config, bf16 safetensors, tokenizer and chat template of ``source`` to ``out_dir``.
 
     Args:
-        source: a GGUF file of architecture "llama" with a byte-level BPE vocabulary, of any ggml type gguf-py reads.
+        source: a GGUF file of an architecture in :data:`FAMILIES` with a byte-level BPE vocabulary that
+            :mod:`fsd_infer.targets.gguf_tokenizer` knows, of any ggml type gguf-py reads.
         out_dir: an existing directory; files of the same names are overwritten.
 
     Raises:
         ModelLoadError: the file is not a GGUF file, or of an architecture or vocabulary this does not know.
     """
-    facts, config, tensors = _read(source)
-    _write_json(out_dir / "config.json", config)
-    _write_json(out_dir / "generation_config.json", _generation_config(config))
+    facts, tensors = _read(source)
+    config = _config(facts, tensors, source)
+    write_json(out_dir / "config.json", config, indent=2)
+    write_json(out_dir / "generation_config.json", _generation_config(config), indent=2)
     weights = out_dir / "model.safetensors"
-    save_file(_state_dict(tensors, config), weights, metadata={"format": "pt"})
+    save_file(_state_dict(tensors, config, source), weights, metadata={"format": "pt"})
     weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors makes it private to the user
-    _write_tokenizer(facts, out_dir, source)
+    write_tokenizer(facts, out_dir, source)
 
 
-def load_llama_gguf(
+def load_gguf(
     source: Path, *, dtype: torch.dtype, attn_implementation: str | None, expand: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of ``source`` on the CPU, and its tokenizer.
+    """Load the model of ``source`` on the CPU, and its tokenizer.
 
     Args:
-        source: a GGUF file of architecture "llama".
+        source: a GGUF file. If its architecture is not in :data:`FAMILIES`, transformers reads and expands it.
         dtype: of weights that are expanded, and of what is computed.
         attn_implementation: default "sdpa".
-        expand: no weight stays as the file has it. Otherwise those do whose blocks our kernels read; the model is then
-            ready to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
+        expand: keep no weight as the file has it. If False, the weights that our kernels read stay in blocks, the model
+            is ready to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
 
     Raises:
-        ModelLoadError: a file that is cut or malformed, or of another architecture.
+        ModelLoadError: the file is cut, malformed, split, or of an architecture that transformers does not read.
     """
-    facts, config, tensors = _read(source)
-    made, attention = LlamaConfig(**config), attn_implementation or "sdpa"
+    facts, tensors = _read(source)
+    if _family(facts) is None:
+        return _by_transformers(source, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
+    config = _config(facts, tensors, source)
+    made = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(made, dtype=dtype, attn_implementation=attention)
+        model: Any = AutoModelForCausalLM.from_config(
+            made, dtype=dtype, attn_implementation=attn_implementation or "sdpa"
+        )
     missing = {name for name, _ in model.named_parameters()}  # a tied one once, as the embedding
-    for name, stored, order in _places(tensors, config):
-        path, layer = name.removesuffix(".weight"), model.get_submodule(name.removesuffix(".weight"))
-        if stored.shape != layer.weight.shape:
+    # biases first: a layer that computes by blocks keeps its bias beside them
+    places = sorted(_places(tensors, config, source), key=lambda place: place[0].endswith("weight"))
+    for name, stored, order in places:
+        path, _, kind = name.rpartition(".")
+        layer = _module_of(model, path, kind, source)
+        if stored.shape != getattr(layer, kind).shape:
             raise ModelLoadError(
-                f"{source}: {name} is {list(stored.shape)} in the file and {list(layer.weight.shape)} in its model; "
-                "fetch the file again."
+                f"{source}: {name} is {list(stored.shape)} in the file and {list(getattr(layer, kind).shape)} in its "
+                "model; fetch the file again."
             )
         tied = made.tie_word_embeddings and path == "model.embed_tokens"
-        if expand or not _held(model.lm_head if tied else layer, stored, order, name):
-            weight = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
+        held = kind == "weight" and not expand and _held(model.lm_head if tied else layer, stored, order, name)
+        if not held:
+            value = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
             for each in (layer, model.lm_head) if tied else (layer,):
-                each.weight = weight
+                setattr(each, kind, value)
         missing.discard(name)
     if missing:
         count = len(missing)
         raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}; fetch it again.")
-    decoder: Any = model.model
+    decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # its buffers are computed, not read
     model.generation_config = GenerationConfig(**_generation_config(config))
     made._name_or_path = str(source)
@@ -111,41 +146,47 @@ def load_llama_gguf(
     return model, load_gguf_tokenizer(source, facts)
 
 
-def load_gguf_config(source: Path) -> LlamaConfig:
-    """The config alone; errors as of :func:`load_llama_gguf`."""
-    return LlamaConfig(**_read(source)[1])
+def load_gguf_config(source: Path) -> PreTrainedConfig:
+    """The config alone; errors as of :func:`load_gguf`."""
+    facts, tensors = _read(source)
+    if _family(facts) is None:
+        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    return AutoConfig.for_model(**_config(facts, tensors, source))
 
 
-def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside ``source``, if one does, else the file's own, of its ``facts`` if they were read.
-
-    Vocabularies other than SmolLM2's are read by transformers' converter.
-    """
-    if any((source.parent / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        return AutoTokenizer.from_pretrained(source.parent)
-    facts = read_gguf(source)[0] if facts is None else facts
-    if _vocabulary(facts) != SMOLLM:
-        return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    with tempfile.TemporaryDirectory() as folder:
-        _write_tokenizer(facts, Path(folder), source)
-        return AutoTokenizer.from_pretrained(folder)
-
-
-def _read(source: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Stored]]:
-    """The facts of a file, the config that they make, and the tensors."""
-    facts, tensors = read_gguf(source)
-    family = facts.get("general.architecture")
-    if family != "llama":
-        raise ModelLoadError(f"{source} holds architecture {family!r}; only 'llama' GGUF files can be read.")
+def _by_transformers(source: Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+    """Expand a model by transformers' own reader, which knows more architectures."""
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        size, tied = int(tensors["token_embd.weight"].shape[0]), "output.weight" not in tensors
-        config = _config(facts, vocab_size=size, tied=tied)
-        layers = config["num_hidden_layers"]
-        if not 0 < layers <= len(tensors):  # they are built before their weights are looked at
-            raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
-    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        raise ModelLoadError(f"{source}: what it says of its model is incomplete or wrong ({error!r}).") from error
-    return facts, config, tensors
+        return AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
+    except Exception as error:  # whatever a malformed file makes its reader raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({reason}).") from error
+
+
+def _family(facts: dict[str, Any]) -> Family | None:
+    return FAMILIES.get(str(facts.get("general.architecture")))
+
+
+def _module_of(model: nn.Module, path: str, kind: str, source: Path) -> nn.Module:
+    """The module that holds parameter ``path.kind``. Raises ModelLoadError if the model has none."""
+    try:
+        layer = model.get_submodule(path)
+    except AttributeError:
+        layer = None
+    if layer is None or getattr(layer, kind, None) is None:
+        raise ModelLoadError(f"{source}: {path}.{kind} has no place in a {type(model).__name__}; use another file.")
+    return layer
+
+
+def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """The facts and the tensors of a file."""
+    facts, tensors = read_gguf(source)
+    if int(facts.get("split.count", 1)) > 1:
+        raise ModelLoadError(
+            f"{source} is one of {facts['split.count']} parts; merge them with llama-gguf-split first."
+        )
+    return facts, tensors
 
 
 def _held(layer: nn.Module, stored: Stored, order: torch.Tensor | None, name: str) -> bool:
@@ -159,42 +200,88 @@ def _held(layer: nn.Module, stored: Stored, order: torch.Tensor | None, name: st
     return True
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> dict[str, Any]:
+    """The arguments of the model's config.
+
+    Raises:
+        ModelLoadError: an architecture that is not in :data:`FAMILIES`, or facts that are missing or wrong.
+    """
+    family = _family(facts)
+    if family is None:
+        name, known = facts.get("general.architecture"), ", ".join(FAMILIES)
+        raise ModelLoadError(f"{source} holds architecture {name!r}; only {known} can be expanded to a directory.")
+    prefix = f"{facts['general.architecture']}."
+    own = {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
+    try:
+        config = _sizes(own, facts, family)
+        config |= {"vocab_size": int(tensors["token_embd.weight"].shape[0])}
+        config |= {"tie_word_embeddings": "output.weight" not in tensors}
+        layers = config["num_hidden_layers"]
+        if not 0 < layers <= len(tensors):  # they are built before their weights are looked at
+            raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
+        config["rope_parameters"] |= _scaling(own, tensors, config)
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
+        raise ModelLoadError(f"{source}: what it says of its model is incomplete or wrong ({error!r}).") from error
+    return config
 
 
-def _config(facts: dict[str, Any], *, vocab_size: int, tied: bool) -> dict[str, Any]:
-    hidden, heads = int(facts["llama.embedding_length"]), int(facts["llama.attention.head_count"])
-    theta = float(facts.get("llama.rope.freq_base", 10_000.0))
+def _sizes(own: dict[str, Any], facts: dict[str, Any], family: Family) -> dict[str, Any]:
+    hidden, heads = int(own["embedding_length"]), int(own["attention.head_count"])
+    theta = float(own.get("rope.freq_base", 10_000.0))
     bos, eos = facts.get("tokenizer.ggml.bos_token_id"), facts.get("tokenizer.ggml.eos_token_id")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
+        "architectures": [family.model],
+        "model_type": family.model_type,
         "attention_dropout": 0.0,
         "bos_token_id": bos,
         "dtype": "bfloat16",
         "eos_token_id": eos,
-        "head_dim": int(facts.get("llama.attention.key_length", hidden // heads)),
+        "head_dim": int(own.get("attention.key_length", hidden // heads)),
         "hidden_act": "silu",
         "hidden_size": hidden,
         "initializer_range": 0.02,
-        "intermediate_size": int(facts["llama.feed_forward_length"]),
-        "max_position_embeddings": int(facts["llama.context_length"]),
-        "mlp_bias": False,
+        "intermediate_size": int(own["feed_forward_length"]),
+        "max_position_embeddings": int(own["context_length"]),
         "num_attention_heads": heads,
-        "num_hidden_layers": int(facts["llama.block_count"]),
-        "num_key_value_heads": int(facts.get("llama.attention.head_count_kv", heads)),
+        "num_hidden_layers": int(own["block_count"]),
+        "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
         "pad_token_id": facts.get("tokenizer.ggml.padding_token_id", eos),
         # GGUF keeps the epsilon as fp32: 9.9999997e-06 is 1e-05
-        "rms_norm_eps": float(f"{float(facts['llama.attention.layer_norm_rms_epsilon']):.6g}"),
+        "rms_norm_eps": float(f"{float(own['attention.layer_norm_rms_epsilon']):.6g}"),
         # both spellings, so that other readers of the directory (vLLM, older transformers) find theirs
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "rope_theta": theta,
-        "tie_word_embeddings": tied,
         "use_cache": True,
-        "vocab_size": vocab_size,
+        **({"attention_bias": False, "mlp_bias": False} if family.model_type == "llama" else {}),
     }
+
+
+def _scaling(own: dict[str, Any], tensors: dict[str, Stored], config: dict[str, Any]) -> dict[str, Any]:
+    """What the rotary embedding needs beside its base. Raises ValueError for a scaling that is not known."""
+    kind = str(own.get("rope.scaling.type", "none"))
+    if _ROPE_FACTORS in tensors:
+        return _llama_3(torch.from_numpy(tensors[_ROPE_FACTORS].values()), config)
+    if kind == "none":
+        return {}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(own["rope.scaling.factor"])}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = int(own["rope.scaling.original_context_length"])
+    elif kind != "linear":
+        raise ValueError(f"rope scaling {kind!r}")
+    return scaling
+
+
+def _llama_3(factors: torch.Tensor, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling from the divisors [d / 2] of the frequencies. Raises ValueError if they are not its own."""
+    scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA_3}
+    plain = dict(config["rope_parameters"])
+    inverse = [
+        ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**{**config, "rope_parameters": plain | each}), "cpu")[0]
+        for each in (scaling, scaling | {"factor": 1.0})
+    ]
+    if factors.shape != inverse[0].shape or not torch.allclose(inverse[1] / inverse[0], factors, rtol=1e-3):
+        raise ValueError("rotary factors that are not Llama 3's")
+    return scaling
 
 
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -221,65 +308,30 @@ def split_half_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _places(tensors: dict[str, Stored], config: dict[str, Any]) -> Iterator[tuple[str, Stored, torch.Tensor | None]]:
+def _places(
+    tensors: dict[str, Stored], config: dict[str, Any], source: Path
+) -> Iterator[tuple[str, Stored, torch.Tensor | None]]:
     """Of each tensor its parameter's name in transformers' model, and which of its rows is which there (None: all)."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    interleaved = next(family.interleaved for family in FAMILIES.values() if family.model in config["architectures"])
     fixed = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     fixed["output.weight"] = "lm_head.weight"
     for name, tensor in tensors.items():
         block = _BLOCK.fullmatch(name)
         if name in fixed:
             yield fixed[name], tensor, None
+        elif name == _ROPE_FACTORS:
+            continue  # the config has them
         elif block is None or block[2] not in _LAYER_TENSORS or int(block[1]) >= config["num_hidden_layers"]:
-            raise ModelLoadError(f"GGUF tensor {name!r} has no place in a Llama model; the file is of another family.")
+            family = config["architectures"][0]
+            raise ModelLoadError(f"{source}: tensor {name!r} has no place in a {family}; use another file.")
         else:
             order = None
-            if block[2] in heads:
+            if interleaved and block[2] in heads:
                 order = split_half_rope(torch.arange(tensor.shape[0])[:, None], heads[block[2]])[:, 0].contiguous()
-            yield f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.weight", tensor, order
+            yield f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.{block[3]}", tensor, order
 
 
-def _state_dict(tensors: dict[str, Stored], config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: _expanded(stored, order).to(torch.bfloat16) for name, stored, order in _places(tensors, config)}
-
-
-def _vocabulary(facts: dict[str, Any]) -> tuple[Any, Any]:
-    return facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre")
-
-
-def _write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
-    kind, pre = _vocabulary(facts)
-    if (kind, pre) != SMOLLM:
-        raise ModelLoadError(
-            f"{source} has a {kind!r} vocabulary with pre-tokenizer {pre!r}; only gpt2/smollm is known."
-        )
-    tokens: list[str] = facts["tokenizer.ggml.tokens"]
-    merges = [tuple(pair.split(" ", 1)) for pair in facts["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, facts["tokenizer.ggml.token_type"]) if kind == _CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    tokenizer.save(str(out_dir / "tokenizer.json"))
-
-    def named(role: str) -> str | None:
-        index = facts.get(f"tokenizer.ggml.{role}_token_id")
-        return None if index is None else tokens[index]
-
-    special = {"bos_token": named("bos"), "eos_token": named("eos"), "unk_token": named("unknown")}
-    special["pad_token"] = named("padding") or special["eos_token"]
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": int(facts["llama.context_length"]),
-        "clean_up_tokenization_spaces": False,
-        "add_prefix_space": False,
-        **{role: token for role, token in special.items() if token is not None},
-    }
-    template = facts.get("tokenizer.chat_template")
-    if template:
-        # in both places: readers disagree on where they look
-        settings["chat_template"] = template
-        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _write_json(out_dir / "tokenizer_config.json", settings)
+def _state_dict(tensors: dict[str, Stored], config: dict[str, Any], source: Path) -> dict[str, torch.Tensor]:
+    places = _places(tensors, config, source)
+    return {name: _expanded(stored, order).to(torch.bfloat16) for name, stored, order in places}

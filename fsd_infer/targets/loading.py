@@ -317,7 +317,7 @@ def load_target(
         attn_implementation: default ``attention_for(config)``.
         progress: say on stderr when a built-in target is being fetched.
         expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
-            (:func:`fsd_infer.targets.gguf.load_llama_gguf`). They are read-only, and ``state_dict`` lacks them.
+            (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
             too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
@@ -380,12 +380,12 @@ def _load_gguf(
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A GGUF file's model, its weights as they are if ``keep``. Errors as of :func:`load_target`."""
-    from fsd_infer.targets.gguf import load_llama_gguf  # GGUF's library is imported by those who need it
+    from fsd_infer.targets.gguf import load_gguf  # GGUF's library is imported by those who need it
 
     if options:
         raise ModelLoadError(f"{name} is a GGUF file, which {', '.join(options)} cannot be used with: leave them out.")
     with explained(name):
-        made, tokenizer = load_llama_gguf(
+        made, tokenizer = load_gguf(
             file, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
         )
     model: Any = made.requires_grad_(False).eval()
@@ -411,7 +411,7 @@ def _check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> 
 def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
     if is_gguf(source):
-        from fsd_infer.targets.gguf import load_gguf_tokenizer
+        from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 
         return load_gguf_tokenizer(directory)
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):

@@ -1,0 +1,154 @@
+"""GGUF files: the model that a file was made from, by architecture, and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, RopeScalingType
+from gguf.quants import quantize
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fsd_infer import FuzzyDecoder
+from fsd_infer.cpu import ops
+from fsd_infer.errors import ModelLoadError
+from fsd_infer.targets.gguf import expand_gguf
+from fsd_infer.targets.loading import load_config, load_target
+from tests.families import tiny_model
+from tests.gguf_toys import FITTING, TOKENS, tiny_llama, write_gguf
+from tests.kernel_toys import needs_kernels
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: bool) -> None:
+    original = tiny_llama(tied)
+    expand_gguf(write_gguf(tmp_path / "tiny.gguf", original), tmp_path)
+    model, tokenizer = load_target(tmp_path, dtype="fp32", device="cpu")
+    expected = original.state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    ids = torch.randint(3, len(TOKENS), (1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits)
+    assert model.config.max_position_embeddings == 256
+    assert model.generation_config.eos_token_id == 2
+
+    assert tokenizer is not None
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert asked == "<|im_start|>hi<|im_end|>"
+    # a byte-level step alone would cut the two line breaks apart, because the second may go with the digit
+    assert tokenizer.tokenize("the\n\n12") == ["th", "e", "ĊĊ", "1", "2"]
+    assert tokenizer("<|im_end|> th")["input_ids"] == [2, TOKENS.index("Ġth")]
+    text = "  naïve  你好\t x = 10\n\n1. the 'end'  "
+    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_expansion_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage.gguf"
+    garbage.write_bytes(b"not a model at all" * 10)
+    with pytest.raises(ModelLoadError, match="garbage.gguf is not a readable GGUF file"):
+        expand_gguf(garbage, tmp_path)
+    with pytest.raises(ModelLoadError, match="architecture 'starcoder2'; only llama, qwen2, qwen3"):
+        expand_gguf(write_gguf(tmp_path / "q.gguf", tiny_llama(), arch="starcoder2"), tmp_path)
+    with pytest.raises(ModelLoadError, match="pre-tokenizer 'tekken'"):
+        expand_gguf(write_gguf(tmp_path / "p.gguf", tiny_llama(), pre="tekken"), tmp_path)
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5000.0}
+
+
+def family_model(family: str, **options: Any) -> Any:
+    """A tiny model whose biases and norms are neither zero nor one."""
+    window = {} if family == "llama" else {"use_sliding_window": False}  # files of these families have none
+    model = tiny_model(family, rms_norm_eps=1e-5, **{**window, **options})
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.data = torch.rand_like(parameter) + 0.5
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+@pytest.mark.parametrize(("family", "rope"), [("qwen2", None), ("qwen3", None), ("llama", LLAMA_3), ("qwen2", YARN)])
+def test_families_give_the_model_the_file_was_made_from(tmp_path: Path, family: str, rope: Any) -> None:
+    options: dict[str, Any] = {"vocab_size": len(TOKENS)}
+    if rope is not None:
+        options["rope_parameters"] = rope
+    original = family_model(family, **options)
+    facts: dict[str, Any] = {"key_length": original.model.layers[0].self_attn.head_dim}
+    factors = None
+    if rope is LLAMA_3:
+        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        base = type(original.model.rotary_emb)(tiny_model("llama", rope_parameters=plain).config).inv_freq
+        factors = base / ROPE_INIT_FUNCTIONS["llama3"](original.config, "cpu")[0]
+    elif rope is YARN:
+        facts |= {"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0}
+        facts |= {"rope_scaling_orig_ctx_len": 64}
+    path = write_gguf(tmp_path / "tiny.gguf", original, family, facts=facts, factors=factors)
+    model, tokenizer = load_target(path, dtype="fp32", device="cpu")
+    ids = torch.randint(3, len(TOKENS), (1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-4)
+    assert type(model) is type(original) and load_config(str(path)).model_type == family
+    assert tokenizer is not None and tokenizer.eos_token_id == 2
+    if factors is not None:
+        write_gguf(path, original, family, facts=facts, factors=factors.flip(0))
+        with pytest.raises(ModelLoadError, match="rotary factors that are not Llama 3's"):
+            load_target(path, device="cpu")
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_families_decode_from_their_files(tmp_path: Path, family: str) -> None:
+    def quantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
+        return quantize(matrix, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
+
+    original = family_model(family, scale=1.0, head_dim=64, **FITTING)
+    path = write_gguf(tmp_path / "tiny.gguf", original, family, quantized=quantized, facts={"key_length": 64})
+    held, expanded = load_target(path, device="cpu", expand=False)[0], load_target(path, device="cpu", dtype="fp32")[0]
+    assert {made.kind for made in ops.packed_products(held)} == {int(GGMLQuantizationType.Q8_0)}
+    assert ops.stack_of(held.model) is not None
+    ids = torch.randint(3, 300, (1, 30))
+    with torch.no_grad():
+        found, expected = held(ids).logits.float(), expanded(ids).logits
+    assert float((found - expected).norm()) < 0.03 * float(expected.norm())
+    plain, drafted = (FuzzyDecoder.from_pretrained(str(path), name, device="cpu") for name in ("none", "lookup"))
+    prompt = [[7, 8, 9, 7, 8]]
+    answers = [each.generate(prompt, max_new_tokens=30, do_sample=False).sequences for each in (plain, drafted)]
+    assert answers[0] == answers[1]
+
+
+def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
+    original = tiny_model(
+        "stablelm", vocab_size=len(TOKENS), rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    facts = {"layer_norm_eps": original.config.layer_norm_eps, "vocab_size": len(TOKENS)}
+    path = write_gguf(tmp_path / "stablelm.gguf", original, "stablelm", facts=facts)
+    model, _ = load_target(path, dtype="fp32", device="cpu")
+    assert load_config(str(path)).model_type == model.config.model_type == "stablelm"
+    ids = torch.randint(3, len(TOKENS), (1, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-3, atol=1e-3)
+    decoder = FuzzyDecoder.from_pretrained(str(path), "none", device="cpu")
+    assert len(decoder.generate([[7, 8, 9]], max_new_tokens=3, do_sample=False).sequences[0]) == 3
+    with pytest.raises(ModelLoadError, match="transformers cannot read this GGUF file"):
+        load_target(write_gguf(tmp_path / "other.gguf", tiny_llama(), "rwkv9"), device="cpu")
+    with pytest.raises(ModelLoadError, match="one of 3 parts"):
+        load_target(write_gguf(tmp_path / "part.gguf", tiny_llama(), facts={"split.count": 3}), device="cpu")
+
+
+@pytest.mark.parametrize(("pre", "digits"), [("qwen2", ["1", "2", "3", "4"]), ("llama-bpe", ["123", "4"])])
+def test_pre_tokenizers_of_a_file(tmp_path: Path, pre: str, digits: list[str]) -> None:
+    tokenizer: Any = load_target(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), pre=pre), device="cpu")[1]
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("the\n\n1234 I'm")
+    assert [piece for piece, _ in pieces] == ["the", "ĊĊ", *digits, "ĠI", "'m"]
+    bos = [1] if pre == "llama-bpe" else []
+    assert tokenizer("th<|im_end|>")["input_ids"] == [*bos, TOKENS.index("th"), 2]
+    composed = tokenizer.decode(tokenizer("e\u0301")["input_ids"], skip_special_tokens=True)
+    assert composed == ("\u00e9" if pre == "qwen2" else "e\u0301")
