@@ -89,7 +89,7 @@ def write_gguf(
     names |= {
         f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
         for i in range(config.num_hidden_layers)
-        for ours, theirs in gguf_module._LAYER_TENSORS.items()
+        for ours, theirs in gguf_module.LAYER_TENSORS.items()
     }
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:

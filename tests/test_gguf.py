@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, RopeScalingType
 from gguf.quants import quantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from benchmarks import write_gguf as writer
 from fsd_infer import FuzzyDecoder
 from fsd_infer.cpu import ops
 from fsd_infer.errors import ModelLoadError
@@ -152,3 +153,16 @@ def test_pre_tokenizers_of_a_file(tmp_path: Path, pre: str, digits: list[str]) -
     assert tokenizer("th<|im_end|>")["input_ids"] == [*bos, TOKENS.index("th"), 2]
     composed = tokenizer.decode(tokenizer("e\u0301")["input_ids"], skip_special_tokens=True)
     assert composed == ("\u00e9" if pre == "qwen2" else "e\u0301")
+
+
+def test_a_checkpoint_is_written_as_a_file(tmp_path: Path) -> None:
+    original = tiny_llama(**FITTING)
+    original.save_pretrained(tmp_path / "plain")
+    tokenizer = load_target(write_gguf(tmp_path / "other.gguf", tiny_llama()), device="cpu")[1]
+    assert tokenizer is not None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    assert writer.main([str(tmp_path / "plain"), str(tmp_path / "made"), "--kind", "Q8_0"]) == 0
+    model, its = load_target(tmp_path / "made" / "model.gguf", dtype="fp32", device="cpu")
+    assert its is not None and its.get_vocab() == tokenizer.get_vocab()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, original.state_dict()[name], atol=0.01, rtol=0.01)

@@ -53,7 +53,7 @@ FAMILIES = {
 }
 
 # ggml block tensor -> transformers decoder layer module
-_LAYER_TENSORS = {
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -322,14 +322,14 @@ def _places(
             yield fixed[name], tensor, None
         elif name == _ROPE_FACTORS:
             continue  # the config has them
-        elif block is None or block[2] not in _LAYER_TENSORS or int(block[1]) >= config["num_hidden_layers"]:
+        elif block is None or block[2] not in LAYER_TENSORS or int(block[1]) >= config["num_hidden_layers"]:
             family = config["architectures"][0]
             raise ModelLoadError(f"{source}: tensor {name!r} has no place in a {family}; use another file.")
         else:
             order = None
             if interleaved and block[2] in heads:
                 order = split_half_rope(torch.arange(tensor.shape[0])[:, None], heads[block[2]])[:, 0].contiguous()
-            yield f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.{block[3]}", tensor, order
+            yield f"model.layers.{block[1]}.{LAYER_TENSORS[block[2]]}.{block[3]}", tensor, order
 
 
 def _state_dict(tensors: dict[str, Stored], config: dict[str, Any], source: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,106 @@
+"""Write a GGUF file of a Llama checkpoint, with its matrices in blocks.
+
+    python -m benchmarks.write_gguf MODEL_DIR OUT_DIR [--kind Q4_1] [--rest Q8_0]
+
+OUT_DIR gets ``model.gguf`` and the tokenizer of MODEL_DIR. gguf-py quantises to Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, by
+rounding to the nearest code. Public files use better roundings and K kinds; their size and speed are alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig
+
+from fsd_infer.targets.gguf import LAYER_TENSORS
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+_FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def interleave_rope(weight: Tensor, heads: int) -> Tensor:
+    """Put rows [heads · d, ...] of queries or keys in ggml's rotary order."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of a checkpoint's tensors."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+def write(source: Path, out_dir: Path, kind: str, rest: str) -> Path:
+    """Write ``out_dir/model.gguf``; embeddings and LM head are of kind ``rest``."""
+    config = AutoConfig.from_pretrained(source)
+    if config.model_type != "llama":
+        raise SystemExit(f"{source} is a {config.model_type} model; only llama checkpoints can be written.")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path = out_dir / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    for name, value in {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+    }.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
+    names = _FIXED | {f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
+                      for i in range(config.num_hidden_layers) for ours, theirs in LAYER_TENSORS.items()}  # fmt: skip
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, value in tqdm(tensors(source), desc="tensors"):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        ours = names[name.removesuffix(".weight")]
+        own = heads.get(ours.rpartition(".")[2])
+        numbers = (value if own is None else interleave_rope(value, own)).float().numpy()
+        if value.dim() < 2:
+            writer.add_tensor(f"{ours}.weight", numbers)
+            continue
+        stored = GGMLQuantizationType[rest if ours in _FIXED.values() else kind]
+        writer.add_tensor(f"{ours}.weight", quantize(numbers, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copy(source / name, out_dir / name)
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.write_gguf", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("source", type=Path, help="a Llama checkpoint: config.json, safetensors and tokenizer")
+    parser.add_argument("out_dir", type=Path, help="gets model.gguf and the tokenizer")
+    parser.add_argument("--kind", choices=KINDS, default="Q4_1", help="of the layers' matrices (%(default)s)")
+    parser.add_argument("--rest", choices=KINDS, default="Q8_0", help="of embeddings and LM head (%(default)s)")
+    args = parser.parse_args(argv)
+    with torch.inference_mode():
+        path = write(args.source, args.out_dir, args.kind, args.rest)
+    print(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
