@@ -37,7 +37,7 @@ def tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and values of a checkpoint's tensors."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
+            for name in opened.keys():
                 yield name, opened.get_tensor(name)
 
 
