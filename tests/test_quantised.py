@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import nn
 
 from benchmarks.quantised import AT_LOAD, load
 from benchmarks.quantised_checkpoints import STORED
-from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
 from fsd_infer.drafters import EagleDrafter
@@ -26,6 +27,7 @@ from fsd_infer.targets.precision import check_quantization, method_of, precision
 from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
+from tests.gguf_toys import FITTING
 from tests.train_toys import fit_command
 
 NEEDED = {
@@ -54,9 +56,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def drafted(target: Target) -> LMDrafter:
+def drafted(target: Target, **sizes: Any) -> LMDrafter:
     """A drafter that is often, not always, right: the model that was quantised."""
-    return LMDrafter(Target(tiny_model("llama", **SIZES).to(target.dtype)), target, TreeShape(4, 2, 8))
+    return LMDrafter(Target(tiny_model("llama", **(sizes or SIZES)).to(target.dtype)), target, TreeShape(4, 2, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,17 +103,45 @@ def test_above_temperature_0_the_law_is_the_targets(kind: str, tmp_path: Path) -
     assert kept.sum() > 15 and chisquare(*(pair / pair.sum() * rows for pair in pairs)).pvalue > 1e-6
 
 
+IN_BLOCKS = {
+    "torchao int8": 8,
+    "torchao int4": 2,
+    "quanto int8": 8,
+    "compressed-tensors W8A16": 8,
+    "compressed-tensors W4A16": 2,
+}
+
+
 @pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")
 @pytest.mark.parametrize("kind", KINDS)
-def test_packing_takes_plain_layers_alone(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> None:
+    """Whole numbers with a scale per group become blocks of the kernels; other kinds compute by their library."""
     need(kind)
-    target = load(str(plain), kind, torch.bfloat16, tmp_path)
+    sizes: dict[str, Any] = {**FITTING, "head_dim": 64, "scale": 1.0}
+    tiny_model("llama", **sizes).save_pretrained(tmp_path / "plain")
+    target = load(str(tmp_path / "plain"), kind, torch.bfloat16, tmp_path)
     prompt = [[5, 9, 11, 7, 3]]
-    before = reference(target.model, prompt, max_new_tokens=4)
+    ids = torch.randint(3, 200, (1, 40))
+    before, logits = reference(target.model, prompt, max_new_tokens=4), target.features(ids).float()
+    layers = [part for part in target.decoder.modules() if isinstance(part, nn.Linear)]
     ops.speed_up(target.model, release=True)
-    assert packed_of(target.model.lm_head) is not None and ops.stack_of(target.decoder) is None
-    assert not any(packed_of(part) for part in target.decoder.modules())
-    assert FuzzyDecoder(target, drafted(target)).generate(prompt, max_new_tokens=4, do_sample=False).sequences == before
+    assert packed_of(target.model.lm_head) is not None
+    packed = {made.kind for made in map(packed_of, layers) if made is not None}
+    if ops.kernel_kind() != "avx512" or kind not in IN_BLOCKS:
+        assert not packed and ops.stack_of(target.decoder) is None
+        made = FuzzyDecoder(target, drafted(target, **sizes)).generate(prompt, max_new_tokens=4, do_sample=False)
+        assert made.sequences == before
+        return
+    assert packed == {IN_BLOCKS[kind]} and ops.stack_of(target.decoder) is not None
+    assert all(layer.weight.is_meta for layer in layers), "the library's weights are freed"
+    assert float((target.features(ids).float() - logits).norm()) < 0.02 * float(logits.norm())
+    plain, made = (
+        FuzzyDecoder(target, drafter).generate(prompt, max_new_tokens=24, do_sample=False).sequences
+        for drafter in (NoDrafter(target.vocab_size), drafted(target, **sizes))
+    )
+    assert plain == made, "exact decoding of the packed model is its own plain loop"
+    ops.restore(target.model)
+    assert float((target.features(ids).float() - logits).norm()) < 0.02 * float(logits.norm())
 
 
 def test_a_quantised_lm_head_is_read_through_its_layer(plain: Path) -> None:

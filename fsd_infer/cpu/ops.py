@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.cpu.blocks import Blocks
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
 from fsd_infer.cpu.packing import (
-    Blocks,
     Packed,
     hold_blocks,
     holds_blocks,

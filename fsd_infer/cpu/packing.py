@@ -7,13 +7,12 @@ and our kernels read it where it lies. A layer's forward is replaced on the inst
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.cpu.blocks import Blocks, blocks_of
 from fsd_infer.cpu.kernels import MOST_ROWS, Linear, kernels, panels_of
 from fsd_infer.device.memory import trim
 
@@ -23,21 +22,6 @@ _COMPUTED = "_computed_weight"  # of a quantised layer, among its own attributes
 def can_pack() -> bool:
     """Does this build and machine run bf16 matrix products through oneDNN?"""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A weight as a quantised file has it.
-
-    Attributes:
-        kind: ggml's number of its type.
-        rows: [out, bytes] uint8, contiguous.
-        order: [out] int64, which row is an output's; None: all in order.
-    """
-
-    kind: int
-    rows: np.ndarray
-    order: Tensor | None = None
 
 
 class Packed:
@@ -100,7 +84,8 @@ class Packed:
 
     def release(self) -> None:
         """Free the layer's plain weight. Its parameter stays, without memory (device "meta"), until :meth:`unpack`."""
-        self.layer.weight = nn.Parameter(self.layer.weight.to("meta"), requires_grad=False)
+        empty = torch.empty(self.columns, self.depth, dtype=torch.bfloat16, device="meta")
+        self.layer.weight = nn.Parameter(empty, requires_grad=False)
 
     def quantize(self) -> None:
         """Hold the weight as fp8 numbers and a scale per output from now on: half as much to read.
@@ -220,16 +205,24 @@ def _no_rows_of(weight: Tensor) -> nn.Parameter:
 def pack_linears(module: nn.Module, release: bool = False) -> int:
     """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one; returns how many.
 
+    Quantised layers compute by blocks from then on where :func:`fsd_infer.cpu.blocks.blocks_of` and the kernels take
+    them. Others keep the forward of their library.
+
     Weights stay where they are (tied weights and ``state_dict`` are untouched), and the packed copy is extra memory,
     unless ``release``: then the plain weight is freed, layer by layer, wherever nobody but the layer's forward reads
     it, as far as can be known. Results agree with the plain layer's within bf16 rounding. Does nothing where oneDNN has
     no bf16.
     """
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
+    owner: Any = module
+    head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
     count = 0
     for layer in module.modules():
-        if _is_packable(layer) and packed_of(layer) is None:
-            made = Packed(layer)  # type: ignore[arg-type]
+        if packed_of(layer) is not None:
+            continue
+        blocks = None if layer is head else _readable_blocks(layer)  # a head's rows are read as its library has them
+        if blocks is not None or _is_packable(layer):
+            made = Packed(layer, blocks)  # type: ignore[arg-type]
             made.put_on()
             if release and holders[id(layer.weight)] == 1:
                 made.release()
@@ -256,6 +249,15 @@ def is_plain(layer: nn.Module) -> bool:
         and weight.is_floating_point()
         and ("forward" not in vars(layer) or packed_of(layer) is not None)
     )
+
+
+def _readable_blocks(layer: nn.Module) -> Blocks | None:
+    """A quantised layer's weight in a form that the kernels read."""
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return None
+    blocks = blocks_of(layer)
+    return blocks if blocks is not None and holds_blocks(blocks.kind, *weight.shape) else None
 
 
 def _is_packable(layer: nn.Module) -> bool:

@@ -80,9 +80,20 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
 
 @torch.no_grad()
 def ready(model: Any) -> None:
-    """Let a model whose first forward prepares its weights (compressed-tensors) do so: parts of it run alone later."""
-    if method_of(getattr(model, "config", None)) == "compressed-tensors":
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    """Decompress a model of compressed-tensors, whose first forward does so: parts of it run alone later.
+
+    On a CPU its layers are wrapped to be moved between devices, from the CPU to the CPU. The wrappers are removed.
+    """
+    if method_of(getattr(model, "config", None)) != "compressed-tensors":
+        return
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    if model.device.type == "cpu":
+        from compressed_tensors.offload import remove_dispatch
+
+        remove_dispatch(model, onload_tensors=True)
+        for part in model.modules():  # what was restored is the method of the class
+            if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
+                del vars(part)["forward"]
 
 
 def precision_of(model: Any) -> str:
