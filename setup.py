@@ -12,6 +12,7 @@ setup(
     package_data={
         "fsd_infer": [
             "cpu/kernels.cpp",
+            "cpu/native/*.h",
             "serving/page.html",
             "shipped/**/*",
             "integrations/lm_eval/tasks/*",

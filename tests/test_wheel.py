@@ -23,7 +23,12 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     call([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(repo_root)], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {"fsd_train/shipped/recipes/template.yaml", "fsd_bench/evidence/page.py", "fsd_infer/cpu/kernels.cpp"}
+    shipped = {
+        "fsd_train/shipped/recipes/template.yaml",
+        "fsd_bench/evidence/page.py",
+        "fsd_infer/cpu/kernels.cpp",
+        "fsd_infer/cpu/native/layers.h",
+    }
     assert {*shipped, "fsd_infer/py.typed", "fsd_train/py.typed", "fsd_train/commands/recipe.yaml.in"} <= names
     assert not any(name.startswith(("tests", "benchmarks", "scripts")) for name in names)
 

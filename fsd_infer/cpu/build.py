@@ -21,6 +21,7 @@ from typing import TypeVar
 from fsd_infer.device.cpuinfo import cpu_flags
 from fsd_infer.files import cache_dir, replacing, sha256_of
 
+_SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
@@ -53,9 +54,9 @@ def build_for(load: Callable[[Path], _Library], tiles: bool) -> _Library:
 
     Raises OSError, AttributeError or SubprocessError where nothing can be compiled or loaded.
     """
-    source = Path(__file__).with_name("kernels.cpp").read_bytes()
+    sources = [_SOURCE, *sorted(_SOURCE.with_name("native").glob("*.h"))]
     flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if tiles)]
-    made_of = _digest(source, " ".join(flags).encode())
+    made_of = _digest(*(source.read_bytes() for source in sources), " ".join(flags).encode())
     try:
         command, version = _compiler()
     except (OSError, subprocess.SubprocessError):
@@ -65,7 +66,7 @@ def build_for(load: Callable[[Path], _Library], tiles: bool) -> _Library:
     name = f"{made_of}-{_digest(version, ' '.join(command).encode())}"
     for cached in _whole(f"{name}-*.so"):
         return load(cached)
-    return _compile(source, [*command, *flags], name, load)
+    return _compile([*command, *flags], name, load)
 
 
 def _compiler() -> tuple[list[str], bytes]:
@@ -92,13 +93,11 @@ def _whole(pattern: str) -> list[Path]:
     return found
 
 
-def _compile(source: bytes, command: list[str], name: str, load: Callable[[Path], _Library]) -> _Library:
+def _compile(command: list[str], name: str, load: Callable[[Path], _Library]) -> _Library:
     """Compile, keep the library in the cache if that can be written, and load it."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "kernels.so"
-        subprocess.run(
-            [*command, "-x", "c++", "-", "-o", str(made)], input=source, capture_output=True, check=True, timeout=600
-        )
+        subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, check=True, timeout=600)
         cached = cache_dir() / "kernels" / f"{name}-{sha256_of(made)[:_DIGITS]}.so"
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)

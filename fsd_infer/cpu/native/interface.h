@@ -1,0 +1,55 @@
+// What the C interface takes. kernels.py mirrors these structs.
+#pragma once
+
+#include "numbers.h"
+
+// A linear layer [columns, depth].
+struct fsd_linear {
+  const void* panels;    // the packed weight
+  int64_t kind;          // ggml's number of its block type; 0: no blocks
+  const float* scales;   // [columns], the scales of fp8 numbers; null: bf16
+  const uint16_t* bias;  // [columns] or null
+  int64_t columns, depth;
+};
+
+// A batch of draft trees of `count` nodes each, [trees, count]; proposers: null where all are 0.
+struct fsd_tree {
+  const int64_t *tokens, *parents;
+  const float* scores;
+  const int64_t* proposers;
+  int64_t count;
+};
+
+// A Llama-style decoder layer. Norms are vectors; those marked * may be null.
+struct fsd_layer {
+  fsd_linear query, key, value, output, gate, up, down;
+  const bf16 *input_norm /* * */, *query_norm /* * */, *key_norm /* * */, *mlp_norm;
+};
+
+// Consecutive layers of equal sizes.
+struct fsd_stack {
+  const fsd_layer* layers;
+  int64_t number, hidden, inner, query_heads, key_heads, width;
+  float epsilon, scale;
+};
+
+// One forward. Strides describe keys and values [layers, batch, key heads, slots, width].
+struct fsd_forward {
+  int64_t batch, count;           // rows of x: batch · count
+  const bf16* x;                  // [rows, hidden]
+  const bf16* attended;           // [rows, depth of the first query layer]: input of the first attention; null: norm(x)
+  const int64_t* positions;       // [rows]
+  const int64_t* slots;           // [rows], the slots of the new keys and values
+  const bf16 *cosine, *sine;      // [angles, width] by position
+  int64_t angles;
+  const uint8_t* const* visible;  // per layer: [batch, count, used]
+  int64_t used;                   // slots to attend to
+  bf16 *keys, *values;
+  int64_t capacity, layer_stride, batch_stride, head_stride, slot_stride;
+  bf16* const* outputs;           // per layer: [rows, hidden] for its output, or null
+  const bf16* final_norm;         // null: none
+  bf16* out;                      // [rows, hidden], the last layer's output after final_norm
+  bf16* scratch;                  // fsd_scratch(...) bytes
+  int64_t many;                   // see fsd_linear_forward
+  int64_t threads;
+};

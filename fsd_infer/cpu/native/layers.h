@@ -1,0 +1,163 @@
+// A forward through decoder layers.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// The parts of a forward's scratch memory. Sizes in bf16 numbers.
+struct Scratch {
+  int64_t states, projected, attended, gated, own;
+
+  Scratch(const fsd_stack* stack, const fsd_forward* f) {
+    const int64_t rows = f->batch * f->count;
+    states = rows * stack->hidden;
+    projected = rows * (stack->query_heads + 2 * stack->key_heads) * stack->width;
+    attended = rows * stack->query_heads * stack->width;
+    gated = rows * stack->inner;
+    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * stack->width, gates = 2 * rows * PANEL;
+    own = std::max(scores + block + 2 * LANES * stack->width, gates);  // per thread
+  }
+
+  int64_t total(int64_t threads) const { return 4 * states + projected + attended + gated + threads * own; }
+};
+
+// One thread's work in a forward. All threads of a team call each member; results are whole after a barrier.
+class Forward {
+  const fsd_stack* const stack;
+  const fsd_forward* const f;
+  const int rows;
+  const int64_t hidden, width, heads;  // heads: of queries, keys and values
+  const Share own_rows;
+  Multiplier multiply;
+  bf16 *normed, *middle, *projected, *attended, *gated;  // [rows, ...]: norm(x), x + attention, heads, act(gate) · up
+  float* own;                                            // this thread's memory
+
+ public:
+  Forward(const fsd_stack* stack, const fsd_forward* f)
+      : stack(stack), f(f), rows((int)(f->batch * f->count)), hidden(stack->hidden), width(stack->width),
+        heads(stack->query_heads + 2 * stack->key_heads), own_rows(rows), multiply(f->many) {
+    const Scratch scratch(stack, f);
+    normed = f->scratch;
+    middle = normed + scratch.states;
+    projected = normed + 4 * scratch.states;
+    attended = projected + scratch.projected;
+    gated = attended + scratch.attended;
+    own = (float*)(gated + scratch.gated + omp_get_thread_num() * scratch.own);
+  }
+
+  // out = x + attention(norm(x)), then out + mlp(norm(out)). x and out [rows, hidden] are different memory.
+  void layer(int64_t index, const bf16* x, bf16* out) {
+    const fsd_layer& layer = stack->layers[index];
+    project(layer, index == 0 && f->attended ? f->attended : x, x);
+#pragma omp barrier
+    place(layer, index);
+#pragma omp barrier
+    attend(index);
+#pragma omp barrier
+    product(multiply, attended, rows, {&layer.output}, [&](int row, int64_t column, __m512 sum) {
+      const int64_t at = row * hidden + column;
+      store(middle + at, _mm512_add_ps(load(x + at), sum));
+    });
+#pragma omp barrier
+    norm(middle, layer.mlp_norm, normed);
+#pragma omp barrier
+    gate(layer);
+#pragma omp barrier
+    product(multiply, gated, rows, {&layer.down}, [&](int row, int64_t column, __m512 sum) {
+      const int64_t at = row * hidden + column;
+      store(out + at, _mm512_add_ps(load(middle + at), sum));
+    });
+  }
+
+  // y = RMS norm of x, both [rows, hidden].
+  void norm(const bf16* x, const bf16* weight, bf16* y) const {
+    for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
+      rms_norm(x + row * hidden, weight, stack->epsilon, hidden, y + row * hidden);
+  }
+
+ private:
+  // Project to queries, keys and values. `read` is x, or what the first attention reads in its place.
+  void project(const fsd_layer& layer, const bf16* read, const bf16* x) {
+    if (read == x && layer.input_norm) {
+      norm(x, layer.input_norm, normed);
+      read = normed;
+#pragma omp barrier
+    }
+    product(multiply, read, rows, {&layer.query, &layer.key, &layer.value},
+            [&](int row, int64_t column, __m512 sum) { store(projected + row * heads * width + column, sum); });
+  }
+
+  // Rotate queries in place; write rotated keys, and values, to their slots.
+  void place(const fsd_layer& layer, int64_t index) {
+    const Share own_heads(rows * heads);
+    for (int64_t unit = own_heads.begin; unit < own_heads.end; ++unit) {
+      const int64_t row = unit / heads, head = unit % heads, side = head - stack->query_heads;
+      bf16* const from = projected + unit * width;
+      const auto slot = [&](bf16* storage, int64_t which) {
+        return storage + index * f->layer_stride + row / f->count * f->batch_stride + which * f->head_stride +
+               f->slots[row] * f->slot_stride;
+      };
+      if (side >= stack->key_heads) {
+        std::memcpy(slot(f->values, side - stack->key_heads), from, width * sizeof(bf16));
+        continue;
+      }
+      const bf16* const norm = side < 0 ? layer.query_norm : layer.key_norm;
+      if (norm) rms_norm(from, norm, stack->epsilon, width, from);
+      const int64_t angle = f->positions[row] * width;
+      rotate(from, f->cosine + angle, f->sine + angle, width, side < 0 ? from : slot(f->keys, side));
+    }
+  }
+
+  // Attention, into `attended`. The queries of a group of heads share keys and values, at most QUERIES at a time.
+  void attend(int64_t index) {
+    const int64_t key_heads = stack->key_heads, group = stack->query_heads / key_heads;
+    const int64_t queries = group * f->count, parts = (queries + QUERIES - 1) / QUERIES;
+    const uint8_t* const visible = f->visible[index];
+    int32_t* const block = (int32_t*)(own + QUERIES * (f->used + 2 * LANES));
+    bf16* const some_keys = (bf16*)(block + LANES * width / 2);
+    const Share own_parts(f->batch * key_heads * parts);
+    for (int64_t unit = own_parts.begin; unit < own_parts.end; ++unit) {
+      const int64_t part = unit % parts, head = unit / parts % key_heads, b = unit / parts / key_heads;
+      const int64_t first = queries * part / parts, last = queries * (part + 1) / parts;
+      const bf16* from[QUERIES];
+      bf16* to[QUERIES];
+      const uint8_t* seen[QUERIES];
+      int64_t slots = 1;  // no query of the part sees further
+      for (int64_t q = first; q < last; ++q) {
+        const int64_t row = b * f->count + q / group, column = (head * group + q % group) * width;
+        from[q - first] = projected + row * heads * width + column;
+        to[q - first] = attended + row * stack->query_heads * width + column;
+        seen[q - first] = visible + row * f->used;
+        const void* const latest = memrchr(seen[q - first], 1, f->used);
+        if (latest) slots = std::max(slots, 1 + ((const uint8_t*)latest - seen[q - first]));
+      }
+      const int64_t at = index * f->layer_stride + b * f->batch_stride + head * f->head_stride;
+      ::attend(multiply, (int)(last - first), from, f->keys + at, f->values + at, f->slot_stride, slots, width,
+               stack->scale, seen, own, block, some_keys, to);
+    }
+  }
+
+  // gated = silu(gate) · up. A thread computes a panel of gates and the panel of ups that it multiplies.
+  void gate(const fsd_layer& layer) {
+    const Share own_panels(stack->inner / PANEL);
+    take(multiply, normed, rows, {&layer.gate, &layer.up});
+    for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
+      panel_product(multiply, normed, rows, layer.gate, p, [&](int row, int at, __m512 sum) {
+        const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
+        _mm512_storeu_ps(own + row * PANEL + at, _mm512_div_ps(sum, below));
+      });
+      panel_product(multiply, normed, rows, layer.up, p, [&](int row, int at, __m512 sum) {
+        const __m512 gates = _mm512_loadu_ps(own + row * PANEL + at);
+        store(gated + row * stack->inner + p * PANEL + at, _mm512_mul_ps(gates, sum));
+      });
+    }
+  }
+};
+
+// Count the numbers outside [0, end).
+int64_t outside(const int64_t* numbers, int64_t count, int64_t end) {
+  return std::count_if(numbers, numbers + count, [&](int64_t number) { return number < 0 || number >= end; });
+}
+
+}  // namespace
