@@ -29,10 +29,12 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[train,dev]'
 	@touch $@
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy, the spelling and the length of sentences
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02
 
 test: lint  ## lint, then the fast tests, in WORKERS processes
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -1,8 +1,8 @@
-"""Decode a batch: exactly, then with a rule that may spend two nats per answer."""
+"""Decode a batch exactly, then with a rule that may spend two nats per answer."""
 
 from fsd_infer import FuzzyDecoder
 
-decoder = FuzzyDecoder.from_pretrained("smollm2-135m")  # or a directory or hub id, and the directory of a head
+decoder = FuzzyDecoder.from_pretrained("smollm2-135m")  # or a directory or Hub id, and a head's directory
 prompts = ["Why is the sky blue?", "Name three rivers."]
 for rule in ("exact", "tilted:1:budget=2"):
     made = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)

@@ -1,4 +1,4 @@
-"""Export a head as vLLM reads it, and serve its target here."""
+"""Export a head in the format of vLLM, and serve its target with `fsd-infer serve`."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from fsd_train.cli import main as fsd_train
 
 TARGET, PORT = "smollm2-135m", "8765"
 target, out = Target.from_pretrained(TARGET), tempfile.mkdtemp()
-head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=4096))  # untrained: yours goes here
+head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=4096))  # untrained: use yours
 head.save_pretrained(f"{out}/head")
 if fsd_train(["export", f"{out}/head", f"{out}/vllm", "--target", TARGET, "--to", "vllm"]) == 0:
     print(f'vllm serve MODEL --speculative-config \'{{"method": "eagle3", "model": "{out}/vllm"}}\'')

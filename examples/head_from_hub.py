@@ -1,4 +1,4 @@
-"""A head from the Hub drafts, and a head of your own goes there."""
+"""Publish a head on the Hub, and decode with a head from the Hub."""
 
 import os
 
@@ -8,16 +8,16 @@ from fsd_infer.targets.loading import shipped_drafter
 
 TARGET, REPOSITORY = "smollm2-135m", os.environ.get("REPOSITORY", "you/smollm2-135m-head")
 
-# From a directory to the Hub; `fsd-train publish DIR OWNER/NAME` measures it first and writes a model card.
+# Upload a head from a directory. `fsd-train publish DIR OWNER/NAME` also measures it and writes a model card.
 target = Target.from_pretrained(TARGET)
-head = EagleHead.from_pretrained(shipped_drafter(TARGET), target)  # yours goes here
+head = EagleHead.from_pretrained(shipped_drafter(TARGET), target)  # use yours
 print(head.push_to_hub(REPOSITORY, commit_message="a draft head"))
 
-# From the Hub to a decoder. Heads of SafeAILab, SpecForge and speculators are told by their config.json.
+# Decode with it. The config.json tells heads of SafeAILab, SpecForge and speculators apart.
 decoder = FuzzyDecoder.from_pretrained(TARGET, REPOSITORY)
 out = decoder.generate("Why is the sky blue?", max_new_tokens=48, do_sample=False)
 print(out.texts[0], f"\n{out.stats.tau:.2f} tokens per forward")
 
-# The class is transformers': a revision, a folder of the repository, a data type, a device.
+# EagleHead is a transformers model: it takes a revision, a subfolder, a dtype, a device.
 again = EagleHead.from_pretrained(REPOSITORY, target, revision="main", dtype="float32", local_files_only=True)
 print(again.config.layout, again.config.fused_layers, again.dtype, again.num_parameters())

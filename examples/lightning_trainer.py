@@ -1,4 +1,4 @@
-"""Training with Lightning's Trainer, and a callback of your own. A real run has thousands of steps."""
+"""Train a head with Lightning's Trainer and your own callback. A real run has thousands of steps."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A rule of your own: a draft passes if the target finds it at least half as likely as its own choice."""
+"""Write a rule: a draft passes if the target finds it at least half as likely as its own choice."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The built-in target with eight-bit weights, as in a notebook: an object, its tokenizer, the shipped head."""
+"""Decode from a model object with eight-bit weights, its tokenizer and the shipped head, as in a notebook."""
 
 import importlib.util
 

@@ -1,8 +1,8 @@
-"""The same story exactly and under lossy rules: TinyLlama writes, a 15 M model drafts.
+"""Write the same story exactly and under lossy rules: TinyLlama is the target, a 15 M model drafts.
 
     python examples/stories.py [--target DIR] [--drafter DIR] [--beginning "Once upon a time ..."]
 
-A drafted token that only the lossy rule let through stands in [brackets].
+A drafted token that only the lossy rule accepts is printed in [brackets].
 """
 
 import argparse
@@ -14,11 +14,13 @@ BEGINNINGS = [
     "Once upon a time, a little mouse found a golden key in the forest. It",
     "One rainy morning, Ella heard a strange noise in the kitchen. She",
 ]
-RULES = {"exact": 4, "tilted:0.7:floor=0": 8}  # with the length of the drafted chain that suits the rule
+RULES = {"exact": 4, "tilted:0.7:floor=0": 8}  # and the length of the drafted chain that suits the rule
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-parser.add_argument("--target", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="directory or hub id (%(default)s)")
-parser.add_argument("--drafter", default="Xenova/llama2.c-stories15M", help="the same (%(default)s)")
+parser.add_argument("--target", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="directory or Hub id (%(default)s)")
+parser.add_argument(
+    "--drafter", default="Xenova/llama2.c-stories15M", help="directory or Hub id of a small LM (%(default)s)"
+)
 parser.add_argument("--beginning", nargs="+", default=BEGINNINGS, help="text to continue")
 parser.add_argument("--rule", nargs="+", default=list(RULES))
 parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -36,7 +38,7 @@ for beginning in args.beginning:
         made = decoder.generate([beginning], rule, drafter=drafter, max_new_tokens=args.max_new_tokens, **options)
         record, row = made.records[0], made.stats.rows[0]
         ids, story = made.sequences[0], ""
-        for end in range(1, len(ids) + 1):  # a token's text depends on those before it
+        for end in range(1, len(ids) + 1):  # a token's text depends on the tokens before it
             piece = decoder.tokenizer.decode(ids[:end])[len(decoder.tokenizer.decode(ids[: end - 1])) :]
             story += f"[{piece}]" if record.sources[end - 1] == Source.GATE else piece
         speed = f"{row.tokens_per_second:.0f} tokens/s, {row.tau:.1f} per target forward"

@@ -1,4 +1,4 @@
-"""A head for your model, by three commands of fsd-train. A real run has thousands of prompts and steps."""
+"""Train a head for your model with three commands of fsd-train. A real run has thousands of prompts and steps."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from fsd_infer import FuzzyDecoder
 from fsd_train.cli import main as fsd_train
 
-TARGET = "smollm2-135m"  # or a directory or hub id
+TARGET = "smollm2-135m"  # or a directory or Hub id
 PROMPTS = Path(__file__).resolve().parent.parent / "data" / "quickstart_prompts.jsonl"
 
 os.chdir(tempfile.mkdtemp())  # the recipe writes to runs/ here
