@@ -1,16 +1,17 @@
-"""`fsd-infer` through main(argv), on a tiny saved model."""
+"""Tests of `fsd-infer` through main(argv), on a tiny saved model."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.chat.pieces import token_pieces
-from fsd_infer.cli.main import main
+from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.report import COLOURS, RESET, show_accepted, use_colour
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.rules import RULES, Source
@@ -22,7 +23,7 @@ PROMPT = "the cat sat on the mat"
 
 
 def call(*argv: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr)"""
+    """Return (exit status, stdout, stderr)."""
     return called(main, list(argv))
 
 
@@ -43,7 +44,7 @@ def test_json_holds_tokens_sources_and_statistics(toy: Toy, toy_decoder: FuzzyDe
     rule = "fuzzy:tv:0.4:budget=3"
     status, out, _ = generate(toy, "--rule", rule, "--max-new-tokens", "16", "--json", "--seed", "0")
     record = json.loads(out)
-    expected = toy_decoder.generate(PROMPT, rule, max_new_tokens=16, temperature=0, seed=0)  # no clock is read
+    expected = toy_decoder.generate(PROMPT, rule, max_new_tokens=16, temperature=0, seed=0)  # a seed reads no clock
     assert status == 0
     assert record["tokens"] == expected.sequences[0] and record["text"] == expected.texts[0]
     assert record["sources"] == [Source(s).name.lower() for s in expected.records[0].sources]
@@ -75,11 +76,11 @@ def test_sampling_follows_the_seed(toy: Toy, toy_decoder: FuzzyDecoder) -> None:
 
 def test_shown_marks_and_colours_are_the_sources(toy: Toy, toy_decoder: FuzzyDecoder) -> None:
     options = ["--rule", "fuzzy:js:0.2", "--max-new-tokens", "40", "--show-accepted", "--seed", "0"]
-    # with a seed trees follow from the text alone, not from the clock, and a lossy rule's text follows from trees
+    # a lossy rule's text follows from its trees, which with a seed follow from the text and not from the clock
     made = toy_decoder.generate(PROMPT, "fuzzy:js:0.2", max_new_tokens=40, temperature=0, seed=0)
     sources, pieces = made.records[0].sources, token_pieces(toy_decoder.tokenizer, made.sequences[0])
     assert set(sources) == {0, 1, 2}, "the toy shows every source"
-    marks = generate(toy, *options)[1]  # no terminal
+    marks = generate(toy, *options)[1]  # stdout is no terminal
     assert marks.startswith(show_accepted(pieces, sources, colour=False) + "\n") and "\x1b" not in marks
     out = generate(toy, *options, "--color", "always")[1]
     shown, _, legend = out.rpartition("\n" + "tokens by source: ")
@@ -124,7 +125,7 @@ def test_warmup_takes_any_drafter(toy: Toy, drafter: str, monkeypatch: pytest.Mo
     names = drafter.replace("small-lm", str(toy.drafter))
     models = ["--target", str(toy.target), "--dtype", "fp32", "--device", "cpu"]
     status, out, err = call("warmup", *models, "--drafter", names)
-    assert status == 0 and asked, "the kernels are compiled where there are none"
+    assert status == 0 and asked, "warmup compiles the kernels"
     assert "CPU kernels: none" in out
     parts = [part.split()[0] for part in err.strip().split(", ")]
     assert parts == ["compile", "load", "pack"]
@@ -155,8 +156,8 @@ BAD = {
     "top-p": (["--temperature", "1", "--top-p", "1.5"], "--top-p"),
     "top-p and greedy": (["--top-p", "0.5"], "no effect at temperature 0"),
     "beams and a rule": (["--num-beams", "2", "--rule", "tilted:2"], "has no meaning with num_beams > 1"),
-    "streamed beams": (["--num-beams", "2", "--stream"], "--stream shows one growing answer"),
-    "no beams": (["--beam-options", "depth=4"], "are about beams: add --num-beams"),
+    "streamed beams": (["--num-beams", "2", "--stream"], "--stream shows one answer as it grows"),
+    "no beams": (["--beam-options", "depth=4"], "needs beams: add --num-beams"),
     "unknown beam option": (["--num-beams", "2", "--beam-options", "width=4"], "beam option 'width=4'"),
     "greedy and narrow": (["--num-beams", "2", "--beam-options", "join_every=4"], "a temperature above 0"),
     "unknown target": (["--target", "smolm2-135m"], "unknown target 'smolm2-135m'. Did you mean 'smollm2-135m'?"),
@@ -207,3 +208,19 @@ def test_caches_beyond_the_limit_are_refused(toy: Toy) -> None:
     assert status == 2 and not out and "allows 1073 bytes" in err and "smaller max_new_tokens" in err
     assert generate(toy, *request, "1")[0] == 0
     assert "above 0" in generate(toy, *request, "0")[2]
+
+
+def test_every_option_has_help_and_every_option_on_a_page_exists(repo_root: Path) -> None:
+    """On every page, each `fsd-infer COMMAND --option` is checked."""
+    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    for name, parser in commands.items():
+        assert not [action.option_strings for action in parser._actions if not action.help], name
+    pages = [repo_root / "README.md", *(repo_root / "docs").glob("*.md"), *repo_root.glob("[!.]*/README.md")]
+    lines = [line for page in pages for line in page.read_text("utf-8").replace("\\\n", " ").splitlines()]
+    called = [found for line in lines for found in re.findall(r"fsd-infer ([a-z-]+)((?: [^`#|]*)?)", line)]
+    asked = [(name, option) for name, rest in called for option in re.findall(r"(?<=\s)--[a-z][a-z-]+", rest)]
+    unknown = [
+        pair for pair in asked if pair[0] in commands and pair[1] not in commands[pair[0]]._option_string_actions
+    ]
+    assert len(asked) > 30 and not unknown
+    assert not [name for name, rest in called if rest and "--" in rest and name not in commands]

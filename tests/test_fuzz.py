@@ -1,7 +1,7 @@
-"""Malformed rules, options, prompt files and models, by the hundred: each ends in one line, or in an answer.
+"""Malformed rules, options, prompt files and models, by the hundred: each ends in one line or in an answer.
 
-Rules, divergences and options are read from the registries and the parsers, so that new ones are tried too. Heads have
-a suite of their own, tests/test_head_malformed.py, and so have the files that commands read, tests/test_fuzz_files.py.
+Rules, divergences and options come from the registries and the parsers, so new ones are covered. Heads and the files
+that commands read have their own suites, tests/test_head_malformed.py and tests/test_fuzz_files.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.fuzzing import FUZZ, JUNK, NUMERALS, one_line, refusal, spoilt, value
 
 @st.composite
 def rule_texts(draw: st.DrawFn) -> str:
-    """A rule's name, mostly, and parts that its parameters might be, by position or by name, once or twice."""
+    """Draw a rule's text: mostly a known name, with parameters by position or by name, perhaps repeated."""
     name = draw(st.sampled_from(sorted(RULES)))
     rule: Any = RULES.get(name)
     keys = st.sampled_from([*(field.name for field in dataclasses.fields(rule)), "gate", "name", "budget", ""])
@@ -54,7 +54,7 @@ def rule_texts(draw: st.DrawFn) -> str:
 
 
 def is_a_slip(text: str) -> bool:
-    """Python reads a number here that the text, read as people write numbers, is not."""
+    """Return whether Python reads a number from text that is no plain numeral."""
     try:
         return read_float(text) is None and not math.isnan(float(text))
     except ValueError:
@@ -78,7 +78,7 @@ def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None
 
 @st.composite
 def arguments(draw: st.DrawFn, parser: argparse.ArgumentParser, least: int) -> list[str]:
-    """Up to four that the parser knows, each of a value that it may or may not take, at times one more."""
+    """Draw up to four options of a parser with valid or invalid values, and at times a stray argument."""
     known = [action for action in parser._actions if action.dest not in ("help", "debug")]
     argv = []
     for action in draw(st.lists(st.sampled_from(known), min_size=least, max_size=4, unique_by=id)):
@@ -91,7 +91,7 @@ def arguments(draw: st.DrawFn, parser: argparse.ArgumentParser, least: int) -> l
 
 
 def command(name: str) -> argparse.ArgumentParser:
-    """The parser of a command of `fsd-infer`."""
+    """Return the parser of a command of `fsd-infer`."""
     [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
     return commands[name]
 
@@ -116,7 +116,7 @@ def test_command_lines(
         return toy_decoder if same else load(target, drafter, **given)
 
     monkeypatch.setattr(FuzzyDecoder, "from_pretrained", loaded)
-    monkeypatch.chdir(tmp_path)  # where records of odd names may be written
+    monkeypatch.chdir(tmp_path)  # records of odd names may be written here
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     argv = [name, *toy.models, "--device", "cpu"]
     argv += {"generate": ["--prompt", "the cat"], "bench": ["--prompts", str(toy.prompts)], "warmup": []}[name]
@@ -139,7 +139,7 @@ def test_command_lines(
 def test_options_of_the_training_commands(data: st.DataObject, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = PARSERS[name]()
     for action in parser._actions:
-        action.required = False  # or most lines would end there, whatever else they hold
+        action.required = False  # or most lines would fail here, whatever they hold
     argv = data.draw(arguments(parser, 0))
     try:
         found = parser.parse_args(argv)
@@ -166,7 +166,7 @@ ROWS: list[dict[str, Any]] = [
 @settings(FUZZ, max_examples=300)
 @given(data=st.data())
 def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: Path) -> None:
-    """Rows with values replaced, removed or added; lines cut, joined or overwritten; all read as every reader does."""
+    """Every reader takes or refuses rows with spoilt values and spoilt lines."""
     rows: list[Any] = data.draw(st.lists(st.sampled_from(ROWS), min_size=1, max_size=3))
     for _ in range(data.draw(st.integers(0, 2))):
         rows = spoilt(rows, data.draw) or [None]
@@ -202,7 +202,7 @@ def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: 
 @settings(FUZZ, max_examples=25)
 @given(data=st.data())
 def test_model_directories(data: st.DataObject, toy: Toy, tmp_path: Path) -> None:
-    """A target whose JSON files hold anything."""
+    """A target with spoilt JSON files loads and decodes, or is refused."""
     directory = tmp_path / "model"
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(toy.target, directory)

@@ -1,4 +1,4 @@
-"""Malformed files of every kind that a command reads: one line and status 2, or all is well; what was there is kept."""
+"""Malformed files of every kind that a command reads end in one line and status 2, or in success; none is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SWEEP = f"sweep {SHORT} --rules fuzzy:js:0.3 --output sweep.jsonl --html sweep.h
 BENCH = f"bench {SHORT} --methods plain,exact --no-warmup --json bench.json"
 CALIBRATE = f"calibrate {SHORT} --verify others.jsonl --rules fuzzy:js:0.3 --at-most-nats 2 --output calibrated"
 
-# command: the files and directories that are spoilt, one at a time
+# command: the files and directories to spoil, one at a time
 COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor --target target --head head --data answers.jsonl --features features --rows 2 --max-new-tokens 2": (
         "answers.jsonl", "features", "features/index.json", "features/shard-00000.json",
@@ -63,21 +63,21 @@ CASES = [(command, name) for command, names in COMMANDS.items() for name in name
 
 
 def call(command: str) -> tuple[int, str]:
-    """(exit status, stderr)"""
+    """Return (exit status, stderr)."""
     argv = command.split()
     status, _, err = called(infer if argv[0] in ("generate", "bench", "sweep", "calibrate") else train, argv)
     return status, err
 
 
 def keep_partial(path: Path, record: Any) -> None:
-    """Write a record, and keep a copy of the runs that are removed then."""
+    """Write a record, and keep a copy of the runs that the command then removes."""
     shutil.copy(f"{path}.partial.jsonl", "kept.jsonl")
     write_record(path, record)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of everything that the commands read, and of what those that go on have written."""
+    """Return a directory with all that the commands read, and the output of those that resume."""
     root = tmp_path_factory.mktemp("world")
     save_tiny_chat_target(root / "target")
     save_model(root / "tiny.gguf")
@@ -113,7 +113,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(root / "run" / "last.ckpt", root / "head.ckpt")
     for name in ("made.jsonl", "sweep.jsonl", "bench.json.partial.jsonl", "calibrated/calibration.jsonl"):
         lines = (root / name).read_text().splitlines(keepends=True)
-        (root / name).write_text("".join(lines[:-1]))  # so that there is something left to do
+        (root / name).write_text("".join(lines[:-1]))  # so that a row is missing
     (root / "bench.json").unlink()
     return root
 
@@ -127,7 +127,7 @@ FOREIGN = [
 
 
 def spoil(path: Path, draw: Any) -> None:
-    """Make a file or a directory something else."""
+    """Cut, overwrite, replace or remove a file or directory."""
     kind = draw(st.sampled_from(KINDS))
     content = path.read_bytes() if path.is_file() else b""
     if path.is_dir():
@@ -159,7 +159,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def check(command: str, name: str, root: Path, draw: Any) -> int:
-    """One case: a file in a copy of the world is spoilt, and the command is run there."""
+    """Spoil a file in a copy of the world, run the command there, and check how it ends."""
     spoil(root / name, draw)
     before = files(root)
     status, said = call(command)
@@ -197,7 +197,7 @@ def test_files(cases: int, world: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_recipes_of_wrong_types(
     command: str, value: Any, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each entry that these commands read, in turn, of a type that it cannot have; none ends in a traceback."""
+    """An entry of a wrong type, each in turn, ends in no traceback."""
     root = shutil.copytree(world, tmp_path / "copy")
     monkeypatch.chdir(root)
     recipe = yaml.safe_load((root / "recipe.yaml").read_text())
@@ -224,7 +224,7 @@ def test_recipes_of_wrong_types(
 def test_full_disk(
     command: str, name: str, size: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files cannot grow beyond so many bytes, or so many more for those that are appended to."""
+    """A file that reaches the size limit is named, files from before are kept, and a rerun succeeds."""
     root = shutil.copytree(world, tmp_path / "copy")
     monkeypatch.chdir(root)
     if command.startswith("cache"):
@@ -243,6 +243,6 @@ def test_full_disk(
     assert name in said or name == "run"
     after = files(root)
     changed_files = [file for file, content in before.items() if not after.get(file, b"").startswith(content)]
-    assert set(changed_files) <= {"run/config.yaml"}  # the settings of the run that goes on
+    assert set(changed_files) <= {"run/config.yaml"}  # the settings of the resumed run
     status, said = call(command)
     assert status == 0, said

@@ -1,4 +1,4 @@
-"""Reading prompts, and encoding conversations the same way for decoding and training."""
+"""Tests of reading prompts, and of encoding conversations alike for decoding and training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
     found = list(read_prompts(write_rows(tmp_path / "mix.jsonl", rows)))
     assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c", USER["content"], "Add:\n\n1 and 2"]
     assert [row.source for row in found] == ["code", "mix", "qa", "mix", "mix"]
-    assert len(found[3].messages) == 2  # the reference answer at the end is not part of the prompt
+    assert len(found[3].messages) == 2  # the final reference answer is no part of the prompt
     (tmp_path / "mix.json").write_text(json.dumps(rows))
     assert [row.messages for row in read_prompts(tmp_path / "mix.json")] == [row.messages for row in found]
     (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -94,7 +94,7 @@ def test_training_and_decoding_see_identical_ids() -> None:
     first, second = encode_chat(tokenizer, [USER]), encode_chat(tokenizer, [USER, BOT, MORE])
     assert ids[: len(first)] == first and ids[: len(second)] == second
     answer = tokenizer("sat on the mat")["input_ids"] + [tokenizer.eos_token_id]
-    assert ids[len(second) :] == answer  # ends with the end token: the template's newline after it is not an answer
+    assert ids[len(second) :] == answer  # ends with the end token, without the template's newline
     marked = [token for token, kept in zip(ids, mask) if kept]
     assert marked == tokenizer("it is there")["input_ids"] + [tokenizer.eos_token_id] + answer
     assert not any(mask[: len(first)]) and all(mask[len(second) :])
@@ -129,8 +129,8 @@ def test_answers_that_do_not_continue_their_prompt_are_refused() -> None:
     [
         (CHATML, "<|end|>"),
         (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
-        (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # a text's end after that of the turn
-        (CHATML.replace("<|end|>", ""), "<|end|>"),  # none: the tokenizer's eos
+        (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # the turn's end, then the text's
+        (CHATML.replace("<|end|>", ""), "<|end|>"),  # no end: the tokenizer's eos
         (None, "<|end|>"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The `fsd-infer` command."""
+"""The command line `fsd-infer`."""

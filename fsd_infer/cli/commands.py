@@ -1,6 +1,6 @@
-"""The commands of `fsd-infer`: generate, bench, warmup, rules. Each takes its parsed options.
+"""The commands of `fsd-infer`: generate, bench, warmup, serve, rules. Each takes parsed options and returns a status.
 
-Modules are imported where they are used, so that a command loads only what it needs.
+Functions import what they use, so a command loads only what it needs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from fsd_infer.cli.run import needed
 from fsd_infer.errors import DataError, FsdError
 from fsd_infer.files import jsonable, writable, write_text
 
-LONGEST_PROMPT = 2**27  # characters; a device or a pipe may never end
+LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 
 
 def generate(args: argparse.Namespace) -> int:
-    """`fsd-infer generate`."""
+    """Run `fsd-infer generate`."""
     from fsd_infer.chat.conversations import check_text
-    from fsd_infer.chat.pieces import token_pieces
-    from fsd_infer.cli import report
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.rules import Source, parse_rule
+    from fsd_infer.rules import parse_rule
 
-    rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder knows where that one lies
+    rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder finds the calibrated one
     options = request_options(args)
     guide = _guide(args)
     models = _decoder_options(args)
@@ -40,11 +38,10 @@ def generate(args: argparse.Namespace) -> int:
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)
     streamer = None
-    if args.stream:
+    if args.stream and decoder.tokenizer is not None:
         from transformers import TextStreamer
 
-        if decoder.tokenizer is not None:
-            streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     trace = None if page is None else _trace(decoder, decoder.encode(prompt, False if args.raw else None))
     out = decoder.generate(
         prompt,
@@ -57,6 +54,20 @@ def generate(args: argparse.Namespace) -> int:
         guide=guide,
         **options,
     )
+    _show(args, decoder, out, streamed=streamer is not None)
+    if page is not None and trace is not None:
+        from fsd_infer.serving.page import answers_page
+
+        write_text(page, answers_page({args.rule: trace.rounds}))
+    return 0
+
+
+def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> None:
+    """Print an answer as the options ask, and its statistics on standard error."""
+    from fsd_infer.chat.pieces import token_pieces
+    from fsd_infer.cli import report
+    from fsd_infer.rules import Source
+
     record, tokens = out.records[0], out.sequences[0]
     if args.json:
         sources = [Source(source).name.lower() for source in record.sources]
@@ -66,18 +77,13 @@ def generate(args: argparse.Namespace) -> int:
         colour = report.use_colour(args.color, sys.stdout)
         print(report.show_accepted(token_pieces(decoder.tokenizer, tokens), record.sources, colour))
         print(report.legend(colour))
-    elif streamer is None:
+    elif not streamed:
         print(out.texts[0])
-    if page is not None and trace is not None:
-        from fsd_infer.serving.page import answers_page
-
-        write_text(page, answers_page({args.rule: trace.rounds}))
     print(report.stats_line(out.stats), file=sys.stderr)
-    return 0
 
 
 def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
-    """Of one answer, for the page. Raises FsdError for a target without a tokenizer."""
+    """Return an empty trace of one answer for the page. Raises FsdError for a target without a tokenizer."""
     from fsd_infer.chat.encoding import need_tokenizer
     from fsd_infer.serving.trace import Trace
 
@@ -86,7 +92,7 @@ def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Which models, and how, as benchmarks take it."""
+    """Return the model options as keywords of a benchmark."""
     from fsd_infer.drafters.shape import parse_tree
 
     return dict(
@@ -97,7 +103,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as ``FuzzyDecoder.from_pretrained`` takes it."""
+    """Return the model options as keywords of ``FuzzyDecoder.from_pretrained``."""
     from fsd_infer.targets.loading import parse_device, parse_dtype
 
     options = {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
@@ -105,21 +111,21 @@ def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``FuzzyDecoder.generate``."""
+    """Return keywords of ``FuzzyDecoder.generate``. Raises FsdError for options that exclude each other."""
     if not 0 <= args.temperature < math.inf:
         raise FsdError(f"--temperature must be 0 or above and finite, got {args.temperature}.")
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.num_beams > 1:
         for option in ("stream", "show_accepted", "html"):
             if getattr(args, option, None):
-                raise FsdError(f"--{option.replace('_', '-')} shows one growing answer: leave --num-beams out.")
+                raise FsdError(f"--{option.replace('_', '-')} shows one answer as it grows: leave --num-beams out.")
         options["num_beams"] = args.num_beams
         if args.beam_options is not None:
             from fsd_infer.beams import BeamOptions
 
             options["beam_options"] = BeamOptions.parse(args.beam_options)
     elif args.beam_options is not None:
-        raise FsdError("--beam-options are about beams: add --num-beams, or leave them out.")
+        raise FsdError("--beam-options needs beams: add --num-beams, or leave it out.")
     if args.temperature == 0:
         for option in ("top_p", "top_k"):
             if getattr(args, option) is not None:
@@ -130,13 +136,11 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
         if not 0 < args.top_p <= 1:
             raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")
         options["top_p"] = args.top_p
-    if args.top_k is not None:
-        options["top_k"] = args.top_k
-    return options
+    return options if args.top_k is None else {**options, "top_k": args.top_k}
 
 
 def _guide(args: argparse.Namespace) -> Any:
-    """What the answer must be, or None."""
+    """Return the guide that the answer must follow, or None."""
     if args.schema is None and args.regex is None:
         return None
     from fsd_infer.request.guide import Guide
@@ -145,12 +149,12 @@ def _guide(args: argparse.Namespace) -> Any:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt's text. Raises DataError for a file that cannot be read."""
+    """Return the prompt's text. Raises DataError for a file that cannot be read."""
     return args.prompt if args.prompt is not None else read_text(args.prompt_file)
 
 
 def read_text(named: str) -> str:
-    """A text file, "-" for standard input. Raises DataError for one that cannot be read."""
+    """Read a text file, or standard input for "-". Raises DataError if it is unreadable or too long."""
     try:
         if named == "-":
             text = sys.stdin.read(LONGEST_PROMPT + 1)
@@ -159,15 +163,15 @@ def read_text(named: str) -> str:
                 text = file.read(LONGEST_PROMPT + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         where = "standard input" if named == "-" else named
-        raise DataError(f"{where}: cannot be read as UTF-8 text ({error}).") from error
+        raise DataError(f"{where}: cannot be read as UTF-8 text ({error}). Give a readable text file.") from error
     if len(text) > LONGEST_PROMPT:
-        raise DataError(f"{named}: more than {LONGEST_PROMPT:,} characters are no prompt. Cut it.")
+        raise DataError(f"{named}: the text has more than {LONGEST_PROMPT:,} characters. Shorten it.")
     return text
 
 
 def bench(args: argparse.Namespace) -> int:
-    """`fsd-infer bench`."""
-    needed("scipy")  # of the intervals in the record
+    """Run `fsd-infer bench`."""
+    needed("scipy")  # for the record's intervals
     import fsd_bench
     from fsd_bench.report import bench_table
 
@@ -201,12 +205,12 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def words(text: str) -> list[str]:
-    """The parts of a comma-separated list."""
+    """Split a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def warmup(args: argparse.Namespace) -> int:
-    """`fsd-infer warmup`: what a first request would wait for, with the seconds of each part."""
+    """Run `fsd-infer warmup`: do what a first request would wait for, and print the seconds of each part."""
     from fsd_infer.cpu.ops import kernel_kind, speed_up
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
@@ -218,7 +222,7 @@ def warmup(args: argparse.Namespace) -> int:
     if args.fetch_only:
         print(builtin_dir(args.target))
         return 0
-    parse_tree(args.tree)  # takes no time, but a typing error is told here
+    parse_tree(args.tree)  # unused, but a typing error ends here
     dtype = parse_dtype(args.dtype)
     set_threads(args.threads)
     clock = Clock()
@@ -243,7 +247,7 @@ def warmup(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """`fsd-infer serve`."""
+    """Run `fsd-infer serve`."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needed(package)
     from fsd_infer.decoder import FuzzyDecoder
@@ -259,43 +263,45 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def rules(args: argparse.Namespace) -> int:
-    """`fsd-infer rules`."""
+    """Run `fsd-infer rules`."""
     from fsd_infer.divergence import DIVERGENCES
     from fsd_infer.drafters import DRAFTERS
     from fsd_infer.rules import RULES
     from fsd_infer.targets.loading import BUILTIN_TARGETS, shipped_drafter
 
-    rows = []
+    listed = []
     for name in RULES:
         made: Any = RULES.get(name)
         fields = [
             f"{f.name}={'' if f.default is dataclasses.MISSING else f.default}".rstrip("=")
             for f in dataclasses.fields(made)
         ]
-        rows.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made)))
-    print(_listing("rules (as text, e.g. fuzzy:js:0.3)", rows))
+        listed.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made)))
     measures = []
     for name in DIVERGENCES:
         measure = DIVERGENCES.get(name)
         if measure.k is None:
             low, high = measure.bounds
             measures.append((name, f"{measure.formula}; {measure.direction}; {low:g} to {high:.3g}"))
-    forms = [name for name in DIVERGENCES if name.startswith("top_k_")]
-    measures.append((", ".join(forms), "the same over the target's most likely tokens (top_k_js:20 sets how many)"))
-    print("\n" + _listing("divergences (p the target, q the drafter)", measures))
-    drafters = [(name, first_paragraph(DRAFTERS.get(name))) for name in DRAFTERS]
-    print("\n" + _listing("drafters", drafters))
+    forms = ", ".join(name for name in DIVERGENCES if name.startswith("top_k_"))
+    measures.append((forms, "the same over the target's k likeliest tokens (top_k_js:20 sets k = 20)"))
     targets = []
     for name in BUILTIN_TARGETS:
         entry = BUILTIN_TARGETS.get(name)
         head = "with a trained head" if shipped_drafter(name) else "no head in this installation"
         targets.append((name, f"{entry.origin} ({entry.license}); {head}"))
-    print("\n" + _listing("built-in targets", targets))
+    lists = (
+        ("rules (as text, e.g. fuzzy:js:0.3)", listed),
+        ("divergences (p the target, q the drafter)", measures),
+        ("drafters", [(name, first_paragraph(DRAFTERS.get(name))) for name in DRAFTERS]),
+        ("built-in targets", targets),
+    )
+    print("\n\n".join(_listing(title, rows) for title, rows in lists))
     return 0
 
 
 def first_paragraph(thing: Any) -> str:
-    """The first paragraph of its docstring as plain text."""
+    """Return the first paragraph of an object's docstring as plain text."""
     paragraph = " ".join((thing.__doc__ or "").strip().split("\n\n")[0].split())
     return re.sub(r":\w+:`(\w+)`|``?([^`]+)``?", r"\1\2", paragraph)
 
@@ -308,6 +314,7 @@ def _listing(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def set_threads(threads: int | None) -> None:
+    """Set torch's number of CPU threads, unless None."""
     if threads is not None:
         import torch
 

@@ -1,4 +1,4 @@
-"""What the commands do that measure or forecast rules: sweep, calibrate and worth."""
+"""The commands of `fsd-infer` that measure or forecast rules: sweep, calibrate and worth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsd_infer.numerals import read_float
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """`fsd-infer sweep`."""
+    """Run `fsd-infer sweep`."""
     needed("scipy")
     from fsd_bench.evidence.page import write_page
     from fsd_bench.evidence.settings import SweepOptions
@@ -38,21 +38,22 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """`fsd-infer calibrate`."""
+    """Run `fsd-infer calibrate`."""
     needed("scipy")
     from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.calibrate import calibrate as run_calibrate
     from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.report import calibration_lines
 
-    loss, nats, speed = args.at_most_score_loss, args.at_most_nats, args.at_least_speed
     bounds = {name: None if most is None else most / 100 for name, most in (
         ("copies", args.at_most_copies), ("repeats", args.at_most_repeats)
     )}  # fmt: skip
-    if loss is not None:
-        promise = Promise(SCORE, loss / 100, **bounds)
+    if args.at_most_score_loss is not None:
+        promise = Promise(SCORE, args.at_most_score_loss / 100, **bounds)
+    elif args.at_most_nats is not None:
+        promise = Promise(NATS, args.at_most_nats, **bounds)
     else:
-        promise = Promise(NATS, nats, **bounds) if nats is not None else Promise(SPEED, speed, **bounds)
+        promise = Promise(SPEED, args.at_least_speed, **bounds)
     set_threads(args.threads)
     options = SweepOptions(
         prompts=words(args.prompts), rules=words(args.rules), temperatures=[args.temperature], examples=4,
@@ -66,7 +67,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def worth(args: argparse.Namespace) -> int:
-    """`fsd-infer worth`."""
+    """Run `fsd-infer worth`."""
     needed("scipy")
     from fsd_bench.worth.run import WorthOptions
     from fsd_bench.worth.run import worth as run_worth
@@ -88,7 +89,7 @@ def worth(args: argparse.Namespace) -> int:
 
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What sweep and calibrate share."""
+    """Return the keywords that sweep and calibrate share."""
     named = ("limit", "max_new_tokens", "seed", "score", "raw")
     return {**model_options(args), **{name: getattr(args, name) for name in named}}
 
@@ -96,5 +97,5 @@ def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
 def _temperatures(text: str) -> list[float]:
     values = [read_float(part) for part in words(text)]
     if None in values:
-        raise FsdError(f"--temperatures takes numbers with commas between them, got {text!r}.")
+        raise FsdError(f"--temperatures needs comma-separated numbers such as 0,0.7, got {text!r}.")
     return values  # type: ignore[return-value]

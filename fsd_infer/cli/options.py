@@ -1,7 +1,8 @@
-"""Types of command-line options, for argparse: numbers as they are written, within what makes sense."""
+"""Types of command-line options for argparse, and the options that several commands share."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -9,15 +10,15 @@ from typing import Any
 
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.numerals import MOST_SEED, read_float, read_int
 
-MOST_COUNT = 2**31 - 1  # of tokens, prompts, repeats ...
+MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
 MOST_GIB = 2**20
-SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "none")  # of bench.score, too heavy for --help
+SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "none")  # fsd_bench.score imports too much for --help
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """A whole number from ``low`` to ``high``."""
+    """Return an option type: whole numbers from ``low`` to ``high``."""
 
     def number(text: str) -> int:
         value = read_int(text)
@@ -33,7 +34,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parse a JSON object. Raises ArgumentTypeError for other text."""
     try:
         value = parse_json(text.encode("utf-8", "surrogatepass"), f"{text!r:.60}", "Give a JSON object.")
     except DataError as error:
@@ -44,28 +45,24 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def named_directory(text: str) -> tuple[str, str]:
-    """NAME=DIR."""
+    """Parse NAME=DIR. Raises ArgumentTypeError for other text."""
     name, equals, directory = text.partition("=")
     if not (name and equals and directory):
         raise ArgumentTypeError(f"{text!r:.60}: needs NAME=DIR")
     return name, directory
 
 
-TARGET_KWARGS: dict[str, Any] = {  # of an option of this name
-    "type": json_object,
-    "metavar": "JSON",
-    "help": """what transformers is to load the target with, such as '{"revision": "v2"}' or a quantization_config""",
-}
 positive = whole_number(1, MOST_COUNT)
+seed = whole_number(0, MOST_SEED)
 
 
 def thread_count(text: str) -> int:
-    """A number of threads; more than there are cores would only wait for each other."""
+    """Parse a number of threads, at most one per core: more would only wait for each other."""
     return whole_number(1, os.cpu_count() or 1)(text)
 
 
 def real_number(text: str) -> float:
-    """A number, perhaps ``inf``."""
+    """Parse a number or ``inf``. Raises ArgumentTypeError for other text."""
     value = read_float(text)
     if value is None:
         raise ArgumentTypeError(f"{text[:60]!r} is not a number that fits a float")
@@ -73,8 +70,74 @@ def real_number(text: str) -> float:
 
 
 def gibibytes(text: str) -> int:
-    """A positive number of GiB as bytes."""
+    """Parse a positive number of GiB and return bytes. Raises ArgumentTypeError for other text."""
     value = real_number(text)
     if not 0 < value <= MOST_GIB:
         raise ArgumentTypeError(f"must be a number above 0 and at most {MOST_GIB}, got {text}")
     return int(value * 2**30)
+
+
+TARGET_KWARGS: dict[str, Any] = {
+    "type": json_object,
+    "metavar": "JSON",
+    "help": """keywords for transformers to load the target with, such as '{"revision": "v2"}' or a """
+    "quantization_config",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "--target": {
+        "metavar": "NAME", "default": "smollm2-135m", "help": "built-in name, directory, GGUF file or hub id"
+    },
+    "--target-kwargs": TARGET_KWARGS,
+    "--drafter": {
+        "metavar": "NAME",
+        "help": 'head or small causal LM (directory or hub id); part of the target ("self:layers=0-9,20-29" or '
+        '"self:bits=3"); "shipped", "lookup", "recycle" or "none"; X+lookup and X+recycle graft either onto X '
+        "(default: the head shipped with the target, else lookup+recycle)",
+    },
+    "--dtype": {"metavar": "TYPE", "default": "bf16", "help": "data type of the models: bf16, fp16 or fp32"},
+    "--device": {"metavar": "NAME", "help": "such as cpu or cuda:1 (default: CUDA if available, else cpu)"},
+    "--tree": {
+        "metavar": "DEPTH,WIDTH,NODES[,STOP]",
+        "help": "shape of the draft tree, and the chance below which drafting stops; auto: chosen each round from what "
+        "earlier rounds took and accepted, with a seed from the text alone (default: auto on a CPU, else a shape)",
+    },
+    "--no-quantize": {"action": "store_true", "help": "keep a head's weights in bf16 on a CPU instead of fp8"},
+    "--expand": {
+        "action": "store_true",
+        "help": "expand a GGUF file's or a built-in target's weights to bf16 on a CPU",
+    },
+    "--cuda-graphs": {"action": "store_true", "help": "record forwards on a GPU as CUDA graphs and replay them"},
+    "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},
+}  # fmt: skip
+SHARED: dict[str, dict[str, Any]] = {
+    **MODELS,
+    "--prompts": {
+        "required": True, "metavar": "FILE", "help": "file of prompts, one JSON object a line: `turns`, `prompt`, "
+        "`messages`, `question` or `instruction`; rows with an `answer` can be scored"
+    },
+    "--limit": {"type": positive, "metavar": "N", "help": "take N prompts of each file, evenly spread (default: all)"},
+    "--max-new-tokens": {"type": positive, "default": 128, "metavar": "N", "help": "most tokens of an answer"},
+    "--temperature": {"type": real_number, "default": 0.0, "metavar": "T", "help": "sampling temperature, 0: greedy"},
+    "--seed": {"type": seed, "default": 0, "metavar": "N", "help": "seed of draws and bootstrap intervals"},
+    "--raw": {"action": "store_true", "help": "continue the prompts as they are, without the chat template"},
+    "--score": {
+        "choices": SCORES, "default": "auto", "help": "how answers are scored against the rows' references: last "
+        "number, first option named, IFEval's instructions, chrF or ROUGE-L; auto: the first three, by row"
+    },
+    "--json": {"metavar": "FILE", "help": "also write the record to FILE"},
+}  # fmt: skip
+
+
+def add(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
+    """Add options of :data:`SHARED` to a parser or group, each with ``changes`` to its argparse keywords."""
+    for name in names:
+        parser.add_argument(name, **{**SHARED[name], **changes})
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help that names each option's default, unless its text does so or the default is nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        silent = default is False or default in (None, "", argparse.SUPPRESS) or default == []
+        return text if silent or "default:" in text else f"{text} (default: %(default)s)"

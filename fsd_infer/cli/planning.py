@@ -1,15 +1,16 @@
-"""The commands of `fsd-infer` that look for a drafter, or at its cost, before there is one: estimate, skip-layers."""
+"""The commands of `fsd-infer` that plan a drafter before it is trained: estimate and skip-layers."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from fsd_infer.cli.commands import set_threads
 from fsd_infer.errors import FsdError
 
 
 def estimate(args: argparse.Namespace) -> int:
-    """`fsd-infer estimate`."""
+    """Run `fsd-infer estimate`."""
     from fsd_bench.estimate import Planned, planned_head, planned_lm
     from fsd_bench.planned import planned_target, read_changes
     from fsd_bench.report import estimate_text
@@ -30,8 +31,8 @@ def estimate(args: argparse.Namespace) -> int:
         width = planned.head.config.target_hidden_size
         if width != target.hidden_size:
             raise FsdError(
-                f"{args.drafter} reads features of {width} numbers, {args.target} has {target.hidden_size}: name the "
-                "head's own target."
+                f"{args.drafter} reads features of width {width}, but {args.target} has {target.hidden_size}: name the "
+                "target that this head was trained for."
             )
     else:
         vocabulary = min(args.draft_vocab, target.vocab_size)
@@ -41,16 +42,13 @@ def estimate(args: argparse.Namespace) -> int:
 
 
 def skip_layers(args: argparse.Namespace) -> int:
-    """`fsd-infer skip-layers`."""
+    """Run `fsd-infer skip-layers`."""
     from fsd_bench.skip_layers import answers, search
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.drafters.itself import spelled
     from fsd_infer.targets.loading import parse_device, parse_dtype
 
-    if args.threads is not None:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(args.target, dtype=parse_dtype(args.dtype), device=parse_device(args.device))
     texts = answers(decoder, args.prompts, args.limit, args.max_new_tokens)
     for step in search(decoder.target, texts, args.layers):

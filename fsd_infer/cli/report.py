@@ -1,4 +1,4 @@
-"""Plain text for the terminal: a table, one line of statistics, and tokens marked by where they came from."""
+"""Plain text for the terminal: tables, a line of statistics, and tokens marked by their source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Source
 
-# How a token of each source looks: ANSI colour, or a pair of marks around it.
+# how a token of each source looks: an ANSI colour, or a pair of marks around it
 COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m"}
 MARKS = {Source.TARGET: ("", ""), Source.EXACT: ("[", "]"), Source.GATE: ("{", "}")}
 MEANINGS = {Source.TARGET: "target", Source.EXACT: "exact acceptance", Source.GATE: "open gate"}
@@ -19,7 +19,7 @@ RESET = "\x1b[0m"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An aligned table: the first column to the left, numbers to the right."""
+    """Return an aligned table: the first column left, the others right."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
 
@@ -31,17 +31,17 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number for a table; "-" where there is none."""
+    """Format a number for a table, None as "-"."""
     return "-" if value is None else value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
 def percent(share: float | None, digits: int) -> str:
-    """A share as a percentage for a table; "-" where there is none."""
+    """Format a share as a percentage for a table, None as "-"."""
     return number(None if share is None else 100 * share, digits)
 
 
 def stats_line(stats: GenerationStats) -> str:
-    """One line on one answer: length, speed, accepted length, gates, divergence."""
+    """Return one line on an answer: length, speed, acceptance length, gates, nats spent."""
     reasons = ", ".join(sorted({row.finish_reason for row in stats.rows}))
     rule = " ".join(f"{stats.rule[key]}" for key in ("rule", "divergence") if stats.rule.get(key))
     if stats.rule.get("threshold") is not None:
@@ -59,14 +59,14 @@ def stats_line(stats: GenerationStats) -> str:
 
 
 def use_colour(choice: str, stream: TextIO) -> bool:
-    """Whether to write colours: "always", "never", or "auto": on a terminal, unless NO_COLOR is set."""
+    """Return whether to write colours: "always", "never", or "auto" for terminals without NO_COLOR."""
     if choice not in ("auto", "always", "never"):
-        raise FsdError(f"colour is auto, always or never, not {choice!r}.")
+        raise FsdError(f"colour must be auto, always or never, got {choice!r}.")
     return choice == "always" or (choice == "auto" and stream.isatty() and not os.environ.get("NO_COLOR"))
 
 
 def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -> str:
-    """The text with every token coloured, or set in marks, by its :class:`Source`."""
+    """Return the text with each token coloured, or set in marks, by its :class:`Source`."""
     shown = []
     for piece, source in zip(pieces, sources, strict=True):
         code, (opening, closing) = COLOURS[Source(source)], MARKS[Source(source)]
@@ -78,7 +78,7 @@ def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -
 
 
 def legend(colour: bool) -> str:
-    """What the colours or marks of :func:`show_accepted` mean."""
+    """Return the meaning of the colours or marks of :func:`show_accepted`."""
     return "tokens by source: " + ", ".join(
         show_accepted([MEANINGS[source]], [source], colour) for source in (Source.TARGET, Source.EXACT, Source.GATE)
     )

@@ -1,4 +1,4 @@
-"""How the command lines `fsd-infer` and `fsd-train` end: whatever goes wrong is one line and an exit status."""
+"""How `fsd-infer` and `fsd-train` end: every error becomes one line and an exit status."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from fsd_infer.errors import FsdError
 
-UNEXPECTED = 1  # an error of the program's
-BAD_INPUT = 2  # as argparse has it
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+UNEXPECTED = 1  # an internal error
+BAD_INPUT = 2  # as argparse exits
+INTERRUPTED = 130  # as shells report it: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXTRAS = {
     **dict.fromkeys(("scipy", "matplotlib"), "bench"),
@@ -33,17 +33,17 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     """Run a command and return its exit status.
 
     ======================  ==========================================================================================
-    0                       it went well (or what the command returned)
+    0                       success (or the status that the command returned)
     2, a line               bad input: an FsdError, a file that cannot be read or written, a package not installed
-    1, a line               an error of the program's own; the line names a file that holds the traceback
+    1, a line               an internal error; the line names a file that holds the traceback
     130                     interrupted
-    141                     whoever read our output has gone
+    141                     the reader of the output is gone
     ======================  ==========================================================================================
 
     Args:
-        program: what the line begins with.
+        program: name that the line begins with.
         command: does the work.
-        debug: raise instead, except for interrupts.
+        debug: raise errors instead, except interrupts.
     """
     _forgiving_streams()
     try:
@@ -51,7 +51,7 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     except KeyboardInterrupt:
         return _say(program, "interrupted", INTERRUPTED)
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # or Python complains once more when it flushes what is left
+        with contextlib.suppress(OSError):  # or Python complains again when it flushes the rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except FsdError as error:
@@ -69,7 +69,7 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
         return _say(program, "out of memory: ask for less at once, or use a smaller model.", BAD_INPUT)
     except (SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # not all are Exceptions: panics of libraries in Rust are not
+    except BaseException as error:  # panics of Rust libraries are no Exceptions
         if debug:
             raise
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("fsd_"):
@@ -79,18 +79,18 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
 
 
 def needed(package: str) -> None:
-    """Raise ModuleNotFoundError if a package that the end of long work needs is not installed."""
+    """Raise ModuleNotFoundError for a missing package before the long work that needs it at its end."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(name=package)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one line instead of after its usage."""
+    """An argument parser that reports an error in one line, without its usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = super().parse_known_args(args, namespace)
         for action in self._actions:
-            if action.nargs is None and getattr(found[0], action.dest, None) == []:  # some Pythons read --option=-- so
+            if action.nargs is None and getattr(found[0], action.dest, None) == []:  # how some Pythons read --option=--
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
         return found
 
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(text: str) -> str:
-    """``text`` on one line that a terminal shows as it is: blanks are joined, what is not printable is escaped."""
+    """Return ``text`` on one line: join blanks, escape unprintable characters, cut the middle of a long text."""
     line = " ".join(text.split())
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
@@ -107,7 +107,7 @@ def one_line(text: str) -> str:
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    if error.name is None:  # Lightning's, which name the command themselves
+    if error.name is None:  # Lightning's errors name the command themselves
         return str(error)
     package = error.name.partition(".")[0]
     wanted = f"'fsd-toolkit[{EXTRAS[package]}]'" if package in EXTRAS else package
@@ -120,7 +120,7 @@ def _say(program: str, text: str, status: int) -> int:
 
 
 def _forgiving_streams() -> None:
-    """Let a stream that cannot encode a character write another in its place: an answer must not end in an error."""
+    """Escape characters that a stream cannot encode, so that no answer ends in an error."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

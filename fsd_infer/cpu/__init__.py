@@ -1,4 +1,4 @@
-"""Everything that only makes a CPU faster: packed weights, fused operations, kernels of our own.
+"""Code that only makes a CPU faster: packed weights, fused operations, compiled kernels.
 
-The rest of the package imports :mod:`fsd_infer.cpu.ops` and nothing else of this folder.
+The rest of the package imports only :mod:`fsd_infer.cpu.ops` from here.
 """

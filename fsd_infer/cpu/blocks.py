@@ -23,12 +23,12 @@ _SMALLEST = 2.0**-14  # fp16 below this has fewer digits
 
 @dataclass(frozen=True)
 class Blocks:
-    """A weight as a quantised file has it.
+    """A weight in the blocks of a quantised file.
 
     Attributes:
-        kind: ggml's number of its type.
+        kind: ggml's number of the tensor type.
         rows: [out, bytes] uint8, contiguous.
-        order: [out] int64, which row is an output's; None: all in order.
+        order: [out] int64, the row of each output; None: in order.
     """
 
     kind: int

@@ -1,7 +1,7 @@
-"""Compiles ``kernels.cpp`` once, in seconds, with the machine's own C++ compiler, into the user's cache.
+"""Compile ``kernels.cpp`` once, in seconds, with the local C++ compiler, into the user's cache.
 
-A library's name in the cache holds the digests of what it was made from, of the compiler, and of its own content. What
-is loaded was compared with its name before: a damaged file would end the process by a signal instead of an error.
+A cached library's name holds the digests of its source and flags, of the compiler, and of its own content. The content
+is compared with the name before loading, because a damaged library would end the process by a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLAGS = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
 ]
 _TILES = {"amx_tile", "amx_bf16"}
-_DIGITS = 32  # of a library's own digest
+_DIGITS = 32  # hex digits of a library's content digest
 
 _Library = TypeVar("_Library")
 
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 def build(load: Callable[[Path], _Library]) -> _Library | None:
-    """What ``load`` makes of the compiled library; None, with a warning, where it cannot be compiled or loaded.
+    """Return what ``load`` makes of the compiled library; None, with a warning, if it cannot be compiled or loaded.
 
-    Without a compiler, one that any compiler has made of the same source serves.
+    Without a compiler, a cached library of the same source serves, whichever compiler made it.
     """
     reason = ""
-    for tiles in (True, False) if _TILES <= cpu_flags() else (False,):  # an old compiler or system may know no AMX
+    for tiles in (True, False) if _TILES <= cpu_flags() else (False,):  # an old compiler or system may lack AMX
         try:
             return build_for(load, tiles)
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
@@ -50,9 +50,9 @@ def build(load: Callable[[Path], _Library]) -> _Library | None:
 
 
 def build_for(load: Callable[[Path], _Library], tiles: bool) -> _Library:
-    """As :func:`build`, for processors with or without AMX.
+    """Build as :func:`build` does, with or without AMX (``tiles``).
 
-    Raises OSError, AttributeError or SubprocessError where nothing can be compiled or loaded.
+    Raises OSError, AttributeError or SubprocessError if nothing can be compiled or loaded.
     """
     sources = [_SOURCE, *sorted(_SOURCE.with_name("native").glob("*.h"))]
     flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if tiles)]
@@ -70,10 +70,10 @@ def build_for(load: Callable[[Path], _Library], tiles: bool) -> _Library:
 
 
 def _compiler() -> tuple[list[str], bytes]:
-    """Its command, and what it says of its version. Raises OSError or SubprocessError where there is none."""
+    """Return the compiler's command and version output. Raises OSError or SubprocessError if there is none."""
     named = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if not named:
-        raise FileNotFoundError("there is no C++ compiler. Install g++ to have them.")
+        raise FileNotFoundError("there is no C++ compiler. Install g++.")
     try:
         command = [named] if shutil.which(named) else shlex.split(named)  # CXX may have arguments
     except ValueError as error:
@@ -82,7 +82,7 @@ def _compiler() -> tuple[list[str], bytes]:
 
 
 def _whole(pattern: str) -> list[Path]:
-    """Cached libraries of such names whose content is what the name says; damaged ones are removed."""
+    """Return matching cached libraries whose content has the digest in their name, and delete the others."""
     found = []
     for file in sorted((cache_dir() / "kernels").glob(pattern)):
         with suppress(OSError):
@@ -94,7 +94,7 @@ def _whole(pattern: str) -> list[Path]:
 
 
 def _compile(command: list[str], name: str, load: Callable[[Path], _Library]) -> _Library:
-    """Compile, keep the library in the cache if that can be written, and load it."""
+    """Compile the kernels, cache the library if the cache is writable, and load it."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "kernels.so"
         subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, check=True, timeout=600)

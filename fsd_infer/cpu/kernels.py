@@ -1,13 +1,12 @@
-"""Our own CPU kernels for the few tokens of a round: products over oneDNN's packed weights, and whole decoder layers.
+"""Python interface of the CPU kernels: products over packed weights, decoder layers, and operations on rows of logits.
 
-A round runs the target over one to some twenty tokens. There oneDNN's products take twice the time that reading the
-weights takes, and a third of a forward goes into starting small operations. ``kernels.cpp`` holds a product for few
-rows and a decoder layer of the Llama kind in one call, which leave little beside the reading. It is compiled once, in
-seconds, by the machine's own C++ compiler, and kept in the user's cache. Where there is none, or no AVX512-BF16, or
-where FSD_KERNELS=0 is set, everything runs through torch as before: the same results within bf16 rounding.
+A round runs the target over about one to twenty tokens. At that size oneDNN's products take twice the time of reading
+the weights, and starting small operations takes a third of a forward. ``kernels.cpp`` computes products of a few rows,
+and a whole decoder layer of the Llama kind in one call. It is compiled once with the local C++ compiler and cached.
+Without a compiler or AVX512-BF16, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
 
-A row's result does not depend on how many rows are computed with it, nor on what lies in slots that it does not see:
-a tree's logits are those of decoding token by token, bit by bit.
+A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
+equal those of decoding token by token, bit by bit.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from torch import Tensor
 
 from fsd_infer.device.cpuinfo import cpu_flags
 
-PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # as ``Kind`` of kernels.cpp numbers them
-_FEW_NUMBERS = 2**18  # are looked through by one thread before a second one is awake
+PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # numbered as ``Kind`` in kernels.cpp
+_FEW_NUMBERS = 2**18  # one thread reads these before a second one wakes up
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
-FEW_TOKENS = 64  # of a text, as in a tree: their forwards agree bit by bit, whatever is computed with them
+FEW_TOKENS = 64  # per text: forwards over at most this many agree bit by bit, whatever runs beside them
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
 
 
@@ -36,7 +35,7 @@ TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, s
 
 
 class Linear(Structure):
-    """``fsd_linear`` of kernels.cpp."""
+    """The struct ``fsd_linear`` of kernels.cpp."""
 
     _fields_ = [
         ("panels", c_void_p),
@@ -47,7 +46,7 @@ class Linear(Structure):
 
 
 class Layer(Structure):
-    """``fsd_layer`` of kernels.cpp."""
+    """The struct ``fsd_layer`` of kernels.cpp."""
 
     _fields_ = [
         *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
@@ -56,7 +55,7 @@ class Layer(Structure):
 
 
 class Stack(Structure):
-    """``fsd_stack`` of kernels.cpp."""
+    """The struct ``fsd_stack`` of kernels.cpp."""
 
     _fields_ = [
         ("layers", POINTER(Layer)),
@@ -66,7 +65,7 @@ class Stack(Structure):
 
 
 class Forward(Structure):
-    """``fsd_forward`` of kernels.cpp."""
+    """The struct ``fsd_forward`` of kernels.cpp."""
 
     _fields_ = [
         *((name, c_int64) for name in ("batch", "count")),
@@ -92,10 +91,10 @@ class Kernels:
     """The compiled library. Tensors are bf16, contiguous, and on the CPU.
 
     Attributes:
-        panel: output columns side by side in the packed weights that it reads.
+        panel: output columns per panel of a packed weight.
 
     Raises:
-        OSError: the library cannot be loaded, or the system denies it the use of AMX.
+        OSError: the library cannot be loaded, or the system does not grant AMX.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,23 +140,23 @@ class Kernels:
         self._union.restype = None
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
-        """x [..., depth] -> [..., columns]."""
+        """Multiply x [..., depth] with a packed weight and add its bias: [..., columns]."""
         y = x.new_empty((*x.shape[:-1], layer.columns))
         rows, many = x.numel() // x.shape[-1], x.dim() > 1 and x.shape[-2] > FEW_TOKENS
         self._linear(x.data_ptr(), layer, y.data_ptr(), rows, many, torch.get_num_threads())
         return y
 
     def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
-        """Rows of a GGUF file as panels that the products read; None if they cannot be held so.
+        """Reorder rows of a GGUF tensor into panels that the products read; None for an unsupported kind or size.
 
         Args:
-            kind: ggml's number of their type.
+            kind: ggml's number of the tensor type.
             rows: [columns, bytes] uint8, contiguous.
             depth: numbers in a row.
-            order: [columns] int64, which row is a column's; None: all in order.
+            order: [columns] int64, the row of each column; None: in order.
 
         Raises:
-            ValueError: a scale that is no finite number.
+            ValueError: a scale is not finite.
         """
         size = self.block_bytes(kind, len(rows), depth)
         if not size:
@@ -171,7 +170,7 @@ class Kernels:
         return panels
 
     def block_rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """:meth:`rows` of a weight in blocks, in bf16 or fp32."""
+        """Return :meth:`rows` of a weight in blocks, in bf16 or fp32."""
         found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
         narrow, threads = dtype == torch.bfloat16, torch.get_num_threads() if ids.numel() > FEW_TOKENS else 1
         if self._block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
@@ -179,7 +178,7 @@ class Kernels:
         return found
 
     def rows(self, layer: Linear, ids: Tensor) -> Tensor:
-        """Rows ids [...] of the layer's weight, in bf16: [..., depth]. Raises IndexError for an id that is no row."""
+        """Return rows ids [...] of a weight in bf16: [..., depth]. Raises IndexError for an id outside it."""
         found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
         if self._rows(layer.panels, layer.columns, layer.depth, ids.data_ptr(), ids.numel(), found.data_ptr()):
             raise _no_rows(ids, layer)
@@ -188,7 +187,7 @@ class Kernels:
     def row_statistics(
         self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See :func:`fsd_infer.cpu.ops.row_statistics`: logits [..., V] in bf16 or fp32, rows [R] of [M, V] or None."""
+        """Compute :func:`fsd_infer.cpu.ops.row_statistics` of logits [..., V] or of rows [R] of [M, V]."""
         columns = logits.shape[-1]
         shape = logits.shape[:-1] if rows is None else rows.shape
         if rows is not None:
@@ -212,7 +211,7 @@ class Kernels:
         return highest, where, total
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """See :func:`fsd_infer.cpu.ops.row_entropies`; arguments as of :meth:`row_statistics`."""
+        """Compute :func:`fsd_infer.cpu.ops.row_entropies`; arguments as of :meth:`row_statistics`."""
         if rows is not None:
             _check_rows(rows, logits)
             rows = rows.contiguous()
@@ -224,7 +223,7 @@ class Kernels:
         return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """logits [..., V] in bf16 or fp32 -> (ln q [..., count] in fp32, falling, tokens [..., count]); count <= V."""
+        """Compute :func:`fsd_infer.cpu.ops.likeliest` of logits [..., V] in bf16 or fp32; count <= V."""
         log_q = torch.empty(*logits.shape[:-1], count)
         where = torch.empty(log_q.shape, dtype=torch.long)
         columns = logits.shape[-1]
@@ -233,14 +232,14 @@ class Kernels:
         return log_q, where
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
-        """scores [..., V] in fp32 -> the same with numbers below the ``count``-th largest of their row as ``other``."""
+        """Compute :func:`fsd_infer.cpu.ops.keep_largest` of scores [..., V] in fp32."""
         found, columns = torch.empty_like(scores), scores.shape[-1]
         rows, threads = scores.numel() // columns, torch.get_num_threads()
         self._keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
         return found
 
     def ancestors(self, parents: Tensor) -> Tensor:
-        """See :func:`fsd_infer.cpu.ops.ancestors`: int64."""
+        """Compute :func:`fsd_infer.cpu.ops.ancestors` of int64 parents."""
         batch, count = parents.shape
         found = torch.empty(batch, count, count, dtype=torch.bool)
         self._ancestors(parents.data_ptr(), batch, count, found.data_ptr())
@@ -266,20 +265,20 @@ class Kernels:
         ids: Tensor | None,
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """D(p, q) in fp32, as :func:`fsd_infer.divergence.divergence` of that name has it.
+        """Compute D(p, q) in fp32, see :func:`fsd_infer.divergence.divergence`.
 
         Args:
-            name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` none that is infinite where q is 0.
+            name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
             p: [..., V] logits in bf16 or fp32.
             q: [..., Vd] logits in bf16 or fp32.
-            ids: [Vd] int64, the tokens that q is about; None: V = Vd.
-            rows: [R] int64, which rows of p [M, V] are compared with which of q [I, Vd]; None: all in order.
+            ids: [Vd] int64, the tokens of q's columns; None: V = Vd.
+            rows: [R] int64 each, the rows of p [M, V] and of q [I, Vd] to compare; None: all in order.
 
         Returns:
-            [...], or [R].
+            [...], or [R] with ``rows``.
 
         Raises:
-            IndexError: a row or a token that is not there.
+            IndexError: a row or a token is out of range.
         """
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < p.shape[-1]:
             raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
@@ -297,10 +296,10 @@ class Kernels:
         return out
 
     def stack(self, stack: Stack, forward: Forward) -> None:
-        """Run decoder layers. ``forward.scratch`` is filled in: this thread's memory, whose forwards take turns.
+        """Run decoder layers. Sets ``forward.scratch`` to memory of this thread, which its forwards reuse.
 
         Raises:
-            IndexError: a slot or a position that is not there; then nothing was written.
+            IndexError: a slot or a position is out of range; then nothing was written.
         """
         size = self._scratch(stack, forward)
         held: Tensor | None = getattr(self._memory, "scratch", None)
@@ -313,10 +312,10 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """The kernels, compiled where they have not been; None where they cannot be had (the log says why)."""
+    """Return the kernels, compiled if needed; None if this machine cannot run them. The log says why."""
     if os.environ.get("FSD_KERNELS") == "0" or not NEEDED <= cpu_flags():
         return None
-    from fsd_infer.cpu.build import build  # what only adds up or compares rows of numbers needs no compiler
+    from fsd_infer.cpu.build import build  # imported late: rules need no compiler
 
     return build(Kernels)
 
@@ -326,15 +325,19 @@ def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
 
 
 def _check_rows(rows: Tensor, of: Tensor) -> None:
-    """Raise IndexError for a row [R] that [M, V] does not have: the kernels would read wherever that is."""
+    """Raise IndexError for a row outside [M, V], which the kernels would read unchecked."""
     if not all(0 <= row < len(of) for row in rows.tolist()):
         raise IndexError(f"rows {rows.tolist()} of logits with {len(of)} rows.")
 
 
 def panels_of(weight: Tensor, packed: Tensor) -> int | None:
-    """Address of the packed copy of a weight [out, in] if the kernels can read it, else None.
+    """Return the address of a weight's packed copy if the kernels can read its layout, else None.
 
-    oneDNN chooses the layout, by machine and version. So bytes of the first and last panel are compared.
+    oneDNN chooses the layout by machine and version, so this compares the bytes of the first and last panel.
+
+    Args:
+        weight: [out, in] in bf16.
+        packed: oneDNN's packed copy.
     """
     columns, depth = weight.shape
     compiled = kernels()

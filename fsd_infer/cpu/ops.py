@@ -1,7 +1,7 @@
-"""The operations that the rest of the package asks of a CPU. Nothing else of this folder is imported from outside.
+"""Operations that the rest of the package asks of a CPU. Nothing else of this package is imported from outside.
 
-Each computes by our kernels where these can be had (:mod:`fsd_infer.cpu.kernels`), and in plain torch otherwise: on
-other devices, for other data types, under autograd, on processors without AVX512-BF16 and with FSD_KERNELS=0.
+Each runs in our kernels (:mod:`fsd_infer.cpu.kernels`) if they are available, and in plain torch otherwise: on other
+devices, for other data types, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ __all__ = [
     "weight_rows",
 ]
 
-_FEW_LARGEST = 256  # the kernel inserts each into a sorted list; of more, torch's selection is faster
-_STACK = "_decoder_stack"  # of a module that owns decoder layers, among its own attributes
+_FEW_LARGEST = 256  # the kernel inserts into a sorted list; above, torch's selection is faster
+_STACK = "_decoder_stack"  # attribute of a module that owns decoder layers
 
 
 def kernel_kind() -> str | None:
-    """Which of our kernels run on this machine: "amx", "avx512", or None for torch alone. Compiles them if needed."""
+    """Return which kernels run here: "amx", "avx512", or None for torch alone. Compiles them if needed."""
     compiled = kernels()
     return None if compiled is None else "amx" if compiled.panel == 32 else "avx512"
 
@@ -66,17 +66,17 @@ def kernel_kind() -> str | None:
 
 
 def row_maxima(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The largest number of each row and where it first stands.
+    """Return the largest number of each row and its first index.
 
     Args:
         logits: [..., V]; [M, V] with ``rows``.
-        rows: [R] int64, the rows that are meant; None for all.
+        rows: [R] int64, the rows to look at; None for all.
 
     Returns:
-        (values [...] or [R] in fp32, NaN where a row has one; int64 indices of the same shape, arbitrary for NaN).
+        Values [...] or [R] in fp32, NaN if the row has one. Indices of the same shape in int64, arbitrary for NaN.
 
     Raises:
-        IndexError: a row that is not there.
+        IndexError: a row is out of range.
     """
     compiled = _compiled(logits)
     if compiled is not None:
@@ -87,7 +87,7 @@ def row_maxima(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def row_statistics(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`row_maxima`, and ln Σ exp of each row in fp32: its largest number where that is infinite or NaN."""
+    """Return :func:`row_maxima` and each row's ln Σ exp in fp32, or its largest number if that is infinite or NaN."""
     compiled = _compiled(logits)
     if compiled is not None:
         highest, best, total = compiled.row_statistics(logits.contiguous(), rows)
@@ -98,9 +98,9 @@ def row_statistics(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, 
 
 
 def row_entropies(logits: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Entropy of softmax of each row in nats, [...] or [R] in fp32; arguments as of :func:`row_maxima`.
+    """Return the entropy of each row's softmax in nats: [...] or [R] in fp32.
 
-    Of a row that is no logits of a distribution anything.
+    Arguments as of :func:`row_maxima`. The result is arbitrary for a row of invalid logits.
     """
     compiled = _compiled(logits)
     if compiled is not None:
@@ -110,7 +110,7 @@ def row_entropies(logits: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """logits [..., V] -> (the ``count`` highest log-probabilities [..., count] in fp32, falling; their tokens)."""
+    """Return the ``count`` highest log-probabilities of logits [..., V] in fp32, falling, and their tokens."""
     compiled = _compiled(logits)
     if compiled is not None:
         return compiled.likeliest(logits.contiguous(), count)
@@ -119,7 +119,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_largest(scores: Tensor, count: int, other: float = -math.inf) -> Tensor:
-    """A copy of scores [..., V] whose numbers below the ``count``-th largest of their row are ``other``."""
+    """Return scores [..., V] with numbers below their row's ``count``-th largest replaced by ``other``."""
     compiled = _compiled(scores) if scores.dtype == torch.float32 and count <= _FEW_LARGEST else None
     if compiled is not None:
         return compiled.keep_largest(scores.contiguous(), count, other)
@@ -129,19 +129,19 @@ def keep_largest(scores: Tensor, count: int, other: float = -math.inf) -> Tensor
 def plain_divergence(
     name: str, p: Tensor, q: Tensor, ids: Tensor | None, rows: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> Tensor | None:
-    """D(p, q) per row by the kernels, or None where :mod:`fsd_infer.divergence`, which defines it, has to compute it.
+    """Compute D(p, q) per row in the kernels, or return None if :mod:`fsd_infer.divergence` has to compute it.
 
-    In torch it is a dozen passes over V, and a fuzzy rule asks every round.
+    torch takes a dozen passes over V, in every round of a fuzzy rule.
 
     Args:
-        name: of the divergence. Only the five plain forms are known here.
+        name: of the divergence; the kernels know the five plain forms.
         p: [..., V] logits; [M, V] with ``rows``.
         q: [..., Vd] logits; [I, Vd] with ``rows``.
-        ids: [Vd] int64, the tokens that q is about, for forms that are finite where q is 0; None: V = Vd.
-        rows: [R] each, which rows of p and of q are compared; None: all, in order.
+        ids: [Vd] int64, the tokens of q's columns, for forms that are finite where q is 0; None: V = Vd.
+        rows: [R] int64 each, the rows of p and of q to compare; None: all in order.
 
     Raises:
-        IndexError: a row or a token that is not there.
+        IndexError: a row or a token is out of range.
     """
     shapes = [x.shape[:-1] if which is None else which.shape for x, which in zip((p, q), rows, strict=True)]
     width = p.shape[-1] if ids is None else ids.shape[0]
@@ -153,16 +153,17 @@ def plain_divergence(
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """[B, N] int64 parents, each before its children -> [B, N, N] bool; is node j on the path from the root to node i.
+    """Return whether node j is on the path from the root to node i, itself included: [B, N, N] bool.
 
-    A node is on its own path. The root's parent is the root.
+    Args:
+        parents: [B, N] int64, each node's parent, which comes before it; the root's is the root.
     """
     compiled = kernels() if parents.device.type == "cpu" else None
     if compiled is not None:
         return compiled.ancestors(parents.contiguous())
     count = parents.shape[1]
     found = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-    for _ in range((count - 1).bit_length()):  # each time twice as much of the path is known
+    for _ in range((count - 1).bit_length()):  # each pass doubles the known part of a path
         found = found | found.gather(1, parents[..., None].expand(-1, -1, count))
         parents = parents.gather(1, parents)
     return found
@@ -186,7 +187,7 @@ def tree_union(main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:
-    """The kernels, if they take such logits."""
+    """Return the kernels, if they take such logits."""
     fits = all(x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) for x in logits)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in logits)
     return kernels() if fits and not differentiated else None
@@ -196,20 +197,20 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 
 
 def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -> None:
-    """Prepare a model or a draft head on a CPU; nothing on other devices.
+    """Prepare a model or a draft head on a CPU. Other devices are left alone.
 
-    Linear layers in bf16 get packed weights. Whatever in ``module`` owns decoder layers that our kernels know gets a
-    :class:`DecoderStack`, which targets and heads run in place of the layers (:func:`stack_of`). The model's own
-    forward, and so ``generate``, works as before.
+    Linear layers in bf16 get packed weights. Each part of ``module`` that owns decoder layers known to the kernels gets
+    a :class:`DecoderStack`. Targets and heads run the stack in place of the layers (:func:`stack_of`). The model's own
+    forward and ``generate`` work as before.
 
     Args:
         module: the model or head.
-        release: free the plain weights of packed layers where nobody else reads them, so that memory holds each once.
+        release: free the plain weights of packed layers that nobody else reads, so that memory holds each weight once.
             ``state_dict`` lacks their values until :func:`restore`.
-        quantize: hold packed weights as fp8 numbers (:meth:`Packed.quantize`).
+        quantize: hold packed weights in fp8 (:meth:`Packed.quantize`).
     """
     devices = {parameter.device.type for parameter in module.parameters()}
-    if "cpu" not in devices or devices - {"cpu", "meta"}:  # "meta": what was released before
+    if "cpu" not in devices or devices - {"cpu", "meta"}:  # "meta": released earlier
         return
     pack_linears(module, release)
     if quantize:
@@ -224,7 +225,7 @@ def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -
 
 
 def restore(module: nn.Module) -> int:
-    """Undo :func:`speed_up`: every module computes by itself and has its weight; returns how many were packed."""
+    """Undo :func:`speed_up`: give every module its weight and forward back. Return the number of packed layers."""
     packed = packed_in(module)
     for product in packed:
         product.unpack()
@@ -233,32 +234,32 @@ def restore(module: nn.Module) -> int:
 
 
 def forget_stacks(module: nn.Module) -> None:
-    """Every decoder layer in ``module`` is called by itself until the next :func:`speed_up`: layers have changed."""
+    """Call decoder layers one by one until the next :func:`speed_up`, because layers have changed."""
     for part in module.modules():
         vars(part).pop(_STACK, None)
 
 
 def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Give a layer another parameter; if it is a packed weight, the layer computes by itself again."""
+    """Replace a parameter of a layer. A layer with a packed weight returns to its own forward."""
     setattr(layer, name, nn.Parameter(value, requires_grad=False))
     if name == "weight" and packed_of(layer) is not None:
         del vars(layer)["forward"]
 
 
 def stack_of(owner: nn.Module) -> DecoderStack | None:
-    """The decoder layers of ``owner`` as one call, if :func:`speed_up` found that our kernels know them.
+    """Return the decoder layers of ``owner`` as one call, if :func:`speed_up` made a stack of them.
 
-    None too where a hook waits for a call of one of the layers' modules: the owner then calls them one by one.
+    Returns None if a module of the layers has a hook, so that the owner calls the layers one by one.
     """
     stack: DecoderStack | None = vars(owner).get(_STACK)
     return None if stack is None or stack.is_hooked else stack
 
 
 def packed_products(module: nn.Module) -> list[Packed]:
-    """The packed linear layers in ``module``."""
+    """Return the packed linear layers in ``module``."""
     return packed_in(module)
 
 
 def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Rows ids [K] of a linear layer's or embedding's weight (None: all), packed, quantised or neither: [K, in]."""
+    """Return rows ids [K] of a linear layer's or embedding's weight: [K, in], of all rows for None."""
     return rows_of(layer, ids)

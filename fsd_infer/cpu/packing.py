@@ -1,7 +1,7 @@
-"""bf16 linear layers with weights in oneDNN's own layout, and, for draft heads, in fp8.
+"""bf16 linear layers with weights in oneDNN's layout, in fp8 for draft heads, or in the blocks of a quantised file.
 
-An unpacked bf16 weight is reordered in every call; packed once, a linear layer over a few tokens takes half the time,
-and our kernels read it where it lies. A layer's forward is replaced on the instance; modelling code is not touched.
+oneDNN reorders an unpacked bf16 weight in every call. Packed once, a linear layer over a few tokens takes half the
+time, and our kernels read the packed weight too. A layer's forward is replaced on the instance, not in its class.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsd_infer.cpu.blocks import Blocks, blocks_of
 from fsd_infer.cpu.kernels import MOST_ROWS, Linear, kernels, panels_of
 from fsd_infer.device.memory import trim
 
-_COMPUTED = "_computed_weight"  # of a quantised layer, among its own attributes
+_COMPUTED = "_computed_weight"  # attribute of a quantised layer
 
 
 def can_pack() -> bool:
-    """Does this build and machine run bf16 matrix products through oneDNN?"""
+    """Return whether this build and machine run bf16 matrix products through oneDNN."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -28,17 +28,16 @@ class Packed:
     """A linear layer's forward, x [..., in] -> x Wᵀ + b, through its packed weight.
 
     Attributes:
-        layer: whose forward this is, once :meth:`put_on` was called.
-        weight: packed by oneDNN, [out, in]; after :meth:`quantize` fp8 panels, which our kernels alone read, as they
-            do blocks.
-        scales: [out] after :meth:`quantize`, in fp32; else None.
-        native: the layer as the kernels take it; None if they cannot read its weight.
+        layer: the layer that computes by this after :meth:`put_on`.
+        weight: [out, in] packed by oneDNN; or panels of blocks, or of fp8 after :meth:`quantize`, for our kernels only.
+        scales: [out] in fp32 after :meth:`quantize`, else None.
+        native: the layer in the kernels' struct; None if they cannot read its weight.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding, blocks: Blocks | None = None) -> None:
-        """Pack the layer's weight, or, in its place, ``blocks`` of the same shape.
+        """Pack the layer's weight, or ``blocks`` of the same shape in its place.
 
-        Raises ValueError for blocks that cannot be held, see :func:`hold_blocks`.
+        Raises ValueError for unsupported blocks, see :func:`hold_blocks`.
         """
         weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
         self.layer = layer
@@ -58,7 +57,7 @@ class Packed:
             address = None if self.bias is None else self.bias.data_ptr()
             sizes = dict(columns=self.columns, depth=self.depth)
             self.native = Linear(panels=panels, kind=self.kind, bias=address, **sizes)
-        self._table: nn.Embedding | None = None  # that its weight is tied to, if it serves both alone
+        self._table: nn.Embedding | None = None  # the tied embedding that it serves too
 
     def _panels(self, blocks: Blocks) -> Tensor:
         taken = (blocks.kind, blocks.rows, self.depth, blocks.order)
@@ -68,8 +67,8 @@ class Packed:
         return made
 
     def put_on(self) -> None:
-        """Compute by this from now on."""
-        # seen before the class's method
+        """Make the layer compute by this."""
+        # an instance attribute precedes the class's method
         vars(self.layer)["forward"] = Rows(self) if isinstance(self.layer, nn.Embedding) else self
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -79,20 +78,19 @@ class Packed:
         if self.kind:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return nn.functional.linear(x, self.dense().to(x.dtype), bias)
-        # .default: the overload itself, which Python reaches faster than the operator that chooses among overloads
+        # .default skips the search among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
     def release(self) -> None:
-        """Free the layer's plain weight. Its parameter stays, without memory (device "meta"), until :meth:`unpack`."""
+        """Free the layer's plain weight. Its parameter stays on the device "meta" until :meth:`unpack`."""
         empty = torch.empty(self.columns, self.depth, dtype=torch.bfloat16, device="meta")
         self.layer.weight = nn.Parameter(empty, requires_grad=False)
 
     def quantize(self) -> None:
-        """Hold the weight as fp8 numbers and a scale per output from now on: half as much to read.
+        """Convert the weight to fp8 with a scale per output. Does nothing if our kernels cannot read the weight.
 
-        A sign, three bits of exponent, four of the mantissa: a number is off by 1/33 of itself at most, or, where it is
-        small, by 1/248 of the largest of its output's. For drafters: what they draft changes no law of `exact`. Where
-        our kernels cannot read the weight it stays as it is.
+        Numbers have a sign, three exponent bits and four mantissa bits. The error is at most 1/33 of a number, or for
+        small ones 1/248 of the largest in its output. This is for drafters, whose drafts change no law of `exact`.
         """
         if self.native is None or self.kernels is None or self.scales is not None or self.kind:
             return
@@ -101,11 +99,11 @@ class Packed:
 
     @property
     def saved_bytes(self) -> int:
-        """By :meth:`quantize`, of the weight in bf16."""
+        """Bytes that :meth:`quantize` saved relative to bf16."""
         return 0 if self.scales is None else self.columns * self.depth - self.scales.nbytes
 
     def dense(self) -> Tensor:
-        """The weight [out, in] in bf16, as the products have it; of blocks, each number rounded once."""
+        """Return the weight [out, in] of the products in bf16. Numbers of blocks are rounded once."""
         if self.kind:
             return self.rows(torch.arange(self.columns))
         if self.scales is None:
@@ -115,7 +113,7 @@ class Packed:
         return (torch.where(numbers < 0, -sizes, sizes) * self.scales[:, None]).to(torch.bfloat16)
 
     def unpack(self) -> None:
-        """Give the layer its own forward back, and its weight: bit by bit the same, or what :meth:`quantize` left."""
+        """Give the layer its forward and weight back: bit by bit, or as :meth:`quantize` rounded it."""
         if self.layer.weight.is_meta or not len(self.layer.weight):
             self.layer.weight = nn.Parameter(self.dense().clone(), requires_grad=False)
         if self._table is not None:
@@ -124,17 +122,17 @@ class Packed:
         del vars(self.layer)["forward"]
 
     def serve(self, table: nn.Embedding) -> None:
-        """Be the table of an embedding too that the layer is tied to, so that the plain weight is freed.
+        """Serve the tied embedding too, and free the plain weight.
 
-        The layer's parameter is then without memory (device "meta"), the embedding's without rows: it comes first in a
-        model, and whoever asks where the model is asks the first one.
+        The layer's parameter moves to the device "meta". The embedding's keeps its device without rows, because code
+        that asks for a model's device looks at the first parameter.
         """
         self.release()
         table.weight, self._table = _no_rows_of(table.weight), table
         vars(table)["forward"] = Rows(self)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ids [...] of the weight: [..., in]. Where our kernels cannot read it, all of it is unpacked for them."""
+        """Return rows ids [...] of the weight: [..., in]. Unpacks all of it if our kernels cannot read it."""
         if self.native and self.kernels and self.scales is None:
             read = self.kernels.block_rows if self.kind else self.kernels.rows
             return read(self.native, ids.contiguous())
@@ -142,7 +140,7 @@ class Packed:
 
 
 class Rows:
-    """An embedding whose table is the packed weight of the layer that it is tied to: ids [...] -> [..., in]."""
+    """An embedding's forward, ids [...] -> [..., in], through a packed weight."""
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
@@ -152,13 +150,13 @@ class Rows:
 
 
 def fp8_values() -> Tensor:
-    """[128] sizes of the numbers of :meth:`Packed.quantize`, rising. The least, in place of 0, is 1/248 of the last."""
+    """Return the [128] magnitudes of fp8 numbers, rising. The least, in place of 0, is 1/248 of the largest."""
     codes = torch.arange(128)
     return (1 + (codes & 15) / 16) * 2.0 ** ((codes >> 4) - 7)
 
 
 def fp8_panels(weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as panels of ``side`` outputs, int8 [out / side, in / 2, side, 2], and scales [out], fp32."""
+    """Convert a weight [out, in] to fp8 panels, int8 [out / side, in / 2, side, 2], and scales [out] in fp32."""
     sizes, values = weight.float().abs(), fp8_values()
     scales = (sizes.amax(1) / values[-1]).clamp_min(torch.finfo(torch.float32).tiny)
     nearest = torch.bucketize(sizes / scales[:, None], (values[1:] + values[:-1]) / 2)
@@ -167,32 +165,32 @@ def fp8_panels(weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 def packed_of(layer: nn.Module) -> Packed | None:
-    """What a layer computes by, or an embedding reads, if that is a packed weight."""
+    """Return the packed weight that a layer or embedding computes by, or None."""
     forward = vars(layer).get("forward")
     forward = forward.packed if isinstance(forward, Rows) else forward
     return forward if isinstance(forward, Packed) else None
 
 
 def packed_in(module: nn.Module) -> list[Packed]:
-    """The packed layers in ``module``, each once, in the order of its parts."""
+    """Return the packed layers in ``module``, each once, in the order of its parts."""
     found = (packed_of(part) for part in module.modules())
     return list(dict.fromkeys(packed for packed in found if packed is not None))
 
 
 def hold_blocks(layer: nn.Linear | nn.Embedding, blocks: Blocks) -> None:
-    """Let a layer of bf16 compute by blocks of its shape; its own weight, if it had memory, is freed.
+    """Make a bf16 layer compute by blocks of its shape, and free its own weight.
 
-    Raises ValueError for what :func:`holds_blocks` denies, and for a scale that is no finite number.
+    Raises ValueError for blocks that :func:`holds_blocks` denies, and for a scale that is not finite.
     """
     Packed(layer, blocks).put_on()
     if isinstance(layer, nn.Embedding):
         layer.weight = _no_rows_of(layer.weight)
-    elif not layer.weight.is_meta:  # which an embedding may be tied to
+    elif not layer.weight.is_meta:  # an embedding may be tied to it
         layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
 
 
 def holds_blocks(kind: int, columns: int, depth: int) -> bool:
-    """Do our kernels compute by a weight [columns, depth] in such blocks? Where they have AMX, weights are expanded."""
+    """Return whether our kernels take a weight [columns, depth] in such blocks. With AMX weights are expanded."""
     compiled = kernels()
     return compiled is not None and compiled.panel == 64 and compiled.block_bytes(kind, columns, depth) > 0
 
@@ -203,15 +201,16 @@ def _no_rows_of(weight: Tensor) -> nn.Parameter:
 
 
 def pack_linears(module: nn.Module, release: bool = False) -> int:
-    """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one; returns how many.
+    """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one, and return their number.
 
-    Quantised layers compute by blocks from then on where :func:`fsd_infer.cpu.blocks.blocks_of` and the kernels take
-    them. Others keep the forward of their library.
-
-    Weights stay where they are (tied weights and ``state_dict`` are untouched), and the packed copy is extra memory,
-    unless ``release``: then the plain weight is freed, layer by layer, wherever nobody but the layer's forward reads
-    it, as far as can be known. Results agree with the plain layer's within bf16 rounding. Does nothing where oneDNN has
+    Quantised layers compute by blocks if :func:`fsd_infer.cpu.blocks.blocks_of` and the kernels take them. Others keep
+    the forward of their library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has
     no bf16.
+
+    Args:
+        module: the model or head.
+        release: free a layer's plain weight if no other part of ``module`` holds it. Otherwise plain weights, ties
+            and ``state_dict`` stay, and the packed copies are extra memory.
     """
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     owner: Any = module
@@ -233,15 +232,15 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
 
 
 def is_shared_out(weight: Any) -> bool:
-    """Does this process hold a part of a weight only, as a DTensor? (Their module takes a second to import.)"""
+    """Return whether a weight is a DTensor, without importing its module, which takes a second."""
     return hasattr(weight, "full_tensor")
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Does this layer compute by its class with a plain weight, packed or not?
+    """Return whether a layer computes by its class with a plain weight, packed or not.
 
-    Weights of quantisation libraries are tensors of other types, in layers of torch's or their own, or layers whose
-    forward was replaced; an adapter is a module around the layer, without a weight.
+    A quantisation library has its own tensor types, its own layers, or replaced forwards. An adapter is a module
+    around the layer, without a weight.
     """
     weight = layer._parameters.get("weight")
     return (
@@ -271,10 +270,7 @@ def _is_packable(layer: nn.Module) -> bool:
 
 
 def _share_embedding(model: Any) -> None:
-    """Let a packed language-model head serve the embedding that it is tied to.
-
-    Only where our kernels read the packed weight and nobody else holds it.
-    """
+    """Make a packed LM head serve its tied embedding, if our kernels read its weight and no other module holds it."""
     if not hasattr(model, "get_output_embeddings"):
         return
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -289,10 +285,10 @@ def _share_embedding(model: Any) -> None:
 
 
 def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Rows ids [K] of a linear layer's or embedding's weight, or all of it; from the packed one where it was freed.
+    """Return rows ids [K] of a linear layer's or embedding's weight, or all of it for None.
 
-    Of a weight that is shared out over processes (tensor parallelism), gathered: all of them must ask. Of one that is
-    quantised or has an adapter: what the layer computes with.
+    A sharded weight (tensor parallelism) is gathered, so all processes must ask. For a layer that is quantised or has
+    an adapter, this is the weight that the layer computes with.
     """
     weight: Tensor | None = getattr(layer, "weight", None)
     packed = packed_of(layer)
@@ -309,7 +305,7 @@ def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
 
 
 def table_size(layer: Any) -> tuple[int, int]:
-    """(rows, columns) of a linear layer's or embedding's weight, as it computes."""
+    """Return (rows, columns) of the weight that a linear layer or embedding computes with."""
     weight = getattr(layer, "weight", None)
     if weight is not None and (is_plain(layer) or is_shared_out(weight)):
         return int(weight.shape[0]), int(weight.shape[1])
@@ -320,9 +316,9 @@ def table_size(layer: Any) -> tuple[int, int]:
 
 @torch.no_grad()
 def _computed(layer: Any) -> Tensor:
-    """The weight [out, in] that a linear layer computes with: its products with one-hot inputs, less its bias.
+    """Return the weight [out, in] that a layer computes with: its products with one-hot inputs, less its bias.
 
-    Computed once for a quantised layer, which keeps it: a drafter asks for other rows at every text.
+    A quantised layer keeps the result, because a drafter asks for other rows at every text.
     """
     kept: Tensor | None = vars(layer).get(_COMPUTED)
     if kept is not None:
@@ -333,15 +329,15 @@ def _computed(layer: Any) -> Tensor:
     if layer.bias is not None:
         products = products - layer.bias
     weight = products.t().contiguous()
-    if isinstance(layer, nn.Linear):  # around other layers are adapters, which change
+    if isinstance(layer, nn.Linear):  # others hold adapters, which change
         vars(layer)[_COMPUTED] = weight
     return weight
 
 
 def own_memory(module: nn.Module) -> None:
-    """Copy what is left of ``module``'s weights: one that lies in a mapped file keeps the whole file in memory.
+    """Copy the remaining weights of ``module``, since one in a mapped file keeps the whole file in memory.
 
-    Then return what allocations between them have left free.
+    Then return free memory to the system.
     """
     for parameter in module.parameters():
         if not parameter.is_meta:

@@ -1,4 +1,4 @@
-"""The decoder layers of a model of the Llama kind in one call of our kernels, over a cache's slots."""
+"""The decoder layers of a Llama-like model as one call of our kernels over a KV cache's slots."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer
 from fsd_infer.cpu.packing import packed_of
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
-_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # that depend on nothing but the position
-# Slots attended to by many tokens, as of a prompt, by the kernels' panels (32: with AMX): above, torch is faster.
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
+# most slots that many tokens may attend to, by panel (32: AMX): above, torch is faster
 MOST_SLOTS = {64: 512, 32: 2048}
-_CAPTURE = "transformers.utils.output_capturing"  # its hooks only look, and only while they are asked to
+_CAPTURE = "transformers.utils.output_capturing"  # its hooks only record outputs, on request
 
 
 class DecoderStack:
-    """Decoder layers whose computation is known, all of the same sizes, with packed weights.
+    """Decoder layers of equal sizes with packed weights, whose computation the kernels know.
 
-    A row's result does not depend on what is computed with it (see :mod:`fsd_infer.cpu.kernels`). Forwards may run at
-    the same time.
+    A row's result does not depend on the rows beside it (see :mod:`fsd_infer.cpu.kernels`). Forwards may run
+    concurrently.
 
     Args:
         owner: a model or head with ``layers`` and ``rotary_emb``.
         compiled: the kernels.
-        layers: what they need to know of the layers.
+        layers: the layers as the kernels' structs.
         held: tensors whose addresses ``layers`` holds.
     """
 
@@ -55,7 +55,7 @@ class DecoderStack:
 
     @classmethod
     def of(cls, owner: Any) -> DecoderStack | None:
-        """The layers of a model or head, its first one perhaps EAGLE-3's; None where the kernels do not know them."""
+        """Return the stack of a model or head, or None if the kernels do not know its layers."""
         layers, compiled = getattr(owner, "layers", None), kernels()
         rotary: Any = getattr(owner, "rotary_emb", None)
         if compiled is None or not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -72,13 +72,13 @@ class DecoderStack:
 
     @property
     def is_hooked(self) -> bool:
-        """Does a hook wait for a call of one of the layers' modules: here they are not called one by one."""
+        """Whether a module of the layers has a hook, which the stack would not call."""
         return any(self._hooks) and any(
             getattr(hook, "__module__", "") != _CAPTURE for hooks in self._hooks for hook in hooks.values()
         )
 
     def takes(self, visible: Tensor) -> bool:
-        """Is a forward with this mask [B, M, S] one for the kernels; over more tokens or slots torch is faster."""
+        """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
         batch, count, used = visible.shape
         return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.panel])
 
@@ -92,24 +92,23 @@ class DecoderStack:
         wanted: Sequence[int] = (),
         attended: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """One forward over M new tokens of each row.
+        """Run one forward over M new tokens of each row.
 
         Args:
-            x: [B, M, H] what enters the first layer, in bf16.
-            positions: [B, M].
-            visible: of each layer, [B, M, S] bool: may token i attend to slot s.
-            cache: a :class:`fsd_infer.device.cache.SlotCache` that was given the slots of the new tokens, with as
-                many layers.
-            norm: the RMS norm that follows the last layer, if one does.
-            wanted: numbers of layers whose outputs are returned.
-            attended: [B, M, A] what the first layer's attention reads in place of norm(x); needed by EAGLE-3's.
+            x: [B, M, H] input of the first layer, in bf16.
+            positions: [B, M] int64.
+            visible: per layer, [B, M, S] bool: may token i attend to slot s.
+            cache: a :class:`fsd_infer.device.cache.SlotCache` of as many layers that has the new tokens' slots.
+            norm: the RMS norm after the last layer, if any.
+            wanted: numbers of the layers whose outputs to return.
+            attended: [B, M, A] input of the first layer's attention in place of norm(x), for EAGLE-3.
 
         Returns:
-            [B, M, H] after the last layer and the norm, and the outputs [B, M, H] of the wanted layers; the last
-            layer's is what comes after the norm, as in transformers' ``hidden_states``.
+            [B, M, H] after the last layer and the norm, and the outputs [B, M, H] of the wanted layers. The last
+            layer's output is taken after the norm, as in transformers' ``hidden_states``.
 
         Raises:
-            IndexError: a slot that is not there.
+            IndexError: a slot is out of range.
         """
         batch, count, _ = x.shape
         keys, values = cache.pools(self.key_heads, self.width, x.dtype)
@@ -153,7 +152,7 @@ class DecoderStack:
         return out, [outputs[index] for index in wanted]
 
     def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, D] of at least so many positions, as the rotary module itself makes them."""
+        """Return the rotary module's cosines and sines [P, D] of at least P positions."""
         angles = self._angles
         if angles is None or len(angles[0]) < positions:
             every = torch.arange(max(512, 2 * positions))
@@ -168,8 +167,8 @@ def _is_known(module: Any, kind: str) -> bool:
 
 
 def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
-    """A layer as the kernels take it, or None if they do not know it; ``held`` gets the tensors it points to."""
-    eagle3 = first and hasattr(layer, "hidden_norm")  # its attention reads what the caller norms
+    """Return a layer's struct, or None if the kernels do not know it. ``held`` gets the tensors that it points to."""
+    eagle3 = first and hasattr(layer, "hidden_norm")  # the caller norms its attention's input
     attention = getattr(layer, "self_attn", None)
     if not (eagle3 or _is_known(layer, "DecoderLayer")) or not _is_known(attention, "Attention"):
         return None
@@ -183,7 +182,7 @@ def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     packed = [packed_of(linear) for linear in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     products = [product.native for product in packed if product is not None and product.native is not None]
-    # copies: what a module holds may be moved
+    # copies, because a module's weights may move
     weights = [None if norm is None else norm.weight.detach().clone() for norm in norms]
     if (
         len(products) < len(packed)
