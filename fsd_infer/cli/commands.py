@@ -95,11 +95,8 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model options as keywords of a benchmark."""
     from fsd_infer.drafters.shape import parse_tree
 
-    return dict(
-        target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
-        cuda_graphs=args.cuda_graphs, expand=args.expand, quantize=not args.no_quantize,
-        target_kwargs=args.target_kwargs,
-    )  # fmt: skip
+    options = picked(args, "target drafter dtype device cuda_graphs expand target_kwargs")
+    return {**options, "tree": parse_tree(args.tree), "quantize": not args.no_quantize}
 
 
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,31 +174,20 @@ def bench(args: argparse.Namespace) -> int:
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
+    names = "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate resume"
     record = fsd_bench.run(
-        args.prompts,
-        words(args.methods),
-        json_path=args.json,
-        resume=args.resume,
-        progress=True,
-        **model_options(args),
-        limit=args.limit,
-        every=args.every,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        repeat=args.repeat,
-        seed=args.seed,
-        batch_size=args.batch_size,
-        threads=args.threads,
-        warmup=not args.no_warmup,
-        log_likelihood=args.log_likelihood,
-        baselines=words(args.baseline or ""),
-        score=args.score,
-        isolate=args.isolate,
-    )
+        args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
+        baselines=words(args.baseline or ""), **model_options(args), **picked(args, names),
+    )  # fmt: skip
     print(bench_table(record))
     if args.json:
         print(f"record: {args.json}", file=sys.stderr)
     return 0
+
+
+def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:
+    """Return the named options, ``names`` with blanks between them, as keywords."""
+    return {name: getattr(args, name) for name in names.split()}
 
 
 def words(text: str) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.cli.commands import model_options, set_threads, words
+from fsd_infer.cli.commands import model_options, picked, set_threads, words
 from fsd_infer.cli.run import needed
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable, usable_name, writable, write_json
@@ -23,12 +23,7 @@ def sweep(args: argparse.Namespace) -> int:
 
     set_threads(args.threads)
     options = SweepOptions(
-        prompts=words(args.prompts),
-        rules=words(args.rules),
-        temperatures=_temperatures(args.temperatures),
-        repeats=args.repeats,
-        examples=args.examples,
-        **_sweep_options(args),
+        temperatures=_temperatures(args.temperatures), **picked(args, "repeats examples"), **_sweep_options(args)
     )
     page = writable(args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html"), "the report")
     file = run_sweep(options, args.output, progress=True)
@@ -45,9 +40,10 @@ def calibrate(args: argparse.Namespace) -> int:
     from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.report import calibration_lines
 
-    bounds = {name: None if most is None else most / 100 for name, most in (
-        ("copies", args.at_most_copies), ("repeats", args.at_most_repeats)
-    )}  # fmt: skip
+    bounds = {
+        name: None if most is None else most / 100
+        for name, most in (("copies", args.at_most_copies), ("repeats", args.at_most_repeats))
+    }
     if args.at_most_score_loss is not None:
         promise = Promise(SCORE, args.at_most_score_loss / 100, **bounds)
     elif args.at_most_nats is not None:
@@ -55,10 +51,7 @@ def calibrate(args: argparse.Namespace) -> int:
     else:
         promise = Promise(SPEED, args.at_least_speed, **bounds)
     set_threads(args.threads)
-    options = SweepOptions(
-        prompts=words(args.prompts), rules=words(args.rules), temperatures=[args.temperature], examples=4,
-        **_sweep_options(args),
-    )  # fmt: skip
+    options = SweepOptions(temperatures=[args.temperature], examples=4, **_sweep_options(args))
     record = run_calibrate(
         options, promise, args.output, confidence=args.confidence, verify=words(args.verify or ""), progress=True
     )
@@ -75,11 +68,8 @@ def worth(args: argparse.Namespace) -> int:
 
     record = None if args.json is None else writable(args.json, "the record")
     set_threads(args.threads)
-    named = ("prompts", "temperature", "limit", "max_new_tokens", "raw", "seed")
-    options = WorthOptions(
-        rules=words(args.rules), measure=args.check, **{name: getattr(args, name) for name in named},
-        **model_options(args),
-    )  # fmt: skip
+    named = picked(args, "prompts temperature limit max_new_tokens raw seed")
+    options = WorthOptions(rules=words(args.rules), measure=args.check, **named, **model_options(args))
     found, facts = run_worth(options, progress=True)
     print(worth_text(found))
     if record is not None:
@@ -90,8 +80,8 @@ def worth(args: argparse.Namespace) -> int:
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords that sweep and calibrate share."""
-    named = ("limit", "max_new_tokens", "seed", "score", "raw")
-    return {**model_options(args), **{name: getattr(args, name) for name in named}}
+    files = {"prompts": words(args.prompts), "rules": words(args.rules)}
+    return {**files, **model_options(args), **picked(args, "limit max_new_tokens seed score raw")}
 
 
 def _temperatures(text: str) -> list[float]:

@@ -15,6 +15,8 @@ from fsd_infer.cli.options import (
     MODELS,
     HelpFormatter,
     add,
+    add_counts,
+    add_flags,
     gibibytes,
     named_directory,
     positive,
@@ -45,26 +47,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fsd-infer {__version__}")
     common = Parser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show tracebacks and the libraries' own messages")
+    add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, options, help in (
-        ("generate", _generate_options, "answer one prompt"),
-        ("bench", _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),
-        ("sweep", _sweep_options, "measure what rules gain and cost, at several settings and temperatures"),
-        ("calibrate", _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
-        ("worth", _worth_options, "forecast what lossy rules gain with a drafter, from a run of exact"),
-        ("warmup", _warmup_options, "fetch and load the models and compile the CPU kernels before the first request"),
-        ("estimate", _estimate_options, "compute memory and the least time of a round on GPUs from a target's config"),
-        ("skip-layers", _skip_options, "find layers that a drafter made from the target can skip (self:layers=...)"),
-        ("serve", _serve_options, "serve the OpenAI API from one process"),
-        ("rules", _rules_options, "list rules, divergences, drafters and built-in targets"),
+    for command, add_options, help in (
+        (commands.generate, _generate_options, "answer one prompt"),
+        (commands.bench, _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),
+        (evidence.sweep, _sweep_options, "measure what rules gain and cost, at several settings and temperatures"),
+        (evidence.calibrate, _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
+        (evidence.worth, _worth_options, "forecast what lossy rules gain with a drafter, from a run of exact"),
+        (commands.warmup, _warmup_options, "load the models and compile the CPU kernels before the first request"),
+        (planning.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
+        (planning.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
+        (commands.serve, _serve_options, "serve the OpenAI API from one process"),
+        (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
     ):
-        description = f"{help[0].upper()}{help[1:]}."
-        options(
-            subparsers.add_parser(
-                name, help=help, description=description, parents=[common], formatter_class=HelpFormatter
-            )
+        name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
+        made = subparsers.add_parser(
+            name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
         )
+        made.set_defaults(function=command)
+        if add_options is not None:
+            add_options(made)
     return parser
 
 
@@ -73,7 +76,6 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.generate)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt")
     source.add_argument("--prompt-file", metavar="FILE", help='read the prompt from a file, "-": from standard input')
@@ -85,13 +87,12 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument(
         "--top-p", type=real_number, metavar="P", help="sample from the fewest tokens of mass P (default: the target's)"
     )
-    request.add_argument(
-        "--top-k", type=positive, metavar="K", help="sample from the K likeliest tokens (default: the target's)"
+    add_counts(
+        request,
+        ("--top-k", None, "sample from the N likeliest tokens (default: the target's)"),
+        ("--num-beams", 1, "width of beam search or beam sampling, 1: no beams"),
     )
     add(request, "--seed", default=None, help="seed of draws; the answer repeats (default: a random one)")
-    request.add_argument(
-        "--num-beams", type=positive, default=1, metavar="W", help="width of beam search or beam sampling, 1: no beams"
-    )
     request.add_argument(
         "--beam-options", metavar="NAME=NUMBER,...",
         help="how beams are drafted (depth, spread, nodes) and sampled (confidence, min_width, join_every); see "
@@ -105,9 +106,12 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         help="refuse a request whose KV caches need more GiB (default: the free memory)",
     )  # fmt: skip
     output = parser.add_argument_group("output").add_mutually_exclusive_group()
-    output.add_argument("--stream", action="store_true", help="print words as they come")
-    output.add_argument("--json", action="store_true", help="print one record: text, tokens, their sources, statistics")
-    output.add_argument("--show-accepted", action="store_true", help="mark each token's source: target, draft, gate")
+    add_flags(
+        output,
+        ("--stream", "print words as they come"),
+        ("--json", "print one record: text, tokens, their sources, statistics"),
+        ("--show-accepted", "mark each token's source: target, draft, gate"),
+    )
     output.add_argument("--html", metavar="FILE", help="write a page: tokens by source, draft trees, time per round")
     parser.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="when --show-accepted uses colours"
@@ -115,10 +119,8 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.bench)
     add(parser, "--prompts")
     add(parser, "--limit", help="take only the first N prompts (default: all)")
-    parser.add_argument("--every", type=positive, default=1, metavar="K", help="take every K-th prompt of the file")
     parser.add_argument(
         "--methods", default="hf-generate,plain,exact,fuzzy:js:0.3",
         help="comma-separated: plain, any rule, a rule with its own drafter (exact@none, exact@DIR), hf-generate, "
@@ -134,30 +136,32 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--baseline", metavar="NAMES", help="methods to compare with (default: hf-generate and plain, if measured)"
     )
     add(parser, "--max-new-tokens", "--temperature")
-    parser.add_argument("--repeat", type=positive, default=1, metavar="R", help="runs per prompt and method")
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="prompts decoded together")
+    add_counts(
+        parser,
+        ("--every", 1, "take every N-th prompt of the file"),
+        ("--repeat", 1, "runs per prompt and method"),
+        ("--batch-size", 1, "prompts decoded together"),
+    )
     add(parser, "--seed")
-    parser.add_argument("--no-warmup", action="store_true", help="skip each method's untimed first run")
-    parser.add_argument(
-        "--log-likelihood", action="store_true", help="report the answers' mean log-likelihood under the target"
+    add_flags(
+        parser,
+        ("--no-warmup", "skip each method's untimed first run"),
+        ("--log-likelihood", "report the answers' mean log-likelihood under the target"),
+        ("--resume", "continue the unfinished run of --json FILE"),
     )
     add(parser, "--score")
     add(parser, "--json", help="write the full record to FILE; FILE.partial.jsonl holds the runs until it is done")
-    parser.add_argument("--resume", action="store_true", help="continue the unfinished run of --json FILE")
     _model_options(parser)
 
 
 def _sweep_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=evidence.sweep)
     parser.add_argument(
         "--rules", required=True,
         help="comma-separated rules, whose parameters may be lists (fuzzy:js:0.1/0.2/0.4); RULE@8x2x16 sets its tree; "
         "exact and random gates are added",
     )  # fmt: skip
     parser.add_argument("--temperatures", default="0", metavar="T,...", help="sampling temperatures, 0: greedy")
-    parser.add_argument(
-        "--repeats", type=positive, default=1, metavar="R", help="answers per prompt at temperatures above 0"
-    )
+    add_counts(parser, ("--repeats", 1, "answers per prompt at temperatures above 0"))
     parser.add_argument(
         "--output", required=True, metavar="FILE", help="append each answer to FILE as JSON; rerun to resume"
     )
@@ -169,7 +173,6 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=evidence.calibrate)
     promise = parser.add_argument_group("promise").add_mutually_exclusive_group(required=True)
     for option, metavar, help in (
         ("--at-most-score-loss", "POINTS", "mean score at most POINTS of 100 below exact's"),
@@ -199,7 +202,6 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _worth_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=evidence.worth)
     add(parser, "--prompts", "--raw", "--temperature")
     add(parser, "--seed", help="seed of draws")
     add(parser, "--limit", default=16, help="take N prompts, evenly spread")
@@ -222,15 +224,11 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.warmup)
-    parser.add_argument(
-        "--fetch-only", action="store_true", help="only fetch a built-in target and print its directory"
-    )
+    add_flags(parser, ("--fetch-only", "only fetch a built-in target and print its directory"))
     _model_options(parser)
 
 
 def _estimate_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=planning.estimate)
     add(
         parser, "--target", default="llama-3.1-8b",
         help="llama-3.1-8b or llama-3.1-70b (known shapes), a directory with a config.json, or as for generate; no "
@@ -245,18 +243,20 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
         "--drafter", metavar="NAME",
         help="directory of a head, whose layout and sizes count; or a small LM, named as targets are, or self:...",
     )  # fmt: skip
-    parser.add_argument("--draft-vocab", type=positive, default=32000, metavar="N", help="token ids that a head drafts")
     parser.add_argument(
         "--tree", metavar="DEPTH,WIDTH,NODES", help="draft tree (default: a GPU's, for exact and for lossy rules)"
     )
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="prompts decoded together")
-    parser.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens before the round")
+    add_counts(
+        parser,
+        ("--draft-vocab", 32000, "token ids that a head drafts"),
+        ("--batch-size", 1, "prompts decoded together"),
+        ("--context", 1024, "tokens before the round"),
+    )
     add(parser, "--max-new-tokens", default=1024)
-    parser.add_argument("--cuda-graphs", action="store_true", help="count the memory of CUDA graphs")
+    add_flags(parser, ("--cuda-graphs", "count the memory of CUDA graphs"))
 
 
 def _skip_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=planning.skip_layers)
     add(parser, "--target", "--dtype", "--device", "--threads")
     add(parser, "--prompts", help="file of prompts, as for bench; use none of them to judge the drafter")
     parser.add_argument("--layers", type=positive, required=True, metavar="N", help="layers that the drafter keeps")
@@ -265,7 +265,6 @@ def _skip_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.serve)
     parser.add_argument("--rule", default="exact", help="acceptance rule of requests that name none")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=whole_number(0, 65535), default=8000, metavar="N", help="port to listen on")
@@ -273,19 +272,14 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
         "--adapter", action="append", type=named_directory, metavar="NAME=DIR",
         help="LoRA adapter that answers requests for the model NAME; may be given several times",
     )  # fmt: skip
-    limits = parser.add_argument_group("limits")
-    for option, default, help in (
+    add_counts(
+        parser.add_argument_group("limits"),
         ("--max-batch", 8, "requests decoded together"),
         ("--max-queue", 64, "requests that may wait"),
         ("--max-new-tokens", 4096, "most tokens of an answer"),
         ("--seconds", 600, "seconds before an answer is cut off"),
-    ):
-        limits.add_argument(option, type=positive, default=default, metavar="N", help=help)
+    )
     _model_options(parser)
-
-
-def _rules_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(function=commands.rules)
 
 
 def _quiet() -> None:

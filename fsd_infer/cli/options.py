@@ -134,6 +134,18 @@ def add(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None
         parser.add_argument(name, **{**SHARED[name], **changes})
 
 
+def add_counts(parser: argparse._ActionsContainer, *options: tuple[str, int | None, str]) -> None:
+    """Add options that take a positive whole number: (name, default, help) each."""
+    for name, default, help in options:
+        parser.add_argument(name, type=positive, default=default, metavar="N", help=help)
+
+
+def add_flags(parser: argparse._ActionsContainer, *options: tuple[str, str]) -> None:
+    """Add options without a value: (name, help) each."""
+    for name, help in options:
+        parser.add_argument(name, action="store_true", help=help)
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Help that names each option's default, unless its text does so or the default is nothing."""
 
