@@ -207,7 +207,9 @@ def _whole_file(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
 
 def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, say: Callable[[str], None]) -> None:
     """Expand the file of ``entry`` into ``scratch/model``; the manifest is written last."""
-    from fsd_infer.targets.gguf import expand_llama_gguf
+    from fsd_infer.targets.gguf import (
+        expand_llama_gguf,  # needed once per machine: keeps the import of this package light
+    )
 
     model = scratch / "model"
     say("expanding to bf16 safetensors")

@@ -1,7 +1,7 @@
-"""Models from GGUF files of architecture "llama", with quantised or expanded weights.
+"""Models of GGUF files of architecture "llama": with their weights as the file has them, or expanded.
 
-The converters of transformers lose the pre-tokenizer of some vocabularies: SmolLM2 splits digits off *before* the
-byte-level step, which changes the ids of numbered lists. So this module has its own.
+Written without the model and tokenizer converters of transformers on purpose: theirs lose the pre-tokenizer of some
+vocabularies (SmolLM2 splits digits off *before* the byte-level step, which changes the ids of numbered lists).
 """
 
 from __future__ import annotations
@@ -55,45 +55,45 @@ def expand_llama_gguf(source: Path, out_dir: Path) -> None:
         out_dir: an existing directory; files of the same names are overwritten.
 
     Raises:
-        ModelLoadError: the file is no GGUF file, or of an unsupported architecture or vocabulary.
+        ModelLoadError: the file is not a GGUF file, or of an architecture or vocabulary this does not know.
     """
     facts, config, tensors = _read(source)
     _write_json(out_dir / "config.json", config)
     _write_json(out_dir / "generation_config.json", _generation_config(config))
     weights = out_dir / "model.safetensors"
     save_file(_state_dict(tensors, config), weights, metadata={"format": "pt"})
-    weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors makes its files private to the user
+    weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors makes it private to the user
     _write_tokenizer(facts, out_dir, source)
 
 
 def load_llama_gguf(
     source: Path, *, dtype: torch.dtype, attn_implementation: str | None, expand: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of ``source`` on the CPU, and its tokenizer.
+    """The model of ``source`` on the CPU, and its tokenizer.
 
     Args:
         source: a GGUF file of architecture "llama".
-        dtype: of expanded weights, and of activations.
-        attn_implementation: default: "sdpa".
-        expand: expand all weights. Otherwise weights whose blocks our kernels read stay quantised. The model is then
+        dtype: of weights that are expanded, and of what is computed.
+        attn_implementation: default "sdpa".
+        expand: no weight stays as the file has it. Otherwise those do whose blocks our kernels read; the model is then
             ready to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
 
     Raises:
-        ModelLoadError: a file that is truncated or malformed, or of another architecture.
+        ModelLoadError: a file that is cut or malformed, or of another architecture.
     """
-    facts, fields, tensors = _read(source)
-    config, attention = LlamaConfig(**fields), attn_implementation or "sdpa"
+    facts, config, tensors = _read(source)
+    made, attention = LlamaConfig(**config), attn_implementation or "sdpa"
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
-    missing = {name for name, _ in model.named_parameters()}  # a tied LM head counts as the embedding
-    for name, stored, order in _places(tensors, fields):
+        model = LlamaForCausalLM._from_config(made, dtype=dtype, attn_implementation=attention)
+    missing = {name for name, _ in model.named_parameters()}  # a tied one once, as the embedding
+    for name, stored, order in _places(tensors, config):
         path, layer = name.removesuffix(".weight"), model.get_submodule(name.removesuffix(".weight"))
         if stored.shape != layer.weight.shape:
             raise ModelLoadError(
                 f"{source}: {name} is {list(stored.shape)} in the file and {list(layer.weight.shape)} in its model; "
                 "fetch the file again."
             )
-        tied = config.tie_word_embeddings and path == "model.embed_tokens"
+        tied = made.tie_word_embeddings and path == "model.embed_tokens"
         if expand or not _held(model.lm_head if tied else layer, stored, order, name):
             weight = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
             for each in (layer, model.lm_head) if tied else (layer,):
@@ -103,23 +103,23 @@ def load_llama_gguf(
         count = len(missing)
         raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}; fetch it again.")
     decoder: Any = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # its buffers are computed, not read
-    model.generation_config = GenerationConfig(**_generation_config(fields))
-    config._name_or_path = str(source)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # its buffers are computed, not read
+    model.generation_config = GenerationConfig(**_generation_config(config))
+    made._name_or_path = str(source)
     if not expand:
-        ops.speed_up(model, release=True)
+        ops.speed_up(model, release=True)  # one that is tied is the embedding's too
     return model, load_gguf_tokenizer(source, facts)
 
 
 def load_gguf_config(source: Path) -> LlamaConfig:
-    """Load the config alone. Raises as :func:`load_llama_gguf`."""
+    """The config alone; errors as of :func:`load_llama_gguf`."""
     return LlamaConfig(**_read(source)[1])
 
 
 def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside ``source`` if there is one, else the file's own.
+    """The tokenizer that lies beside ``source``, if one does, else the file's own, of its ``facts`` if they were read.
 
-    transformers' converter reads vocabularies other than SmolLM2's. ``facts``: of the file, if they are known already.
+    Vocabularies other than SmolLM2's are read by transformers' converter.
     """
     if any((source.parent / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return AutoTokenizer.from_pretrained(source.parent)
@@ -132,7 +132,7 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Stored]]:
-    """Read a file's facts, the fields of its config, and its tensors."""
+    """The facts of a file, the config that they make, and the tensors."""
     facts, tensors = read_gguf(source)
     family = facts.get("general.architecture")
     if family != "llama":
@@ -141,15 +141,15 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Store
         size, tied = int(tensors["token_embd.weight"].shape[0]), "output.weight" not in tensors
         config = _config(facts, vocab_size=size, tied=tied)
         layers = config["num_hidden_layers"]
-        if not 0 < layers <= len(tensors):  # layers are built before their weights are read
+        if not 0 < layers <= len(tensors):  # they are built before their weights are looked at
             raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
     except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        raise ModelLoadError(f"{source}: the facts about its model are incomplete or wrong ({error!r}).") from error
+        raise ModelLoadError(f"{source}: what it says of its model is incomplete or wrong ({error!r}).") from error
     return facts, config, tensors
 
 
 def _held(layer: nn.Module, stored: Stored, order: torch.Tensor | None, name: str) -> bool:
-    """Let the layer compute with the file's blocks, if our kernels support them; return whether they do."""
+    """Does the layer compute by the file's blocks from now on?"""
     if not isinstance(layer, (nn.Linear, nn.Embedding)) or not ops.holds_blocks(stored.kind, *stored.shape):
         return False
     try:
@@ -188,7 +188,7 @@ def _config(facts: dict[str, Any], *, vocab_size: int, tied: bool) -> dict[str, 
         "pad_token_id": facts.get("tokenizer.ggml.padding_token_id", eos),
         # GGUF keeps the epsilon as fp32: 9.9999997e-06 is 1e-05
         "rms_norm_eps": float(f"{float(facts['llama.attention.layer_norm_rms_epsilon']):.6g}"),
-        # both spellings, for vLLM and older versions of transformers
+        # both spellings, so that other readers of the directory (vLLM, older transformers) find theirs
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "rope_theta": theta,
         "tie_word_embeddings": tied,
@@ -202,7 +202,7 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expanded(stored: Stored, order: torch.Tensor | None) -> torch.Tensor:
-    """The tensor in fp32, its rows in that order."""
+    """In fp32, its rows in that order."""
     values = torch.from_numpy(stored.values())
     return values if order is None else values[order]
 
@@ -222,7 +222,7 @@ def split_half_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _places(tensors: dict[str, Stored], config: dict[str, Any]) -> Iterator[tuple[str, Stored, torch.Tensor | None]]:
-    """Yield each tensor's parameter name in transformers, the tensor, and the order of its rows (None: as is)."""
+    """Of each tensor its parameter's name in transformers' model, and which of its rows is which there (None: all)."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     fixed = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     fixed["output.weight"] = "lm_head.weight"
@@ -279,6 +279,7 @@ def _write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None
     }
     template = facts.get("tokenizer.chat_template")
     if template:
-        settings["chat_template"] = template  # in both places: readers disagree on the place
+        # in both places: readers disagree on where they look
+        settings["chat_template"] = template
         (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
     _write_json(out_dir / "tokenizer_config.json", settings)

@@ -254,12 +254,12 @@ def load_target(
         device: default: CUDA where available, else CPU.
         trust_remote_code: run the model's own Python code; if False, such models are refused.
         attn_implementation: default: ``attention_for(config)``.
-        progress: report on stderr while a built-in target is fetched.
-        expand: if False, a GGUF file's weights stay quantised where our bf16 CPU kernels support them. Such weights are
-            read-only, and ``state_dict`` lacks them. See :func:`fsd_infer.targets.gguf.load_llama_gguf`.
-        model_kwargs: other arguments of transformers' ``from_pretrained``, such as ``device_map`` or
-            ``quantization_config`` (an object, or a dict with its ``quant_method``). ``revision``, ``token``,
-            ``cache_dir``, ``local_files_only``, ``force_download`` and ``subfolder`` hold for config and tokenizer too.
+        progress: say on stderr when a built-in target is being fetched.
+        expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
+            (:func:`fsd_infer.targets.gguf.load_llama_gguf`). They are read-only, and ``state_dict`` lacks them.
+        model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
+            dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
+            too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
 
     Returns:
         (model, tokenizer). The tokenizer is None for a local directory without one.
@@ -319,16 +319,16 @@ def _load_gguf(
     attn_implementation: str | None,
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a GGUF file's model, its weights as they are if ``keep``. Raises as :func:`load_target`."""
-    from fsd_infer.targets.gguf import load_llama_gguf
+    """A GGUF file's model, its weights as they are if ``keep``. Errors as of :func:`load_target`."""
+    from fsd_infer.targets.gguf import load_llama_gguf  # GGUF's library is imported by those who need it
 
     if options:
-        raise ModelLoadError(f"{name} is a GGUF file: {', '.join(options)} cannot be used. Leave them out.")
+        raise ModelLoadError(f"{name} is a GGUF file, which {', '.join(options)} cannot be used with: leave them out.")
     with explained(name):
-        loaded, tokenizer = load_llama_gguf(
+        made, tokenizer = load_llama_gguf(
             file, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
         )
-    model: Any = loaded.requires_grad_(False).eval()
+    model: Any = made.requires_grad_(False).eval()
     return model if keep else model.to(place), tokenizer
 
 

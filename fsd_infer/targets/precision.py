@@ -81,7 +81,7 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
 
 @torch.no_grad()
 def ready(model: Any) -> None:
-    """Run a forward if the first one prepares the weights (compressed-tensors), since parts of the model run alone."""
+    """Let a model whose first forward prepares its weights (compressed-tensors) do so: parts of it run alone later."""
     if method_of(getattr(model, "config", None)) == "compressed-tensors":
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
 
