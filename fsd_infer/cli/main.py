@@ -22,7 +22,7 @@ from fsd_infer.cli.options import (
     whole_number,
 )
 from fsd_infer.cli.run import Parser, run
-from fsd_infer.numerals import MOST_SEED
+from fsd_infer.registry import MOST_SEED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

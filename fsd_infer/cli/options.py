@@ -9,7 +9,7 @@ from typing import Any
 
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.registry import read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # of tokens, prompts, repeats ...
 MOST_GIB = 2**20

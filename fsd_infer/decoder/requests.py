@@ -16,12 +16,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fsd_infer.beams import BeamOptions, decode_beams
 from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.encoding import need_tokenizer
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
 from fsd_infer.drafters import Drafter
 from fsd_infer.engine import Outcome, Request, Round, decode
+from fsd_infer.engine.beams import BeamOptions, decode_beams
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.request.options import check_config, check_numbers, reads_prompts, split_options
 from fsd_infer.rules import RuleLike, parse_rules
@@ -149,9 +149,7 @@ def decode_request(
     if max_cache_bytes is not None and (isinstance(max_cache_bytes, bool) or not isinstance(max_cache_bytes, int)):
         raise FsdError(f"max_cache_bytes is a whole number of bytes, got {max_cache_bytes!r:.60}.")
     if config.do_sample and seed is None and target.is_sharded:
-        raise FsdError(
-            "the target is sharded over processes, which must draw the same tokens: give all of them one seed."
-        )
+        raise FsdError("the target is sharded over processes: give all of them one seed, so that they draw the same.")
     if isinstance(rule, str) and rule == CALIBRATED:
         temperature = config.temperature if config.do_sample else 0.0
         rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)

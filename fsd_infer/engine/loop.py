@@ -202,7 +202,8 @@ class _Batch:
             on_tokens = self.request.on_tokens
             if on_tokens is not None and on_tokens(row.number, record.tokens[start:]):
                 record.finish_reason = record.finish_reason or "stop"
-        self.clock.lap(phase)
+        if phase == "rule":  # the prefill continues
+            self.clock.lap(phase)
 
     def observe(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> None:
         """Pass the target's logits at the tree's nodes to the drafter."""
@@ -333,7 +334,9 @@ class _Batch:
         """Return each prompt's kept prefix; None without a prefix cache."""
         if self.target.prefixes is None:
             return None
-        known = [self.target.prefixes.find(row.prompt, self.target.watched, self._key(row)) for row in self.rows]
+        known = [
+            self.target.prefixes.find(row.prompt, self.target.captured_layers, self._key(row)) for row in self.rows
+        ]
         self.known_tokens = sum(len(prefix.tokens) for prefix in known if prefix is not None)
         return known
 
@@ -358,7 +361,9 @@ class _Batch:
                 count = min(length, len(text))  # the last round may have read beyond the answer's end
                 features, row.features = torch.cat(row.features)[:count], []
                 states = self.cache.saved(place, count)
-                self.target.prefixes.store(Prefix(text[:count], states, features, self.target.watched, self._key(row)))
+                self.target.prefixes.store(
+                    Prefix(text[:count], states, features, self.target.captured_layers, self._key(row))
+                )
 
 
 def _described(rules: Sequence[Rule]) -> dict[str, object]:

@@ -18,16 +18,7 @@ from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
 from fsd_infer.rules.laws import Law, Test
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.parsing import RuleLike, parse_rule, parse_rules
-from fsd_infer.rules.published import (
-    Cactus,
-    CascadeToken,
-    Ensemble,
-    Fly,
-    Lenient,
-    Relaxed,
-    Threshold,
-    Typical,
-)
+from fsd_infer.rules.published import Cactus, CascadeToken, Ensemble, Fly, Lenient, Relaxed, Threshold, Typical
 from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.verification import Emission, Source, Verdict, Verification

@@ -147,7 +147,7 @@ def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: V
     learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).allowance is not Rule.allowance]
     if not learned:
         return None
-    found: Tensor | None = None
+    allowed: Tensor | None = None
     path = to_device(verdict.path, round.scores.device)
     emitted = to_device(torch.arange(path.shape[1]) <= verdict.accepted[:, None], path.device)
     for rule, of_rule in learned:
@@ -156,6 +156,6 @@ def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: V
         if nats is not None:
             if rule.only_in is not None:  # outside the phase nothing is spent, so nothing is allowed
                 nats = nats * Evidence(round).inside(rule.only_in).gather(1, path)[index]
-            found = path.new_zeros(len(path), dtype=torch.float32) if found is None else found
-            found = found.index_copy(0, index, (nats * emitted[index]).sum(1))
-    return found
+            allowed = path.new_zeros(len(path), dtype=torch.float32) if allowed is None else allowed
+            allowed = allowed.index_copy(0, index, (nats * emitted[index]).sum(1))
+    return allowed

@@ -184,7 +184,7 @@ class Evidence:
         return self.round.texts
 
     def known(self, n: int) -> Tensor:
-        """bool; whether the draft completes an n-gram of the prompt, the answer or its path."""
+        """bool; would the draft complete an n-gram that prompt, answer and its path already have."""
         if n not in self._known:
             self._known[n] = known(self.texts, self.tree, n)
         return self._known[n]
@@ -321,6 +321,6 @@ class Contexts:
         return value.masked_fill(~self.has_q, math.inf)
 
     def known_tokens(self, n: int) -> Tensor:
-        """[R, V] bool; which next tokens complete an n-gram of the prompt, the answer or the path."""
+        """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have."""
         texts, vocabulary = self.evidence.texts, self.evidence.round.scores.shape[-1]
         return known_tokens(texts, self.evidence.tree, self.rows, self.nodes, n, vocabulary)

@@ -39,10 +39,10 @@ class Exact(Rule):
 def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
     """Block verification of sampled chains; node i is the i-th draft.
 
-    The accepted prefix is the longest one whose own test succeeds. The tests are independent. Prefix i succeeds with
-    probability h(i) = s(i)/(s(i) + 1 - w(i)), with w(i) = min(1, w(i-1)·p/q of draft i), w(0) = 1 and
-    s(i) = Σ (w(i)·p - q)+ after it. At the chain's end h = w. So the walk continues from node i with the probability
-    that a longer prefix succeeds, given that prefix i or a longer one does.
+    The accepted prefix is the longest one whose own test succeeds. The tests are independent. Let w(0) = 1 and
+    w(i) = min(1, w(i-1)·p/q of draft i). Let s(i) = Σ (w(i)·p - q)+ after draft i. Prefix i succeeds with probability
+    h(i) = s(i)/(s(i) + 1 - w(i)); at the chain's end h = w. So the walk continues from node i with the probability that
+    a longer prefix succeeds, given that prefix i or a longer one does.
 
     Returns:
         w: [B, N].

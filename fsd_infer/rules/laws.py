@@ -2,9 +2,9 @@
 
 A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
 cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
-infinite, so the cost is the greedy regret ``score(y*) - score(y)``: y* is the target's likeliest token, y the emitted
-one. The regret is the limit of temperature times KL as the temperature falls to 0. Every cost is known before the token
-is drawn. So by the chain rule the expected sum over a sequence is KL(output || target).
+infinite. So the cost is the greedy regret ``score(y*) - score(y)``, with y* the target's likeliest token and y the
+emitted one. The regret is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
+the token is drawn. So by the chain rule the expected sum over a sequence is KL(output || target).
 """
 
 from __future__ import annotations
@@ -198,15 +198,15 @@ class Law:
         at, applies, tree = evidence.whole, self.applies, evidence.tree
         if self.gate is not None:
             applies = applies & self.gate(at).view_as(applies)
-        found = log_p = at.log_p.unflatten(0, applies.shape).double()
+        log_law = log_p = at.log_p.unflatten(0, applies.shape).double()
         if self.log_r is not None:
-            found = self.log_r(at).log_softmax(-1).view_as(log_p).double()
+            log_law = self.log_r(at).log_softmax(-1).view_as(log_p).double()
         elif self.lift is not None:
             applies, chance, _, others = lifted(evidence, self.lift, applies)
-            found = log_p + others[..., None]
+            log_law = log_p + others[..., None]
             rows, drafts = evidence.is_draft.nonzero(as_tuple=True)
-            found[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
-        return torch.where(applies[..., None], found, log_p)
+            log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+        return torch.where(applies[..., None], log_law, log_p)
 
 
 def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:

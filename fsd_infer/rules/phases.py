@@ -43,7 +43,7 @@ def markers_of(rules: Sequence[Any], tokenizer: Any) -> dict[str, tuple[int, int
 
     Raises FsdError if there is no tokenizer, or if a marker is not a single token: its rule would never be lossy.
     """
-    found: dict[str, tuple[int, int]] = {}
+    by_phase: dict[str, tuple[int, int]] = {}
     for phase in {rule.only_in for rule in rules if rule.only_in is not None}:
         if tokenizer is None:
             raise FsdError(f"only_in={phase}: the target has no tokenizer to look the markers up. Add its files.")
@@ -55,8 +55,8 @@ def markers_of(rules: Sequence[Any], tokenizer: Any) -> dict[str, tuple[int, int
                 f"only_in={phase}: {unknown!r} is not a token of the target, so its texts have no such phase. Name "
                 "another pair, OPENING..CLOSING, or leave only_in out."
             )
-        found[phase] = ids[0], ids[1]
-    return found
+        by_phase[phase] = ids[0], ids[1]
+    return by_phase
 
 
 def inside(texts: Texts, tree: DraftTree, opening: int, closing: int) -> Tensor:

@@ -162,10 +162,10 @@ class Ensemble(LossyRule):
 class Fly(LossyRule):
     """Pass a mismatch where the target is unsure and agrees with the drafts that follow; temperature 0 only.
 
-    Let the target's own choice not be drafted. Then a draft passes if -Σ p ln p over the target's three likeliest
-    tokens is at least `entropy` and the next window - 1 drafts below it are the target's own choices. Of several, the
-    likeliest is emitted. Exact at entropy = inf, and on trees shallower than the window. From arXiv:2511.22972, with
-    the defaults of its code.
+    If the target's own choice is not drafted, a draft passes under two conditions. -Σ p ln p over the target's three
+    likeliest tokens is at least `entropy`, and the next window - 1 drafts below it are the target's own choices. Of
+    several, the likeliest is emitted. Exact at entropy = inf, and on trees shallower than the window. From
+    arXiv:2511.22972, with the defaults of its code.
 
     Args:
         window: how many drafts are examined, the mismatch included.

@@ -86,29 +86,29 @@ def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
     """[B, N] bool; whether the node's token completes an n-gram that text and path had before it."""
     ends = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
-    found = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
+    completes = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
     tokens = texts.tokens
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)[:, None]  # [B, 1, L - n + 1, n]
         same = ends[:, :, None, 0] == windows[..., 0]
         for i in range(1, n):
             same &= ends[:, :, None, i] == windows[..., i]
-        found = found | same.any(-1)
-    return found & (tree.depths > 0)
+        completes = completes | same.any(-1)
+    return completes & (tree.depths > 0)
 
 
 def known_tokens(texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
     """[R, V] bool; which tokens would complete a known n-gram of text and path after these R nodes."""
     count = rows.shape[0]
-    found = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+    known = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # last column: misses
     last = last_tokens(texts, tree, n)
     begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
     same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
-    found.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
+    known.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
     tokens = texts.tokens[rows]
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
-        found.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
-    return found[:, :-1]
+        known.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
+    return known[:, :-1]

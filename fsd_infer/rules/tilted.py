@@ -176,7 +176,7 @@ def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:
 def best_path(ancestors: Tensor, gains: Tensor, open: Tensor) -> Tensor:
     """[B, N] V(n) = max(0, max over children c in ``open`` of gains(c) + V(c)).
 
-    V(n) is the largest sum of gains [B, N] on a path down from n, so one matrix of path sums gives it at all nodes.
+    V(n) is the largest sum of gains [B, N] on a path down from n. One matrix of path sums gives it at all nodes.
     """
     return _sums_down(ancestors, gains, open).amax(-1)
 
@@ -184,9 +184,9 @@ def best_path(ancestors: Tensor, gains: Tensor, open: Tensor) -> Tensor:
 def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) -> Tensor:
     """[B, N] U(n) = ln(rest(n) + Σ over children c in ``open`` of e^(logs(c) + U(c))).
 
-    e^U is linear in the children's e^U. So it is a sum over n and all nodes m below n: rest(m) times e to the sum of
-    ``logs`` on the path to m. With ``logs`` = ln p(c) + 1/λ and ``rest`` the chance that exact decoding ends at m, it
-    is the mean of e^(accepted drafts/λ) under exact decoding from n on.
+    e^U is linear in the children's e^U. So it is the sum, over n and all nodes m below n, of rest(m)·e^(path sum of
+    ``logs`` to m). Take ``logs`` = ln p(c) + 1/λ, and let ``rest`` be the probability that exact decoding ends at m.
+    Then e^U is the mean of e^(accepted drafts/λ) under exact decoding from n on.
 
     Args:
         ancestors: [B, N, N] of a :class:`DraftTree`.

@@ -64,8 +64,9 @@ class Verification:
         budget_left: [B] nats that each row may still spend, on the CPU; None: each rule's own budget.
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
             None if there are no processors. Called at most once per round, by rules that need a processed q.
-        texts: each row's prompt and answer so far, the root included; None if no rule reads them.
-        overspent: [B] nats that each row has spent beyond its rule's allowance, see :attr:`Verdict.allowed`; None: 0.
+        texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
+        overspent: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
+            None: nothing is known.
     """
 
     tree: DraftTree
@@ -90,8 +91,8 @@ class Verdict:
         sources: [B, D+1] :class:`Source` of each emitted token.
         gate_open: [B, D+1] bool; whether a lossy law emitted the token.
         spent: [B, D+1] nats spent at each context, 0 where the law is the target's.
-        first: [B, D+1] the drafter's first choice below each node of the path: the child with the highest score, the
-            first of equals. -1 if there is none, and in the padding.
+        first: [B, D+1] the drafter's first choice below each node of the path, the child with the highest score. The
+            first of equals; -1 without children, and in the padding.
         regret: [B, D+1] ln p of the target's likeliest token minus ln p of that choice (processed p), at least 0. NaN
             if there is none.
         proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
@@ -113,12 +114,12 @@ class Verdict:
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
         """Return each row's tokens in order. log_p: [B][D+1] their log-likelihoods, if measured."""
         columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.regret)
-        whose = None if self.proposers is None else self.proposers.tolist()
-        found: list[list[Emission]] = []
+        proposers = None if self.proposers is None else self.proposers.tolist()
+        rows: list[list[Emission]] = []
         for row, (count, *facts) in enumerate(zip(self.accepted.tolist(), *(column.tolist() for column in columns))):
             tokens, sources, gates, spent, path, first, regret = facts
-            by = [0] * (1 + max(*path, *first)) if whose is None else whose[row]
-            found.append([
+            by = [0] * (1 + max(*path, *first)) if proposers is None else proposers[row]
+            rows.append([
                 Emission(
                     tokens[step], sources[step], gates[step], spent[step],
                     by[path[step + 1]] if step < count else -1,
@@ -128,4 +129,4 @@ class Verdict:
                 )
                 for step in range(count + 1)
             ])  # fmt: skip
-        return found
+        return rows

@@ -84,9 +84,9 @@ class _Reader:
         return known, {name: self._stored(name, sizes, kind, start + at) for name, sizes, kind, at in listed}
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(form, self.view, self.at)
+        numbers = struct.unpack_from(form, self.view, self.at)
         self.at += struct.calcsize(form)
-        return found
+        return numbers
 
     def _number(self, form: str) -> Any:
         return self._numbers("<" + form)[0]
@@ -115,14 +115,14 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """Read ``count`` strings, three times as fast as by :meth:`_string`."""
-        size_at, view, at, found = struct.Struct("<Q").unpack_from, self.view, self.at, []
+        size_at, view, at, strings = struct.Struct("<Q").unpack_from, self.view, self.at, []
         for _ in range(count):
             start = at + 8
             at = start + size_at(view, at)[0]
-            found.append(str(view[start:at], "utf-8"))
+            strings.append(str(view[start:at], "utf-8"))
         self._check(at - self.at)
         self.at = at
-        return found
+        return strings
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, count = self._string(), self._number("I")

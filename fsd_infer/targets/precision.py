@@ -21,11 +21,11 @@ _EXPANDED = ("fp8", "mxfp4", "mxfp8")  # a CPU can expand stored weights of thes
 
 def method_of(config: Any) -> str | None:
     """Return the method of a quantisation config (transformers' object or a dict) or of a model's config, or None."""
-    found = _quantization(config)
-    if not found:
+    quantization = _quantization(config)
+    if not quantization:
         return None
-    method = found.get("quant_method")
-    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
         return "bitsandbytes"  # older configs do not name it
     return None if method is None else str(getattr(method, "value", method))
 
@@ -59,10 +59,10 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         device: of the target.
         stored: the weights are quantised in their files, not at load.
     """
-    method, found = method_of(config), _quantization(config)
+    method, quantization = method_of(config), _quantization(config)
     if device.type != "cpu" or method is None:
         return
-    if method == "torchao" and _torchao_kind(found.get("quant_type")) == "Int4WeightOnlyConfig":
+    if method == "torchao" and _torchao_kind(quantization.get("quant_type")) == "Int4WeightOnlyConfig":
         raise ModelLoadError(
             "torchao's Int4WeightOnlyConfig has products for GPUs only, and the target is on a CPU: use "
             "IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)), or another device."

@@ -27,14 +27,14 @@ class Prefix:
         tokens: [n], on the CPU.
         states: keys and values, as :meth:`SlotCache.saved` returns them.
         features: [n, F] of the target.
-        watched: the layers of ``features``, see :meth:`Target.watch`.
+        captured_layers: the layers of ``features``, see :meth:`Target.capture_layers`.
         key: only requests with the same key read it.
     """
 
     tokens: Tensor
     states: dict[Any, Tensor]
     features: Tensor
-    watched: tuple[int, ...]
+    captured_layers: tuple[int, ...]
     key: str = ""
 
     @property
@@ -44,7 +44,7 @@ class Prefix:
     def cut(self, count: int) -> Prefix:
         """Return the first ``count`` tokens, without a copy."""
         states = {key: state[..., :count, :] for key, state in self.states.items()}
-        return Prefix(self.tokens[:count], states, self.features[:count], self.watched, self.key)
+        return Prefix(self.tokens[:count], states, self.features[:count], self.captured_layers, self.key)
 
 
 class PrefixCache:
@@ -67,14 +67,16 @@ class PrefixCache:
     def nbytes(self) -> int:
         return sum(text.nbytes for text in self.texts)
 
-    def find(self, prompt: Sequence[int], watched: tuple[int, ...], key: str = "") -> Prefix | None:
+    def find(self, prompt: Sequence[int], captured_layers: tuple[int, ...], key: str = "") -> Prefix | None:
         """Return the longest start that a kept text of this key shares with the prompt, or None.
 
         It excludes the prompt's last token, whose logits the request needs.
         """
         wanted = torch.tensor(prompt[:-1])
-        known = (watched, key)
-        shared = [_shared(text.tokens, wanted) if (text.watched, text.key) == known else 0 for text in self.texts]
+        known = (captured_layers, key)
+        shared = [
+            _shared(text.tokens, wanted) if (text.captured_layers, text.key) == known else 0 for text in self.texts
+        ]
         count = max(shared, default=0)
         if count < LEAST:
             return None

@@ -24,10 +24,12 @@ def round_weight(weight: Tensor, bits: int) -> Tensor:
     width = weight.shape[-1]
     group = math.gcd(width, GROUP)
     groups = weight.reshape(-1, group if group >= GROUP // 4 else width)
-    made = torch.empty_like(groups)
-    for part, out in zip(*(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, made)), strict=True):
+    rounded = torch.empty_like(groups)
+    for part, out in zip(
+        *(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, rounded)), strict=True
+    ):
         out.copy_(_rounded(part.float(), 2**bits - 1))
-    return made.view(weight.shape)
+    return rounded.view(weight.shape)
 
 
 def _rounded(groups: Tensor, most: int) -> Tensor:
@@ -46,8 +48,8 @@ def _rounded(groups: Tensor, most: int) -> Tensor:
             slope = (deviations * (groups - mean)).sum(1, keepdim=True) / spread.clamp_min(least)
             scale = torch.where(spread > 0, slope, scale).clamp_min(least)
             zero = mean - scale * centre
-        made = numbers * scale + zero
-        error = (made - groups).square().sum(1, keepdim=True)
-        best = torch.where(error < least_error, made, best)
+        rounded = numbers * scale + zero
+        error = (rounded - groups).square().sum(1, keepdim=True)
+        best = torch.where(error < least_error, rounded, best)
         least_error = torch.minimum(least_error, error)
     return best

@@ -34,8 +34,8 @@ class Target:
     """A frozen causal LM with its tokenizer.
 
     Drafters read ``features`` [B, M, F]. The first H columns are the final features, the input of the LM head (the last
-    hidden state after the final norm). The outputs of the layers given to :meth:`watch` follow, H columns each, in
-    ascending order of layers, as in transformers' ``hidden_states``. Without such layers F = H.
+    hidden state after the final norm). The outputs of captured layers follow, H columns each, in ascending order of
+    layers, as in transformers' ``hidden_states``; see :meth:`capture_layers`. Without such layers F = H.
 
     Forwards store nothing on the target, so several threads may run them at once, each with its own cache.
 
@@ -57,7 +57,7 @@ class Target:
         check_decodable(model, self.name)
         self.decoder: nn.Module = model.get_decoder()
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.watched: tuple[int, ...] = ()
+        self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
         self._eager = self.config._attn_implementation == "eager"
         self.graphs: Graphs | None = None
@@ -208,9 +208,12 @@ class Target:
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
         out = self.decoder(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(self.watched)
+            input_ids=ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            output_hidden_states=bool(self.captured_layers),
         )
-        return self._joined(out.last_hidden_state, self._watched_of(out.hidden_states))
+        return self._joined(out.last_hidden_state, self._captured_of(out.hidden_states))
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
@@ -239,11 +242,11 @@ class Target:
             ours = self.lm_logits(features).float()
         return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
-    def watch(self, layers: Sequence[int]) -> None:
+    def capture_layers(self, layers: Sequence[int]) -> None:
         """Append the outputs of these decoder layers, counted from 0, to the features. Raises ModelLoadError."""
         self.layers(layers)
-        before, self.watched = self.watched, tuple(sorted({*self.watched, *layers}))
-        if self.watched != before and self.graphs is not None:
+        before, self.captured_layers = self.captured_layers, tuple(sorted({*self.captured_layers, *layers}))
+        if self.captured_layers != before and self.graphs is not None:
             self.graphs.forget()
 
     def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
@@ -258,10 +261,10 @@ class Target:
 
     def features_of(self, features: Tensor, layers: Sequence[int] = ()) -> Tensor:
         """Return the final features and those of ``layers``, [..., H·(1 + len(layers))], of features [..., F]."""
-        if tuple(layers) == self.watched:
+        if tuple(layers) == self.captured_layers:
             return features
         width = self.hidden_size
-        parts = [0, *(1 + self.watched.index(number) for number in sorted(layers))]
+        parts = [0, *(1 + self.captured_layers.index(number) for number in sorted(layers))]
         return torch.cat([features[..., part * width : (part + 1) * width] for part in parts], dim=-1)
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
@@ -291,12 +294,7 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        cache: SlotCache,
-        keep: int = 0,
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: SlotCache, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Run the model over new tokens, each of which attends to chosen cache slots.
 
@@ -345,7 +343,9 @@ class Target:
         if stack is not None and stack.takes(visible) and self._lm_head_is_plain:
             kinds = getattr(self.config, "layer_types", None) or ["all"] * self.config.num_hidden_layers
             of_layers = [masks[kind] for kind in kinds]
-            final, others = stack(self.embed(tokens), positions, of_layers, cache, self.decoder.norm, self.watched)
+            final, others = stack(
+                self.embed(tokens), positions, of_layers, cache, self.decoder.norm, self.captured_layers
+            )
             return self.lm_logits(final[:, -keep:]), self._joined(final, others)  # [-0:] is all
         given = {kind: self._for_attention(mask) for kind, mask in masks.items()}
         extra: dict[str, Any] = {"logits_to_keep": keep} if keep and self._takes_logits_to_keep else {}
@@ -358,14 +358,14 @@ class Target:
             output_hidden_states=True,
             **extra,
         )
-        return out.logits[:, -keep:], self._joined(out.hidden_states[-1], self._watched_of(out.hidden_states))
+        return out.logits[:, -keep:], self._joined(out.hidden_states[-1], self._captured_of(out.hidden_states))
 
-    def _watched_of(self, states: Sequence[Tensor] | None) -> list[Tensor]:
-        """The outputs of watched layers among transformers' ``hidden_states``."""
-        return [] if states is None else [states[number + 1] for number in self.watched]
+    def _captured_of(self, states: Sequence[Tensor] | None) -> list[Tensor]:
+        """The outputs of captured layers among transformers' ``hidden_states``."""
+        return [] if states is None else [states[number + 1] for number in self.captured_layers]
 
     def _joined(self, final: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Final features [B, M, H] and the outputs of watched layers -> [B, M, F]."""
+        """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
     def _for_attention(self, mask: Tensor) -> Tensor:
