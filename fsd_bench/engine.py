@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fsd_bench.base import Answer, Method, TimedRun, Trace
 from fsd_bench.wrapped import WrappedDrafter, WrappedSession
-from fsd_infer.beams import BeamOptions
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.base import DraftRequest, DraftSession
 from fsd_infer.drafters.estimates import Trees
+from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.rules import Rule
 from fsd_infer.tree import DraftTree
 

@@ -36,11 +36,10 @@ from fsd_bench.hf import GenerateMethod
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.server import Server, ServerMethod
-from fsd_infer.beams import BeamOptions
 from fsd_infer.drafters import TreeShape
+from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.errors import FsdError, UnknownNameError
-from fsd_infer.numerals import read_int
-from fsd_infer.registry import Registry
+from fsd_infer.registry import Registry, read_int
 from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.targets.loading import load_target
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The module of each public name. It is imported when the name is first used: torch and transformers take seconds, which
-# `fsd-infer --help` and a mistyped option should not.
+# The module of each public name, imported when the name is first used: importing torch and transformers takes seconds,
+# which `fsd-infer --help` and a mistyped option should not.
 _MODULES = {
     "decoder": ("FuzzyDecoder", "Generation", "generate", "load_drafter"),
     "drafters": ("DRAFTERS", "Drafter", "EagleDrafter", "LMDrafter", "NoDrafter", "TreeShape"),

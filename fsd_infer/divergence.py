@@ -1,20 +1,20 @@
 """Divergences between the target's and the drafter's next-token distributions.
 
-``p`` is the target, ``q`` the drafter, ``m = (p + q) / 2``; everything is in nats. The one library is shared by the
-acceptance rules and by training, so every value is differentiable in both arguments::
+``p`` is the target, ``q`` the drafter, ``m = (p + q) / 2``; all values are in nats. Acceptance rules and training share
+this module, so every value is differentiable in both arguments::
 
     from fsd_infer.divergence import divergence
     d = divergence("js")(target_logits, draft_logits)  # [..., V], [..., V] -> [...]
 
 Numerics, for every divergence here:
 
-* fp32 inside (fp64 if an argument is fp64), from log-softmax, with ``0 log 0 = 0``; a log-probability of -1e30 or
-  less counts as probability 0, so ``finfo.min`` masks mean the same as ``-inf`` ones.
-* Never NaN for distributions: equal arguments give exactly 0, disjoint ones the upper bound or ``inf``. A row that is
-  no distribution (NaN, +inf or only -inf) gives NaN.
+* Computed in fp32 (fp64 if an argument is fp64), from log-softmax, with ``0 log 0 = 0``. A log-probability of -1e30 or
+  less counts as probability 0, so ``finfo.min`` masks are equivalent to ``-inf``.
+* Never NaN for distributions: equal arguments give exactly 0, disjoint ones the upper bound or ``inf``. A row of NaN,
+  +inf or only -inf gives NaN.
 * Gradients are finite. Terms that make a value infinite are constants to the gradient.
-* Leading rows are processed in chunks, in the backward pass by recomputation: what is alive besides the arguments and
-  their gradients is the working set of one chunk, whatever the number of rows.
+* Rows are processed in chunks, and the backward pass recomputes each chunk. So besides arguments and gradients, the
+  memory is that of one chunk.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from torch.autograd.function import once_differentiable
 
 from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError, VocabularyMismatchError
-from fsd_infer.numerals import read_int
-from fsd_infer.registry import Registry
+from fsd_infer.registry import Registry, read_int
 
 LN2 = math.log(2.0)
-ZERO = -1e30  # log-probabilities at or below this are those of probability 0; finite, so that no inf - inf arises
+ZERO = -1e30  # log-probabilities up to this mean probability 0; finite, to avoid inf - inf
 DEFAULT_K, MOST_K = 50, 2**20  # no vocabulary is larger
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, V], log q [n, V], both >= ZERO -> [n]
 
 
 def _total(terms: Tensor, infinite: Tensor) -> Tensor:
-    """Sum of [n, V] terms per row, ``inf`` where any term is; infinite terms take no part in the gradient."""
+    """Sum [n, V] terms per row; the sum is ``inf`` if a term is, without a gradient of that term."""
     finite = terms.masked_fill(infinite, 0.0).sum(-1)
     return finite + torch.zeros_like(finite).masked_fill(infinite.any(-1), math.inf)
 
@@ -73,7 +72,7 @@ def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _lump(log_p: Tensor, log_q: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Keeps the k most likely tokens of p, in both, and lumps all others in one bin: [n, V] -> [n, k + 1]."""
+    """Keep the k most likely tokens of p, in both, and lump all others into one bin: [n, V] -> [n, k + 1]."""
     if k >= log_p.shape[-1]:
         return log_p, log_q
     top = log_p.detach().topk(k, dim=-1).indices
@@ -91,7 +90,7 @@ def _log_probs(values: Tensor, normalised: bool) -> Tensor:
 
 
 class _Chunked(torch.autograd.Function):
-    """Row function over chunks of rows; the backward pass recomputes each chunk instead of keeping it."""
+    """A row function over chunks of rows; the backward pass recomputes each chunk."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, q: Tensor, rows: RowFunction, normalised: bool, chunk: int, high: float) -> Tensor:
@@ -102,7 +101,7 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, p.shape[0], chunk):
             part = slice(start, start + chunk)
             out[part] = rows(_log_probs(p[part], normalised), _log_probs(q[part], normalised))
-        return out.clamp_(0.0, high)  # values outside the range are rounding; the gradient does not see the clamp
+        return out.clamp_(0.0, high)  # rounding may leave the range; the gradient ignores the clamp
 
     @staticmethod
     @once_differentiable
@@ -117,10 +116,10 @@ class _Chunked(torch.autograd.Function):
             with torch.enable_grad():
                 value = rows(_log_probs(leaves[0], normalised), _log_probs(leaves[1], normalised))
             inputs = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(value, inputs, grad[part]))
+            gradients = iter(torch.autograd.grad(value, inputs, grad[part]))
             for whole in grads:
                 if whole is not None:
-                    whole[part] = next(found)
+                    whole[part] = next(gradients)
         return (*grads, None, None, None, None)
 
 
@@ -129,16 +128,15 @@ class Divergence:
     """A named divergence D(p, q) of the drafter's distribution q from the target's p.
 
     Attributes:
-        name: what it is registered under (``top_k_js:20`` for a top-k form with its own k).
+        name: its registered name (``top_k_js:20`` for a top-k form with its own k).
         formula: the formula, with p the target and q the drafter.
         direction: which argument is measured from which.
         bounds: smallest and largest value in nats (tv: dimensionless).
-        symmetric: does D(p, q) = D(q, p) hold.
+        symmetric: whether D(p, q) = D(q, p).
         rows: the row function, log p [n, V] and log q [n, V] (zeros as ``ZERO``) -> [n].
-        k: for top-k forms the number of the target's most likely tokens that are looked at one by one.
-        where_q_is_zero: what the term of a token is there as a function of p: "linear" in it, "infinite" unless p is 0
-            too, or anything "else". Only if it is one of the first two may tokens that a reduced drafter's vocabulary
-            lacks be lumped together (:func:`reduced`).
+        k: for top-k forms, the number of the target's likeliest tokens with a bin each.
+        where_q_is_zero: a token's term at q = 0 as a function of p: "linear", "infinite" unless p is 0, or "else". The
+            first two allow lumping the tokens outside a reduced draft vocabulary (:func:`reduced`).
     """
 
     name: str
@@ -151,14 +149,13 @@ class Divergence:
     where_q_is_zero: Literal["linear", "infinite", "else"] = "else"
 
     def __call__(self, p: Tensor, q: Tensor, *, log_probs: bool = False, chunk_size: int | None = None) -> Tensor:
-        """D(p, q) per row.
+        """Return D(p, q) per row.
 
         Args:
             p: [..., V] the target's logits, or log-probabilities if ``log_probs``.
             q: [..., V] the drafter's, same shape.
-            log_probs: the arguments are normalised already.
-            chunk_size: rows per chunk; None picks one by device so that a chunk fits a cache or is a small part of
-                an accelerator's memory.
+            log_probs: the arguments are normalised log-probabilities.
+            chunk_size: rows per chunk (default: by device, to fit a cache or a small part of a GPU's memory).
 
         Returns:
             [...] nats, fp32 (fp64 if an argument is).
@@ -174,9 +171,9 @@ class Divergence:
             )
         if p.shape != q.shape:
             raise FsdError(f"divergence {self.name!r}: shapes {tuple(p.shape)} and {tuple(q.shape)} differ.")
-        found = None if log_probs or chunk_size is not None else ops.plain_divergence(self.name, p, q, None)
-        if found is not None:
-            return found
+        value = None if log_probs or chunk_size is not None else ops.plain_divergence(self.name, p, q, None)
+        if value is not None:
+            return value
         if chunk_size is None:
             elements = 2**20 if p.device.type == "cpu" else 2**25
             chunk_size = max(1, elements // p.shape[-1])
@@ -198,18 +195,22 @@ class Divergence:
         draft_ids: Tensor | None,
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """D(p, q) where the drafter's logits cover only the target's tokens ``draft_ids`` and q is 0 elsewhere.
+        """Return D(p, q) for a drafter over the target's tokens ``draft_ids`` alone; q is 0 elsewhere.
 
-        p_logits [..., V], q_logits [..., Vd], draft_ids [Vd] (None if Vd = V) -> [...]. ``rows`` picks [R] rows of
-        p_logits [M, V] and of q_logits [I, Vd] (None: all, in order) -> [R], by our CPU kernels without a copy.
-        Forms that may be lumped where q is 0 (``where_q_is_zero``) work on Vd + 1 bins. Others expand q, and so do the
-        top-k forms, which need the target's own ranking.
+        Args:
+            p_logits: [..., V], or [M, V] with ``rows``.
+            q_logits: [..., Vd], or [I, Vd] with ``rows``.
+            draft_ids: [Vd]; None if Vd = V.
+            rows: [R] rows of p_logits and of q_logits (None: all), which our CPU kernels read without a copy.
+
+        Returns:
+            [...], or [R] with ``rows``. Lumpable forms (``where_q_is_zero``) use Vd + 1 bins; others expand q.
         """
-        draft_ids = None if draft_ids is None else draft_ids.long()  # heads are stored with narrower ones
+        draft_ids = None if draft_ids is None else draft_ids.long()  # files may store narrower integers
         if draft_ids is None or not self.infinite_on_reduced_vocabulary:
-            found = ops.plain_divergence(self.name, p_logits, q_logits, draft_ids, rows)
-            if found is not None:
-                return found
+            value = ops.plain_divergence(self.name, p_logits, q_logits, draft_ids, rows)
+            if value is not None:
+                return value
         p_logits, q_logits = (x if which is None else x[which] for x, which in zip((p_logits, q_logits), rows))
         if draft_ids is None:
             return self(p_logits, q_logits)
@@ -219,16 +220,16 @@ class Divergence:
 
     @property
     def lumpable(self) -> bool:
-        """Is the value kept where all tokens with q = 0 are one bin (:func:`reduced`)."""
+        """Whether one bin for all tokens with q = 0 leaves the value unchanged (:func:`reduced`)."""
         return self.k is None and self.where_q_is_zero != "else"
 
     @property
     def infinite_on_reduced_vocabulary(self) -> bool:
-        """Is it infinite wherever the target has mass that the drafter cannot have."""
+        """Whether it is infinite if the target has mass outside the draft vocabulary."""
         return self.k is None and self.where_q_is_zero == "infinite"
 
     def describe(self) -> dict[str, object]:
-        """Name, direction, formula and unit, as records of runs store them."""
+        """Return name, direction, formula and unit, for records of runs."""
         unit = "dimensionless" if self.rows is _tv else "nats"
         return {"divergence": self.name, "direction": self.direction, "formula": self.formula, "unit": unit}
 
@@ -272,7 +273,7 @@ for _old in RENAMED:
 
 
 def divergence(name: str | Divergence) -> Divergence:
-    """The divergence called ``name``; ``top_k_<plain>:<k>`` sets k (50 if not given). A Divergence passes through.
+    """Return the divergence called ``name``; ``top_k_<plain>:<k>`` sets k (default: 50). A Divergence passes through.
 
     Raises:
         UnknownNameError: no such name.
@@ -281,10 +282,10 @@ def divergence(name: str | Divergence) -> Divergence:
     if isinstance(name, Divergence):
         return name
     stem, colon, parameter = str(name).partition(":")
-    found = DIVERGENCES.get(stem)
+    measure = DIVERGENCES.get(stem)
     if not colon:
-        return found
-    if found.k is None:
+        return measure
+    if measure.k is None:
         raise FsdError(f"divergence {name!r}: {stem!r} takes no parameter; only top_k_* forms do, as in top_k_js:20.")
     k = read_int(parameter)
     if k is None or not 1 <= k <= MOST_K:
@@ -293,7 +294,7 @@ def divergence(name: str | Divergence) -> Divergence:
 
 
 def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Drafter logits over the target's vocabulary: [..., Vd], [Vd] -> [..., V], -inf outside ``draft_ids``."""
+    """Expand drafter logits to the target's vocabulary: [..., Vd], [Vd] -> [..., V], -inf outside ``draft_ids``."""
     if draft_ids is None:
         return q_logits
     whole = q_logits.new_full((*q_logits.shape[:-1], vocab_size), -math.inf)
@@ -301,12 +302,12 @@ def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) ->
 
 
 def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Both distributions on the drafter's vocabulary plus one bin for every other token, where q is 0.
+    """Return both distributions on the drafter's vocabulary plus one bin for all other tokens, where q is 0.
 
-    Exact for sums of terms f(p_i, q_i) with f(p_i, 0) linear in p_i, as in kl_qp (0), js (p_i ln(2)/2), tv (p_i/2), or
-    infinite unless p_i is 0, as in kl_pq and ag: then the terms of all tokens outside the drafter's vocabulary
-    add up to the term of their lump (``Divergence.lumpable``). Other divergences, and the top-k forms, whose bins p
-    picks, change their value: use :meth:`Divergence.with_reduced_drafter` for any of them.
+    Exact for sums of terms f(p_i, q_i) where f(p_i, 0) is linear in p_i, as in kl_qp (0), js (p_i ln(2)/2) and tv
+    (p_i/2). Also exact where f(p_i, 0) is infinite unless p_i is 0, as in kl_pq and ag (``Divergence.lumpable``). The
+    bin's term is then the sum of its tokens' terms. Other divergences and the top-k forms change their value;
+    :meth:`Divergence.with_reduced_drafter` handles all of them.
 
     Args:
         p_logits: [..., V] the target's logits.
@@ -336,9 +337,9 @@ def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tens
 
 
 def _reduced_without_gradient(p_logits: Tensor, draft_ids: Tensor) -> Tensor:
-    """log p [..., Vd + 1], lump last, in few passes over V: a decoder makes it several times per round.
+    """log p [..., Vd + 1], the bin last, in few passes over V, since decoding computes it several times per round.
 
-    In the lump a token of probability below the smallest float (1e-45 in fp32) counts as 0.
+    In the bin, probabilities below the smallest float (1e-45 in fp32) count as 0.
     """
     p = p_logits.softmax(-1)
     total = p_logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()  # ln sum exp(logits)

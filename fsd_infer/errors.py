@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Every message names the thing that is wrong and what to do about it."""
+"""Errors that a user can fix. Every message names the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class FsdError(ValueError):
 
 
 class UnknownNameError(FsdError, KeyError):
-    """A name (rule, divergence, drafter, loss, built-in target) that nothing is registered under."""
+    """An unknown name of a rule, divergence, drafter, loss or built-in target."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])
@@ -31,7 +31,7 @@ class ContextLengthError(FsdError):
 
 
 class CacheMemoryError(FsdError):
-    """A request whose key-value caches take more memory than is free or allowed."""
+    """A request whose KV caches take more memory than is free or allowed."""
 
 
 class NonFiniteLogitsError(FsdError):
@@ -47,6 +47,6 @@ class NonFiniteLossError(FsdError):
 
 
 def shortened(error: BaseException, most: int = 600) -> str:
-    """What an exception says, on one line, without torch's C++ stack."""
+    """Return an exception's message on one line, without torch's C++ stack."""
     text = " ".join(str(error).partition("Exception raised from")[0].split())[:most]
     return text if isinstance(error, (OSError, ValueError, ImportError)) and text else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, read with errors that name them, and checked by digest."""
+"""Files: atomic writes, reads whose errors name the file, and digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 
 
 def usable_name(name: str | os.PathLike[str], what: str) -> str:
-    """``name`` as text, if it can name a file or a model. Raises FsdError, which calls it ``what``, if it cannot."""
+    """Return ``name`` as text. Raises FsdError, which calls it ``what``, if it cannot name a file or a model."""
     text = os.fspath(name)
     if not isinstance(text, str) or not text:
         raise FsdError(f"{what} {text!r} is no name: give some text.")
@@ -35,18 +35,18 @@ def usable_name(name: str | os.PathLike[str], what: str) -> str:
 
 
 def cache_dir() -> Path:
-    """Where expanded targets, compiled kernels and measured trees are kept.
+    """Return the directory for expanded targets, compiled kernels and measured trees.
 
-    $FSD_CACHE, else $XDG_CACHE_HOME/fsd, else ~/.cache/fsd.
+    It is $FSD_CACHE, else $XDG_CACHE_HOME/fsd, else ~/.cache/fsd.
     """
     if os.environ.get("FSD_CACHE"):
-        return Path(os.path.expanduser(os.environ["FSD_CACHE"]))  # pathlib's raises an error for users without a home
+        return Path(os.path.expanduser(os.environ["FSD_CACHE"]))  # pathlib's expanduser raises without a home
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "fsd"
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk within the block as an OSError that names ``path``: Python's names none, safetensors has its own."""
+    """Convert disk errors within the block to an OSError that names ``path``, including those of safetensors."""
     try:
         yield
     except SafetensorError as error:
@@ -60,7 +60,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with numbers that JSON lacks replaced: NaN by null, infinities by "inf" and "-inf"."""
+    """Replace numbers that JSON lacks: NaN by None, infinities by "inf" and "-inf"."""
     if isinstance(value, float):
         if math.isnan(value):
             return None
@@ -73,7 +73,7 @@ def jsonable(value: Any) -> Any:
 
 
 def append_json(path: Path, row: dict[str, Any]) -> None:
-    """Append a line of JSON; it is on disk when this returns. Raises OSError, which names ``path``."""
+    """Append a line of JSON and sync it to disk. Raises OSError, which names ``path``."""
     with disk_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -82,12 +82,12 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` that takes its place, by one rename, if the block ends without an error.
+    """Yield a temporary file beside ``path``, and rename it to ``path`` if the block succeeds.
 
-    No reader sees half a file, several processes may write at once, and an error leaves what was there. The file is as
-    readable for others as any new one (some writers make private ones).
+    Readers never see a partial file, several processes may write at once, and an error leaves the old file. The file
+    has the permissions of any new file (some writers create private ones).
 
-    Raises FsdError where a device, a pipe or a directory is in the way: a rename would replace it.
+    Raises FsdError if ``path`` is a device, a pipe or a directory, which the rename would replace.
     """
     if path.exists() and not path.is_file():
         raise FsdError(f"{path} is no file and is not replaced: give another name.")
@@ -104,9 +104,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def writable(name: str | os.PathLike[str], what: str) -> Path:
-    """The path of a file that is written when long work is done, checked before: its folder is made.
+    """Check a path before long work whose result it will hold, and create its directory.
 
-    Raises FsdError, which calls it ``what``, if it cannot be written.
+    Raises FsdError, which calls the file ``what``, if it cannot be written.
     """
     path = Path(usable_name(name, what))
     try:
@@ -122,20 +122,20 @@ def writable(name: str | os.PathLike[str], what: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8 as :func:`replacing` does."""
+    """Write a file in UTF-8, atomically."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """Write a value as JSON and a newline, as :func:`write_text` does."""
+    """Write a value as JSON with a final newline, atomically."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> Any:
-    """The value that UTF-8 bytes hold. Raises ``error``, which names ``where`` and ends in ``advice``, for others."""
+    """Parse JSON in UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if malformed."""
     try:
-        return json.loads(raw.decode("utf-8-sig"))  # some programs begin a file with a byte order mark
+        return json.loads(raw.decode("utf-8-sig"))  # some programs write a byte order mark
     except UnicodeDecodeError as problem:
         reason = f"not UTF-8 ({problem.reason} at byte {problem.start})"
     except json.JSONDecodeError as problem:
@@ -143,13 +143,13 @@ def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = Data
         reason = f"not JSON ({problem.msg} at {line}column {problem.colno})"
     except RecursionError:
         reason = "JSON nested too deep"
-    except ValueError as problem:  # a number of thousands of digits
+    except ValueError as problem:  # a number with thousands of digits
         reason = f"JSON that cannot be read ({problem})"
     raise error(f"{where}: {reason}. {advice}")
 
 
 def read_json(path: Path, advice: str, error: type[FsdError] = DataError) -> Any:
-    """The value a file holds. Raises ``error``, which names the file and ends in ``advice``, if it cannot be read."""
+    """Read a JSON file. Raises ``error``, which names the file and ends in ``advice``, if it cannot be read."""
     try:
         raw = path.read_bytes()
     except (OSError, ValueError) as problem:  # ValueError: a NUL in its name
@@ -158,13 +158,13 @@ def read_json(path: Path, advice: str, error: type[FsdError] = DataError) -> Any
 
 
 def read_weight_map(index: Path, advice: str) -> dict[str, str]:
-    """Tensor name -> safetensors file, as ``*.safetensors.index.json`` has them, all files in its own directory.
+    """Read ``*.safetensors.index.json``: tensor name -> safetensors file, in the same directory.
 
     Raises:
         CheckpointError: no such file, or it is malformed; the message ends in ``advice``.
     """
-    found = read_json(index, advice, CheckpointError)
-    files = found.get("weight_map") if isinstance(found, dict) else None
+    content = read_json(index, advice, CheckpointError)
+    files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise CheckpointError(f"{index} is malformed: no weight_map from tensors to files. {advice}")
     for name in files.values():
@@ -175,9 +175,9 @@ def read_weight_map(index: Path, advice: str) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path, advice: str, error: type[FsdError] = CheckpointError) -> Iterator[Any]:
-    """A safetensors file, open for reading. Slices that were taken of it stay readable after the block.
+    """Open a safetensors file for reading. Its slices stay readable after the block.
 
-    Raises ``error``, which names the file and ends in ``advice``, if it is damaged or lacks what the block asks for.
+    Raises ``error``, which names the file and ends in ``advice``, if it is damaged or lacks a requested tensor.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -189,7 +189,7 @@ def open_safetensors(path: Path, advice: str, error: type[FsdError] = Checkpoint
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, lower-case hex."""
+    """Return the SHA-256 of a file's content, lower-case hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for block in iter(lambda: file.read(1 << 22), b""):

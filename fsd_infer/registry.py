@@ -1,8 +1,15 @@
-"""Name -> object tables. A new rule, divergence, drafter or loss is one file that registers itself."""
+"""Names and numbers in options, rules and files: registries of named objects, and strict parsers of numbers.
+
+A new rule, divergence, drafter or loss registers itself in its own file. The parsers are stricter than ``int()`` and
+``float()``, since options and rules end up in records. Python reads ``0_1`` as 1, ``1e400`` as infinity and ``1e-400``
+as 0, accepts digits of any script, and skips blanks; these functions refuse such text.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -10,12 +17,18 @@ from fsd_infer.errors import UnknownNameError
 
 T = TypeVar("T")
 
+MOST_SEED = 2**62  # torch, numpy and servers accept it, plus a few thousand
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+_REAL = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
+_INFINITE = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf}
+
 
 class Registry(Generic[T]):
     """A table of named objects of one kind.
 
     Args:
-        kind: what the entries are, used in error messages ("rule", "divergence", ...).
+        kind: the entries' kind in error messages ("rule", "divergence", ...).
     """
 
     def __init__(self, kind: str) -> None:
@@ -24,7 +37,7 @@ class Registry(Generic[T]):
         self._retired: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files an object under ``name``. Raises ValueError if the name is taken."""
+        """Return a decorator that registers an object under ``name``. Raises ValueError if the name is taken."""
 
         def file(entry: T) -> T:
             if name in self._entries:
@@ -35,11 +48,11 @@ class Registry(Generic[T]):
         return file
 
     def retire(self, name: str, advice: str) -> None:
-        """Make a name of earlier versions an error that says ``advice``."""
+        """Make a former name an error with ``advice``."""
         self._retired[name] = advice
 
     def get(self, name: str) -> T:
-        """The entry called ``name``. Raises UnknownNameError, with the known names, if there is none."""
+        """Return the entry called ``name``. Raises UnknownNameError, which lists the known names, if there is none."""
         try:
             return self._entries[name]
         except KeyError:
@@ -59,3 +72,18 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+def read_int(text: str) -> int | None:
+    """Return the whole number in ``text``, in ASCII digits; None if it is none, or has more than 30 digits."""
+    return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def read_float(text: str) -> float | None:
+    """Return the number in ``text``, or ``inf``; None if it is none, or too large or too small for a float."""
+    if text.lower() in _INFINITE:
+        return _INFINITE[text.lower()]
+    value = float(text) if _REAL.fullmatch(text) else math.inf
+    if value == 0 and re.search("[1-9]", re.split("[eE]", text)[0]):
+        return None
+    return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""The draft tree: what a drafter proposes, a rule walks and the cache keeps a path of.
+"""The draft tree: a drafter proposes it, a rule walks it, and the cache keeps its accepted path.
 
-Shapes: ``B`` rows of the batch, ``N`` nodes per tree (the root included), ``I`` drafter distributions, ``D`` the
-deepest node's depth, ``V`` the target's vocabulary, ``Vd`` the drafter's (a subset of the target's, or all of it).
+Shapes: B batch rows; N nodes per tree, the root included; I drafter distributions; D the depth of the deepest node. V
+is the size of the target's vocabulary. Vd is the size of the drafter's, which is a subset of the target's or all of it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from fsd_infer.device.transfer import lists, to_device
 
 @dataclass
 class DraftTree:
-    """Candidate continuations of each row, as a tree of tokens, on the target's device. A chain is a tree of width 1.
+    """A tree of candidate tokens per batch row, on the target's device. A chain is a tree of width 1.
 
-    Node 0 is the root: the last token that was emitted, which the target has not read yet. A parent always has
-    a smaller index than its children, and siblings carry different tokens. Rows with fewer nodes are padded.
+    Node 0 is the root: the last emitted token, which the target has not read yet. Parents precede their children, and
+    siblings have different tokens. Rows with fewer nodes are padded.
 
     Attributes:
         tokens: [B, N] token ids in the target's vocabulary.
         parents: [B, N] index of each node's parent; the root's is 0.
-        scores: [B, N] estimated log-probability that node i is accepted: 0 at the root, a node's never above its
-            parent's, -inf at padding.
+        scores: [B, N] estimated log-probability that a node is accepted: 0 at the root, at most the parent's, -inf at
+            padding.
         q_logits: [B, I, Vd] the drafter's raw next-token logits (I may be 0).
-        q_index: [B, N] row of ``q_logits`` that belongs to node i, or -1 where no distribution is known: at nodes
-            without children, and where children come from a drafter without distributions (n-gram lookup). There
-            every gate stays closed and the law is the target's.
+        q_index: [B, N] each node's row of ``q_logits``. -1 where q is unknown: at nodes without children, and below
+            drafters without distributions (n-gram lookup). There gates stay closed and the law is the target's.
         draft_ids: [Vd] target id of each drafter vocabulary entry, in any order; None if Vd = V.
-        q_scores: [B, I, V] processed drafter logits from which the children were *sampled*, or None where
-            the children are a deterministic function of the context (top-k or argmax). Only chains are sampled.
-        proposers: [B, N] which of the drafters that the tree's drafter is made of proposed the node, the first of
-            several; None if one proposed all.
+        q_scores: [B, I, V] processed drafter logits from which the children were *sampled*. None if the children are a
+            function of the context (top-k or argmax). Only chains are sampled.
+        proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
+            part.
     """
 
     tokens: Tensor
@@ -57,7 +56,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[B, N, N] bool; ``ancestors[b, i, j]`` iff j is on the path root..i, both ends included."""
+        """[B, N, N] bool; whether j is on the path from the root to i, both included, at [b, i, j]."""
         return ops.ancestors(self.parents)
 
     @cached_property
@@ -67,14 +66,14 @@ class DraftTree:
 
     @cached_property
     def is_draft(self) -> Tensor:
-        """[B, N] bool; every node but roots and padding."""
-        found = self.scores != -math.inf
-        found[:, 0] = False
-        return found
+        """[B, N] bool; all nodes except roots and padding."""
+        drafted = self.scores != -math.inf
+        drafted[:, 0] = False
+        return drafted
 
     @cached_property
     def child(self) -> Tensor:
-        """[B, N, N] bool; is node j a child of node i."""
+        """[B, N, N] bool; whether node j is a child of node i."""
         nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
         return (self.parents[:, None] == nodes[:, None]) & self.is_draft[:, None]
 
@@ -85,7 +84,7 @@ class DraftTree:
 
     @cached_property
     def first_choices(self) -> Tensor:
-        """[B, N] the child with the highest score, the first of equals; -1 where there is none."""
+        """[B, N] the child with the highest score, the first of equals; -1 if there is none."""
         best = self.scores[:, None].masked_fill(~self.child, -math.inf).argmax(-1)
         return best.masked_fill(~self.inner, -1)
 
@@ -95,14 +94,14 @@ class DraftTree:
 
     @cached_property
     def nodes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents, [B][N] each. Waits for the device."""
+        """Tokens and parents as lists, [B][N] each. Syncs with the device."""
         tokens, parents = lists(self.tokens, self.parents)
         return tokens, parents
 
     def keep(self, nodes: Tensor) -> DraftTree:
-        """The part of these nodes [B, K], a parent before its children, the new root first. Leaves have no q."""
+        """Return the tree of these nodes [B, K], parents before children, the new root first. Leaves lose their q."""
         places = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
-        number = torch.zeros_like(self.parents).scatter(1, nodes, places)  # of what is not kept 0
+        number = torch.zeros_like(self.parents).scatter(1, nodes, places)  # 0 for other nodes
         parents = number.gather(1, self.parents.gather(1, nodes))
         scores = self.scores.gather(1, nodes)
         kept = replace(
@@ -117,7 +116,7 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
-        """A tree without drafts (plain decoding). tokens: [B]."""
+        """Return a tree without drafts, for plain decoding. tokens: [B]."""
         return cls.chain(tokens[:, None], torch.empty(len(tokens), 0, vocab_size, device=tokens.device))
 
     @classmethod
@@ -129,8 +128,14 @@ class DraftTree:
         q_scores: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> DraftTree:
-        """A chain: tokens [B, N] with the root first, q_logits [B, N-1, Vd] where row i proposed tokens[:, i+1], or
-        none. scores: default 0, sure.
+        """Return a chain.
+
+        Args:
+            tokens: [B, N], the root first.
+            q_logits: [B, N-1, Vd], where row i proposed tokens[:, i+1], or [B, 0, Vd].
+            draft_ids: as in the class.
+            q_scores: as in the class.
+            scores: as in the class (default: 0).
         """
         index = torch.arange(tokens.shape[1], device=tokens.device)
         q_index = torch.where(index < q_logits.shape[1], index, -1)
@@ -146,7 +151,7 @@ class DraftTree:
 
     @classmethod
     def of_lists(cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device) -> DraftTree:
-        """A tree per row without q, of drafters that think in Python. ``vocab_size``: V."""
+        """Return trees without q, from drafters that build them as lists. ``vocab_size``: V."""
         fills = 0, 0, -math.inf
         tokens, parents, scores = (to_device(padded(x, fill), device) for x, fill in zip(zip(*rows), fills))
         no_q = torch.empty(len(rows), 0, vocab_size, device=device)

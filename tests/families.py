@@ -131,8 +131,8 @@ def reference(model: Any, prompts: list[list[int]], **options: Any) -> list[list
 class OracleDrafter(Drafter):
     """Random trees in which the target's own greedy continuation hides among wrong siblings.
 
-    How far the right path reaches differs per row and round, and wrong nodes come before right ones, so that
-    accepting a path always moves keys and values.
+    The length of the right path differs per row and round. Wrong nodes precede right ones, so accepting a path always
+    moves keys and values.
     """
 
     name = "oracle"

@@ -1,8 +1,8 @@
 """An accelerator without the hardware: tensors that hold their values on the CPU and say that they lie elsewhere.
 
-Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute what the CPU does,
-under CUDA's conditions: tensors of two devices do not mix, and what needs a number on the host waits, which is counted
-with the line of ours that asked for it. While a graph is captured (:mod:`tests.simulated_graphs`) it is refused.
+Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute on the CPU under
+CUDA's conditions. Tensors of two devices do not mix. Reading a number on the host is a sync, which is counted with the
+line of ours that caused it, and refused while a graph is captured (:mod:`tests.simulated_graphs`).
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.beams import BeamOptions, Begun, proposer_of
-from fsd_infer.beams.forest import Node, mixed
-from fsd_infer.beams.plan import Planner
-from fsd_infer.beams.sampling import draw
-from fsd_infer.beams.search import Beam, Terms
-from fsd_infer.beams.width import RACES, chances_of_width, dynamic_width
+from fsd_infer.engine.beams import BeamOptions, Begun, proposer_of
+from fsd_infer.engine.beams.forest import Node, mixed
+from fsd_infer.engine.beams.plan import Planner
+from fsd_infer.engine.beams.sampling import draw
+from fsd_infer.engine.beams.search import Beam, Terms
+from fsd_infer.engine.beams.width import RACES, chances_of_width, dynamic_width
 from tests.beam_toys import doubled, drafters_for
 from tests.families import tiny_model, tiny_prompts
 
@@ -58,10 +58,10 @@ def following(model: Any, prompt: list[int], steps: int) -> dict[tuple[int, ...]
 def law_of_beam_sampling(
     known: dict[tuple[int, ...], list[float]], beams: int, steps: int, width: Callable[[int, Live], int] | None = None
 ) -> dict[tuple[int, ...], float]:
-    """The best answer's law, by enumeration: under transformers' beam sampling, or with fewer beams after a step.
+    """Enumerate the law of the best answer under transformers' beam sampling, optionally with fewer beams after a step.
 
-    Each step draws 2 W candidates without replacement, by the joint weight of beam and token, and keeps the W best of
-    them; at the last step the first W that are drawn are the answers, the best of which is returned.
+    Each step draws 2 W candidates without replacement, by the joint weight of beam and token, and keeps the W best. At
+    the last step the first W draws are the answers, and the best of them is returned.
     """
     states: dict[Live, float] = {((0.0, ()),): 1.0}
     answers: dict[tuple[int, ...], float] = defaultdict(float)

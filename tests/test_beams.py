@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import fsd_infer
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.beams import BeamOptions
 from fsd_infer.drafters import DraftRequest, DraftSession, LookupDrafter, RecycleDrafter
+from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.errors import CacheMemoryError, NonFiniteLogitsError
 from tests.beam_toys import doubled, drafters_for, noisy_target
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
@@ -253,8 +253,8 @@ class Unknown(Drafter):
         (dict(rule="fuzzy:js:0.3"), "rule 'fuzzy' has no meaning with num_beams > 1"),
         (dict(streamer=type("Shown", (), {"put": print, "end": lambda self: None})()), "beams change places"),
         (dict(drafter=Unknown()), "drafter 'unknown' cannot draft for beams"),
-        (dict(num_beams=1, beam_options=BeamOptions()), "beam_options are about beams"),
-        (dict(beam_options=BeamOptions(join_every=4)), "beam search is transformers' to the token: sample"),
+        (dict(num_beams=1, beam_options=BeamOptions()), "beam_options are for beams"),
+        (dict(beam_options=BeamOptions(join_every=4)), "but beam search keeps transformers' beams: sample"),
         (dict(beam_options=BeamOptions(confidence=0.5), do_sample=True), "nothing is drafted: leave it out"),
         (
             dict(beam_options=BeamOptions(confidence=0.5, min_width=5), do_sample=True, drafter=RecycleDrafter(VOCAB)),

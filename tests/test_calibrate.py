@@ -206,7 +206,7 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
     assert made.stats.rule["threshold"] == 0.4
     with pytest.raises(FsdError, match=r"nothing was calibrated for temperature 1 \(there is: 0, 0.7\)"):
         decoder.generate("the cat", "calibrated", max_new_tokens=2, do_sample=True, temperature=1.0)
-    with pytest.raises(FsdError, match="lies beside a drafter's files, and lookup has none"):
+    with pytest.raises(FsdError, match="is read beside a drafter's files, but lookup has none"):
         decoder.generate("the cat", "calibrated", drafter=decoder.load_drafter("lookup"), max_new_tokens=2)
     (drafter / FILE).write_text('{"settings": 3}')
     with pytest.raises(CheckpointError, match="expected a list of settings. Delete it"):

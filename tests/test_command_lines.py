@@ -15,7 +15,7 @@ from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count
 from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, EXTRAS, INTERRUPTED, UNEXPECTED, run
 from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.registry import read_float, read_int
 from fsd_train.cli import main as train
 from fsd_train.commands.command_lines import PARSERS
 

@@ -146,7 +146,7 @@ def test_shifted_features(first: int, world: Path, tmp_path: Path) -> None:
     shutil.copy(world / "answers.jsonl", tmp_path)
     shutil.copytree(world / "target", tmp_path / "target")
     target = Target.from_pretrained(str(tmp_path / "target"))
-    target.watch(EAGLE3["fused_layers"])
+    target.capture_layers(EAGLE3["fused_layers"])
     data = AnswersDataModule([str(tmp_path / "answers.jsonl")], validation_fraction=0.0)
     data.setup()
     assert data.train_set is not None

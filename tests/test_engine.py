@@ -31,6 +31,8 @@ from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_head, tiny_model, tiny_prompts
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
@@ -49,10 +51,9 @@ def oracle(target: Target) -> FuzzyDecoder:
 
 def test_padded_batch_with_processors_equals_generate(model: Any, oracle: FuzzyDecoder) -> None:
     prompts = tiny_prompts()
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    ids, mask = left_pad(prompts, 0, CPU)
     options = dict(max_new_tokens=20, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3, min_new_tokens=5)
-    expected = model.generate(ids, attention_mask=(ids != 0).long(), **options)[:, longest:].tolist()
+    expected = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
     assert oracle.generate(prompts, **options).sequences == expected
 
 
@@ -138,26 +139,20 @@ class _LeapsSession(DraftSession):
 
 
 def test_custom_generate_hook_returns_what_generate_returns(model: Any, target: Target) -> None:
-    prompts = tiny_prompts()
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    options: dict[str, Any] = dict(
-        attention_mask=(ids != 0).long(), max_new_tokens=20, do_sample=False, eos_token_id=9, pad_token_id=0
-    )
+    ids, mask = left_pad(tiny_prompts(), 0, CPU)
+    options: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=9)
+    options["pad_token_id"] = 0
     expected = model.generate(ids, **options)
-    drafter = OracleDrafter(target)
-    ours = model.generate(ids, custom_generate=fsd_infer.generate, drafter=drafter, rule="exact", **options)
-    assert torch.equal(ours, expected)
-    output = model.generate(
-        ids, custom_generate=fsd_infer.generate, drafter=drafter, rule=Exact(), return_dict_in_generate=True, **options
-    )
+    options |= dict(custom_generate=fsd_infer.generate, drafter=OracleDrafter(target))
+    assert torch.equal(model.generate(ids, rule="exact", **options), expected)
+    output = model.generate(ids, rule=Exact(), return_dict_in_generate=True, **options)
     assert torch.equal(output.sequences, expected)
     assert output.stats.new_tokens == sum(row.new_tokens for row in output.stats.rows) > 0
 
 
 def test_several_answers_per_prompt_are_shaped_as_by_generate(model: Any, target: Target) -> None:
     several, prompts = 3, tiny_prompts()[:2]
-    ids, mask = left_pad(prompts, 0, torch.device("cpu"))
+    ids, mask = left_pad(prompts, 0, CPU)
     options: dict[str, Any] = dict(do_sample=True, max_new_tokens=6, num_return_sequences=several)
     expected = model.generate(ids, attention_mask=mask, **options)
     decoder = FuzzyDecoder(target, OracleDrafter(target))
@@ -201,8 +196,6 @@ SAMPLED_REQUESTS: dict[str, dict[str, Any]] = {
     "top_p": dict(temperature=1.5, top_p=0.8),
     "penalty": dict(temperature=1.5, repetition_penalty=1.5, top_k=20),
 }
-
-
 SAMPLES = 1200
 
 
@@ -228,11 +221,9 @@ def test_sampled_law_equals_generate(kind: str, sampled: tuple[dict[str, Any], n
         if kind == "oracle"
         else LMDrafter(Target(noisy_model("llama")), target, TreeShape.chain(3, stop))
     )
-    decoder = FuzzyDecoder(target, drafter)
-    out = decoder.generate(tiny_prompts((7,)) * SAMPLES, seed=2, **options)
-    ours = np.array(out.sequences)
+    out = FuzzyDecoder(target, drafter).generate(tiny_prompts((7,)) * SAMPLES, seed=2, **options)
     assert out.stats.target_forwards < 3 * SAMPLES, "no draft was ever accepted: the test would be hollow"
-    assert_one_law(ours, theirs)
+    assert_one_law(np.array(out.sequences), theirs)
 
 
 def assert_one_law(ours: np.ndarray, theirs: np.ndarray) -> None:

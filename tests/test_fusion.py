@@ -26,7 +26,7 @@ def test_watched_layers_are_the_models_hidden_states(family: str) -> None:
     model = tiny_model(family)
     target = Target(model)
     plain = target.features(IDS)
-    target.watch([0])
+    target.capture_layers([0])
     found = target.features(IDS)
     states = model(input_ids=IDS, output_hidden_states=True).hidden_states
     torch.testing.assert_close(target.features_of(found), plain)
@@ -36,10 +36,10 @@ def test_watched_layers_are_the_models_hidden_states(family: str) -> None:
 
 def test_columns_are_chosen_by_layer() -> None:
     target = Target(tiny_model("llama", num_hidden_layers=3))
-    target.watch([2])
-    target.watch([0, 2])
+    target.capture_layers([2])
+    target.capture_layers([0, 2])
     found = target.features(IDS)
-    assert target.watched == (0, 2)
+    assert target.captured_layers == (0, 2)
     final, first, third = found.chunk(3, -1)
     assert torch.equal(target.features_of(found, [2]), torch.cat([final, third], -1))
     assert torch.equal(target.features_of(found, [0]), torch.cat([final, first], -1))
@@ -48,7 +48,7 @@ def test_columns_are_chosen_by_layer() -> None:
 @pytest.mark.parametrize("number", [-1, 2])
 def test_a_layer_that_is_not_there_is_named(number: int) -> None:
     with pytest.raises(ModelLoadError, match=f"no layer {number}: give numbers from 0 to 1"):
-        toy_target().watch([number])
+        toy_target().capture_layers([number])
 
 
 def fused_head(target: Target, seed: int = 0, **options: Any) -> EagleHead:
@@ -77,7 +77,7 @@ def test_greedy_tokens_are_the_targets_with_a_fused_head(family: str) -> None:
     head = fused_head(target)
     torch.nn.init.normal_(head.fusion.project.weight, std=0.1)
     drafter = EagleDrafter(head, target, TreeShape(3, 3, 8))
-    assert target.watched == (0, 1)
+    assert target.captured_layers == (0, 1)
     found = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=24, do_sample=False)
     assert found.sequences == wanted
 
@@ -95,19 +95,19 @@ def test_two_drafters_with_other_layers_share_a_target() -> None:
 
 def test_cache_holds_inner_layers_and_refuses_others(tmp_path: Path) -> None:
     target = toy_target()
-    target.watch([1])
+    target.capture_layers([1])
     store = cache_features(target, list(IDS), tmp_path, progress=False)
     assert store.layers == [1]
     torch.testing.assert_close(store.get(sequence_key(IDS[0])), target.features(IDS[:1])[0].bfloat16())
     assert FeatureStore(tmp_path).layers == [1]
-    target.watch([0])
+    target.capture_layers([0])
     with pytest.raises(DataError, match=r"holds inner layers \[1\], not \[0, 1\]"):
         cache_features(target, list(IDS), tmp_path, progress=False)
 
 
 def test_training_reads_the_layers_online_and_from_the_cache(toys: Path, tmp_path: Path) -> None:
     target = Target.from_pretrained(str(toys / "target"))
-    target.watch([0, 1])
+    target.capture_layers([0, 1])
     _, data = make(toys, cached=False)
     data.setup()
     rows = [item["input_ids"] for part in (data.train_set, data.validation_set) for item in part]
@@ -115,12 +115,12 @@ def test_training_reads_the_layers_online_and_from_the_cache(toys: Path, tmp_pat
     head = {"final_norm": True, "fused_layers": [1]}
     online, _ = make(toys, cached=False, head=head, noise=0.0)
     online._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    online.target.watch([1])
+    online.target.capture_layers([1])
     online.configure_model()
     cached, data = make(toys, head=head, noise=0.0)
     data.features = str(tmp_path / "f")
     data.setup()
-    cached.target.watched = (0, 1)
+    cached.target.captured_layers = (0, 1)
     cached.configure_model()
     with_features = next(iter(data.train_dataloader()))
     batch = {name: value for name, value in with_features.items() if name != "features"}
@@ -166,7 +166,7 @@ def test_training_goes_on_from_a_head_and_may_widen_it(
     wide = {"final_norm": True, "feature_scale": True, "num_layers": 2, "fused_layers": [0]}
     module, data = make(toys, cached=False, noise=0.0, initial_head=str(tmp_path / "head"), head=wide)
     module._frozen.target = trained._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    module.target.watch([0])
+    module.target.capture_layers([0])
     module.configure_model()
     data.setup()
     batch = next(iter(data.train_dataloader()))

@@ -29,7 +29,7 @@ from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.run import BAD_INPUT
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
-from fsd_infer.numerals import read_float
+from fsd_infer.registry import read_float
 from fsd_infer.rules import RULES, parse_rule
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy

@@ -108,7 +108,7 @@ def test_a_text_that_grows_beyond_a_recording_gets_another() -> None:
 def test_features_that_are_asked_for_later_are_recorded_too() -> None:
     decoder, traces = recorded("none")
     decoder.generate(tiny_prompts((7,)), **GREEDY)
-    decoder.target.watch([1])
+    decoder.target.capture_layers([1])
     head = drafter_of("eagle", decoder.target)
     made = decoder.generate(tiny_prompts((7,)), drafter=head, **GREEDY)
     assert made.sequences == reference(decoder.target.model, tiny_prompts((7,)), **GREEDY)

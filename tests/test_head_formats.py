@@ -215,8 +215,8 @@ def test_contradictions_are_refused(target: Target, tmp_path: Path) -> None:
     stored = load_file(tmp_path / "vllm" / "model.safetensors")
     count, ids = len(REDUCED), "eagle_aux_hidden_state_layer_ids"
     refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"eagle_config": {ids: [2, 4, 5]}}, {}, "it is not clear which are meant"),
-        ({ids: [2, 4], "eagle_config": None}, {}, r"fc fuses 3 layers, and config.json names \[1, 3\]"),
+        ({"eagle_config": {ids: [2, 4, 5]}}, {}, "where ids should be one less"),
+        ({ids: [2, 4], "eagle_config": None}, {}, r"fc fuses 3 layers, but config.json names \[1, 3\]"),
         ({ids: [0, 4, 5], "eagle_config": None}, {}, r"names \[-1, 3, 4\]"),
         ({"norm_before_fc": True}, {}, "one norm over all fused layers"),
         ({}, {"d2t": torch.zeros(count)}, "d2t is of type F32, not whole numbers"),
@@ -224,7 +224,7 @@ def test_contradictions_are_refused(target: Target, tmp_path: Path) -> None:
         ({}, {"t2d": ~stored["t2d"]}, "d2t and t2d name different ids"),
         ({}, {"d2t": None, "t2d": None}, "has no d2t to say which"),
         ({}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
-        ({"num_hidden_layers": 10**9}, {}, "speaks of 1000000000 layers"),
+        ({"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),
         ({}, {"midlayer.extra.weight": torch.zeros(3)}, r"unexpected \['layers.0.extra.weight'\]"),
         ({"speculators_model_type": "dflash"}, {}, "type 'dflash'; of that program's, eagle3 is read here"),
         ({"speculators_model_type": "eagle3", "norm_before_residual": None}, {}, "does not say norm_before_residual"),

@@ -149,7 +149,7 @@ def calls_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitting_model("llama", num_hidden_layers=4)
     target = Target(model)
-    target.watch([0, 2, 3])
+    target.capture_layers([0, 2, 3])
     expected = target.features(torch.tensor(tiny_prompts((11,)))).float()
     speed_up(model)
     calls = calls_of_kernels(monkeypatch)
@@ -220,7 +220,7 @@ def test_a_hook_on_a_layers_module_is_called(kind: str, monkeypatch: pytest.Monk
     assert float((hooked - plain).norm()) < 0.03 * float(plain.norm()) and not calls
     handle.remove()
     target = Target(model)
-    target.watch([0])
+    target.capture_layers([0])
     target.features(torch.tensor([[1, 2]]))  # transformers leaves hooks that only look
     fast = logits_through_cache(target)
     assert len(calls) == 2 and float((hooked - fast).norm()) > 0.1 * float(plain.norm())
@@ -231,7 +231,7 @@ def test_threads_run_forwards_of_one_target_at_once() -> None:
     model = fitting_model("qwen3", num_hidden_layers=4)
     speed_up(model)
     target = Target(model)
-    target.watch([1])
+    target.capture_layers([1])
 
     @torch.inference_mode()
     def features(longest: int) -> list[Tensor]:

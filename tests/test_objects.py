@@ -74,7 +74,7 @@ def test_keywords_go_to_transformers(base: Path, tmp_path: Path) -> None:
         ("no_such_thing", "no_such_thing"),
         ("torch_dtype", "give dtype"),
         ("use_safetensors", "can run code"),
-        ("config", "as an object"),
+        ("config", "pass the object"),
     ):
         with pytest.raises(ModelLoadError, match=words):
             FuzzyDecoder.from_pretrained(str(base), "none", **{name: 1})

@@ -260,8 +260,9 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
 def test_the_law_stays_the_targets_whatever_the_clock_says(kind: str) -> None:
-    """The third token of sampled answers, whose trees depend on a clock and on what was accepted before; of a small LM
-    the length of its sampled chains, and on what these have drawn.
+    """Test the third token of sampled answers. Trees depend on a clock and on earlier acceptances.
+
+    The length of a small LM's sampled chain also depends on its own draws.
     """
     drafter = choose_trees(make_drafter(kind))
     target, prompt = drafter.target, tiny_prompts((7,))[0]

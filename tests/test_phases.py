@@ -89,7 +89,7 @@ def test_how_phases_are_written() -> None:
             parse_rule(f"tilted:only_in={wrong}")
     rules = [parse_rule("exact"), parse_rule("tilted:only_in=think")]
     assert markers_of(rules, Vocabulary(3, 4)) == {"think": (3, 4)}
-    with pytest.raises(FsdError, match="'</think>' is no token"):
+    with pytest.raises(FsdError, match="'</think>' is not a token"):
         markers_of(rules, Vocabulary(3, -1))
     with pytest.raises(FsdError, match="no tokenizer"):
         markers_of(rules, None)

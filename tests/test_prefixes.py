@@ -70,7 +70,7 @@ def test_features_of_other_layers_are_no_use_to_a_head_that_reads_more() -> None
     decoder = decoder_of("llama", PrefixCache(1 << 30))
     prompt = tiny_prompts((20,))[0]
     decoder.generate([prompt], max_new_tokens=8)
-    decoder.target.watch([0])
+    decoder.target.capture_layers([0])
     assert decoder.generate([prompt], max_new_tokens=8).stats.known_tokens == 0
     assert decoder.generate([prompt], max_new_tokens=8).stats.known_tokens == 19
 

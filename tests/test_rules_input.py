@@ -11,7 +11,7 @@ import pytest
 
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Tilted, gates, parse_rule
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Tilted, fuzzy, parse_rule
 from tests.tree_rounds import INF, SPECS, tree_round
 
 
@@ -37,9 +37,9 @@ def test_broken_logits_name_who_broke_them(bad: float, spec: str, greedy: bool) 
 
 @pytest.fixture
 def fresh_warnings() -> Iterator[None]:
-    gates._warn_never_opens.cache_clear()
+    fuzzy._warn_never_opens.cache_clear()
     yield
-    gates._warn_never_opens.cache_clear()
+    fuzzy._warn_never_opens.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_warnings")
@@ -101,7 +101,7 @@ def test_bad_parameters_are_named(spec: str) -> None:
     [
         (lambda: Fuzzy("js", math.nan), "threshold must be at least 0, not nan"),
         (lambda: FuzzyStrict("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
-        (lambda: Exact()(tree_round(0, uniforms=None)), "temperature above 0 needs uniforms"),
+        (lambda: Exact()(tree_round(0, uniforms=None)), "above temperature 0 needs uniforms"),
         (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
     ],
 )

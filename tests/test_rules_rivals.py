@@ -1,7 +1,7 @@
 """The laws of published rules and ours in closed form.
 
-They are compared at every node of toy rounds with formulas in numpy that are written from the papers and share no code
-with the package; that tokens are drawn from laws, and what they cost, is tested in ``test_rules_laws.py``.
+At every node of toy rounds they equal numpy formulas from the papers, which share no code with the package.
+``test_rules_laws.py`` tests draws from laws, and their costs.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
     roots = round.tree.tokens[:, :1].tolist()
     copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
     repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
-    with pytest.raises(FsdError, match="looks at prompt and answer; pass texts"):
+    with pytest.raises(FsdError, match="reads prompt and answer; pass texts"):
         parse_rule(f"{spec}:novel=2")(replace(round, texts=None))
     for texts in (copied, repeated):
         found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))

@@ -53,7 +53,7 @@ def _one_rank(rank: int, port: int, directory: str, out: str) -> None:
     torch.set_num_threads(1)
     target = Target(AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto"))
     held = target.layers([0])[0].mlp.down_proj.weight
-    facts = {"share": held.to_local().numel() / held.numel(), "shared_out": target.is_shared_out}
+    facts = {"share": held.to_local().numel() / held.numel(), "sharded": target.is_sharded}
     decoder = FuzzyDecoder(target, LookupDrafter(VOCAB))
     try:
         decoder.generate(PROMPTS, do_sample=True, max_new_tokens=2, chat=False)
@@ -86,7 +86,7 @@ def test_four_processes_decode_as_one(tmp_path: Path) -> None:
     for rank in range(RANKS):
         made = torch.load(tmp_path / f"rank{rank}.pt")
         assert made["found"] == expected
-        assert made["share"] == 1 / RANKS and made["shared_out"]
+        assert made["share"] == 1 / RANKS and made["sharded"]
         assert "give all of them one seed" in made["refused"]
 
 
@@ -96,4 +96,4 @@ def test_a_target_over_several_devices_is_refused_by_name() -> None:
     with pytest.raises(ModelLoadError, match=r"several devices \(0, 1\).*tp_plan"):
         Target(model)
     model.hf_device_map = {"": 0}
-    assert not Target(model).is_shared_out
+    assert not Target(model).is_sharded

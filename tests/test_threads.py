@@ -91,7 +91,7 @@ def test_a_drafter_is_loaded_while_others_decode(decoder: FuzzyDecoder) -> None:
 
     def watch() -> None:
         with target.lock:
-            target.watch([0])
+            target.capture_layers([0])
 
     assert in_threads(3, lambda: fresh.generate([5, 6, 7], **options).sequences, watch) == [expected] * 3
 

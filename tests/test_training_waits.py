@@ -58,7 +58,7 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     data.setup()
     assert data.train_set is not None
     target = module._frozen.target = Target.from_pretrained(module.target_name, dtype=torch.float32)
-    target.watch(watch)
+    target.capture_layers(watch)
     torch.manual_seed(0)
     module.configure_model()
     module.to(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.integrations import vllm
-from fsd_infer.integrations.vllm import Asked, FuzzyRules
+from fsd_infer.integrations.vllm import FuzzyRules, RuleRequest
 from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
 from fsd_infer.rules.tilted import FIRST_PRICE
 from fsd_infer.tree import DraftTree
@@ -247,7 +247,7 @@ def test_budgets_live_in_slots() -> None:
 def test_a_learned_price_follows_what_its_slot_has_spent(seed: int) -> None:
     """As in the engine: step by step the same tokens, and the same nats beyond what is allowed."""
     generator, asked = torch.Generator().manual_seed(seed), Params(0.0, {"rule": "tilted:novel=0:floor=0:heat=0.4"})
-    rule = Asked.of(asked).rule
+    rule = RuleRequest.of(asked).rule
     server, text, overspent = Server(), [1, 2], torch.zeros(1)
     for step in range(12):
         drafts = torch.randint(0, V, (5,), generator=generator).tolist()
@@ -296,17 +296,17 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2")
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
     with pytest.raises(ValueError, match="this server allows tilted:1:budget=9"):
-        Asked.of(Params())
+        RuleRequest.of(Params())
     monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2:budget=4")
-    assert Asked.of(Params()).rule == parse_rule("tilted:2:budget=4")
+    assert RuleRequest.of(Params()).rule == parse_rule("tilted:2:budget=4")
     for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
-        assert Asked.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
+        assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
-    assert Asked.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
+    assert RuleRequest.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
     for rule in ("tilted:heat=0.4", "tilted:4"):
         with pytest.raises(ValueError, match="this server allows tilted"):
-            Asked.of(Params(extra_args={"rule": rule}))
+            RuleRequest.of(Params(extra_args={"rule": rule}))
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
     for rule in ("tilted", "tilted:0.9:budget=1", "tilted:1:novel=0:budget=1", "typical", "tilted:2:floor=0:budget=1"):
         with pytest.raises(ValueError, match="this server allows"):
-            Asked.of(Params(extra_args={"rule": rule}))
+            RuleRequest.of(Params(extra_args={"rule": rule}))

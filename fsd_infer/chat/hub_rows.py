@@ -18,7 +18,7 @@ from typing import Any
 
 from fsd_infer.chat.conversations import PROMPT_FIELDS
 from fsd_infer.errors import DataError, shortened
-from fsd_infer.numerals import read_int
+from fsd_infer.registry import read_int
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([^?@\s]+))?(?:\?(.*))?")

@@ -118,7 +118,7 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
                 raise FsdError(f"--{option.replace('_', '-')} shows one answer as it grows: leave --num-beams out.")
         options["num_beams"] = args.num_beams
         if args.beam_options is not None:
-            from fsd_infer.beams import BeamOptions
+            from fsd_infer.engine.beams import BeamOptions
 
             options["beam_options"] = BeamOptions.parse(args.beam_options)
     elif args.beam_options is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsd_infer.errors import DataError
 from fsd_infer.files import parse_json
-from fsd_infer.numerals import MOST_SEED, read_float, read_int
+from fsd_infer.registry import MOST_SEED, read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
 MOST_GIB = 2**20

@@ -1,4 +1,4 @@
-"""The public API: a target with a drafter, transformers' ``generate`` in between, and settings that were calibrated."""
+"""The public API: :class:`FuzzyDecoder`, the loop for transformers' ``generate``, and calibrated settings."""
 
 from fsd_infer.decoder.custom_generate import generate
 from fsd_infer.decoder.fuzzy import FuzzyDecoder, Generation, Prompt

@@ -1,4 +1,4 @@
-"""The setting that ``rule="calibrated"`` stands for: it lies beside the drafter, with the promise that it keeps."""
+"""The setting behind ``rule="calibrated"``: a rule and a tree beside the drafter, with the promise that they keep."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ADVICE = "Delete it and calibrate again with `fsd-infer calibrate`."
 
 @dataclass(frozen=True)
 class Calibrated:
-    """One setting.
+    """A calibrated setting.
 
     Attributes:
-        temperature: at which it was measured; 0 is greedy.
+        temperature: of the measurement; 0 is greedy.
         rule: as text.
         tree: of the drafter; None for its default.
         promise: {"kind", "value"}.
-        evidence: what it was calibrated and verified on, and what was found.
+        evidence: data and results of calibration and verification.
     """
 
     temperature: float
@@ -38,13 +38,13 @@ class Calibrated:
 
 
 def check_calibrated(directory: Path) -> None:
-    """Raise, before anything is measured, what :func:`write_calibrated` would."""
+    """Raise, before any measurement, the errors that :func:`write_calibrated` would raise."""
     if writable(directory / FILE, "the drafter's file").exists():
         _entries(directory / FILE)
 
 
 def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Path:
-    """Add a setting to the drafter's file, in place of an earlier one of the same target and temperature.
+    """Add a setting to the drafter's file; it replaces one of the same target and temperature.
 
     Raises:
         FsdError: the directory cannot be written.
@@ -63,22 +63,22 @@ def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Pa
 
 
 def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Rule, Drafter]:
-    """The rule of the drafter's file for this target and temperature, and the drafter with the tree measured with it.
+    """Return the calibrated rule for this target and temperature, and the drafter with the calibrated tree.
 
     Raises:
-        FsdError: a drafter without a directory, or nothing calibrated for this target and temperature.
+        FsdError: a drafter without a directory, or no setting for this target and temperature.
         CheckpointError: the file is damaged.
     """
     if drafter.directory is None:
-        raise FsdError(f"rule 'calibrated' lies beside a drafter's files, and {drafter.name} has none: name a rule.")
+        raise FsdError(f"rule 'calibrated' is read beside a drafter's files, but {drafter.name} has none: name a rule.")
     file = drafter.directory / FILE
     if not file.exists():
         raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-infer calibrate`, or name a rule.")
     entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
     known = [entry["temperature"] for entry in entries]
     if temperature not in known:
-        found = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
-        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {found}).")
+        there = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
+        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {there}).")
     entry = entries[known.index(temperature)]
     try:
         rule, tree = parse_rule(entry["rule"]), entry["tree"]
@@ -92,8 +92,8 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
-    found = read_json(file, _ADVICE, CheckpointError)
-    entries = found.get("settings") if isinstance(found, dict) else None
+    content = read_json(file, _ADVICE, CheckpointError)
+    entries = content.get("settings") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("temperature"), (int, float)) for entry in entries
     ):

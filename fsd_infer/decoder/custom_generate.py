@@ -1,4 +1,4 @@
-"""Our decoding loop for transformers' ``generate``, which takes it as ``custom_generate``."""
+"""Our decoding loop as the ``custom_generate`` argument of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from fsd_infer.beams import BeamOptions
 from fsd_infer.decoder.requests import decode_request, ending, request_of
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.options import check_config, check_inputs
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.target import Target
@@ -35,40 +35,41 @@ def generate(
     beam_options: BeamOptions | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The loop for transformers: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
+    """Decode speculatively: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
 
-    Threads may share a model: they take turns, request by request.
-
-    ``generate`` hands neither its ``streamer`` nor its ``assistant_model`` to a loop, so no loop can refuse them: give
-    the one as ``stream_to``, and the other as ``drafter``.
+    Threads that share a model take turns, request by request. ``generate`` does not pass its ``streamer`` and
+    ``assistant_model`` to custom loops: use ``stream_to`` and ``drafter`` instead.
 
     Args:
-        model: the target; the other leading arguments are what ``generate`` prepares.
-        drafter: see :func:`load_drafter`; None: the shipped head if the model is a built-in target. A name is loaded
-            on every call, so pass a Drafter object in a loop.
-        rule: acceptance rule or its name, or a list of them, one per prompt; or "calibrated", see
-            ``FuzzyDecoder.generate``.
-        stopping_criteria: they are called with the text alone, ``scores`` is None. Stop strings need an explicit
-            ``StopStringCriteria``: ``generate`` keeps the tokenizer from custom loops.
-        seed: of the draws at temperature > 0.
-        stream_to: a streamer. It gets the prompt, every token, and ``end()`` also where an error is raised.
-        max_cache_bytes: refuse a request whose key-value caches take more (CacheMemoryError); None: more than is free.
+        model: the target.
+        input_ids: [B, T] prompts, as ``generate`` prepares them.
+        logits_processor: as ``generate`` prepares it.
+        stopping_criteria: as ``generate`` prepares them. They receive the text alone; ``scores`` is None. Stop strings
+            need an explicit ``StopStringCriteria``, since ``generate`` does not pass its tokenizer.
+        generation_config: as ``generate`` prepares it.
+        drafter: see :func:`load_drafter`; None: the shipped head of a built-in target. A name is loaded on every call,
+            so pass a Drafter object in a loop.
+        rule: a rule, its name, a list with one per prompt, or "calibrated"; see ``FuzzyDecoder.generate``.
+        seed: of the draws above temperature 0.
+        stream_to: a streamer. It receives the prompt, every token, and ``end()``, also after an error.
+        max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
         beam_options: with ``num_beams`` > 1, how beams are drafted.
+        model_kwargs: other arguments of ``generate``.
 
     Returns:
-        ids [B, prompt + longest answer], right-padded, as ``generate`` returns them; with ``return_dict_in_generate``
-        a ``GenerateDecoderOnlyOutput`` that also has ``stats``, and with beams ``sequences_scores``.
+        ids [B, prompt + longest answer], right-padded, as ``generate`` returns them. With ``return_dict_in_generate`` a
+        ``GenerateDecoderOnlyOutput`` with ``stats`` and, with beams, ``sequences_scores``.
 
     Raises:
-        FsdError: an argument of ``generate``, or a field of the configuration, that is not honoured; and as
+        FsdError: an unsupported argument of ``generate`` or field of the configuration; and as
             :func:`fsd_infer.engine.decode`.
     """
     assert generation_config is not None
     with ending(stream_to), (target := target_of(model)).lock:
         check_config(generation_config, model.generation_config)
         kept = check_inputs(input_ids, model_kwargs)
-        beams = generation_config.num_beams or 1  # each prompt comes once per beam
-        texts, kept = lists(input_ids[::beams], kept[::beams])  # on the host, at once
+        beams = generation_config.num_beams or 1  # generate repeats each prompt per beam
+        texts, kept = lists(input_ids[::beams], kept[::beams])
         prompts = [[token for token, keep in zip(*row) if keep] for row in zip(texts, kept)]
         outcome = decode_request(
             target,
@@ -84,7 +85,7 @@ def generate(
     longest = max(len(sequence) for sequence in outcome.sequences)
     pad = pad_id(generation_config)
     answers = [sequence + [pad] * (longest - len(sequence)) for sequence in outcome.sequences]
-    if outcome.scores is not None:  # the prompts came once per beam
+    if outcome.scores is not None:  # generate repeated each prompt per beam
         input_ids = input_ids[torch.arange(len(answers), device=input_ids.device) * len(input_ids) // len(answers)]
     sequences = torch.cat([input_ids, input_ids.new_tensor(answers)], dim=1)
     if not generation_config.return_dict_in_generate:
@@ -97,8 +98,8 @@ def generate(
 
 
 def target_of(model: Any) -> Target:
-    """The (one) Target that wraps a transformers model. The model holds it, so that both are freed together."""
-    held = vars(model)  # not getattr: wrappers would answer for the model within
+    """Return the one Target of a transformers model. The model stores it, so both are freed together."""
+    held = vars(model)  # getattr of a wrapper would read the model inside
     if "_fsd_target" not in held:
         held["_fsd_target"] = Target(model)
     return held["_fsd_target"]

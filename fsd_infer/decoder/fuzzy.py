@@ -1,4 +1,4 @@
-"""The public API: :class:`FuzzyDecoder`, a target with a drafter."""
+""":class:`FuzzyDecoder`: a target with a drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from fsd_infer.beams import BeamOptions
 from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder.requests import decode_request, ending, prepare
@@ -19,6 +18,7 @@ from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError, ModelLoadError
@@ -34,15 +34,15 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 @dataclass
 class Generation:
-    """What :meth:`FuzzyDecoder.generate` returns.
+    """The result of :meth:`FuzzyDecoder.generate`.
 
     Attributes:
-        sequences: new tokens only, one list per prompt; with ``num_return_sequences`` so many, prompt after prompt.
-        texts: the same decoded without special tokens (empty strings without a tokenizer).
+        sequences: new tokens only, one list per answer: ``num_return_sequences`` per prompt, prompt by prompt.
+        texts: the answers without special tokens (empty strings without a tokenizer).
         stats: see :class:`GenerationStats`.
-        records: per answer, per token: source, gate flag, nats spent. With beams of each prompt's best answer, as in
-            ``stats``, and without sources and gates.
-        scores: with beams of each answer the sum of its log-probabilities / length ** length_penalty, else None.
+        records: per answer, the source, gate flag and nats of each token. With beams, per prompt, of the best answer,
+            without sources and gates.
+        scores: with beams, each answer's sum of log-probabilities / length ** length_penalty; else None.
     """
 
     sequences: list[list[int]]
@@ -57,7 +57,8 @@ class FuzzyDecoder:
 
     Args:
         target: the wrapped model.
-        drafter: see :func:`load_drafter` for what a name may be.
+        drafter: made for this target.
+        quantize: quantise the weights of draft heads, see :meth:`from_pretrained`.
     """
 
     def __init__(self, target: Target, drafter: Drafter, quantize: bool = True) -> None:
@@ -82,38 +83,36 @@ class FuzzyDecoder:
         adapters: Mapping[str, str | Path] | None = None,
         **model_kwargs: Any,
     ) -> FuzzyDecoder:
-        """Load target and drafter, or take a model that is in memory.
+        """Load a target and a drafter.
 
         Args:
-            target: a built-in name, a local directory, a GGUF file of a Llama model, a hub id; or a model of
-                transformers or peft, quantised or not, which stays as it is, in eval mode.
-            drafter: see :func:`load_drafter`; None for the head shipped with a built-in target, else "lookup+recycle".
-            tokenizer: of a model in memory, which otherwise decodes token ids only; of others their own by default.
-            tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU: chosen round by round
-                from the drafter's scores, by what earlier rounds took and accepted (see
-                :mod:`fsd_infer.drafters.auto`), or from the text alone where a request has a ``seed``.
-            pack: on a CPU, run the usual decoder blocks in fewer operations and, in bf16, keep the linear layers'
-                weights in the layout oneDNN computes in, and in that layout alone (see
-                :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore(decoder.target.model)`` undoes it.
-                Quantised layers stay as they are. None: all but a model that was handed over, whose packed copies are
-                extra memory.
-            expand: where our CPU kernels run, read a GGUF file's quantised weights (a built-in target is one) as bf16
-                too. By default they stay as the file has them, in bf16 and with ``pack``: less to read for a forward,
-                and closer to the file's values than their expansion.
-            quantize: where our CPU kernels run, keep a head's weights as fp8 numbers with a scale per output (see
-                :meth:`fsd_infer.cpu.packing.Packed.quantize`): a draft costs the time in which they are read. The
-                target's stay as they are, so `exact` is as exact as without.
+            target: a built-in name, a local directory, a GGUF file of a Llama model, or a hub id. Or a transformers or
+                peft model in memory, quantised or not, which is set to eval mode and not changed otherwise.
+            drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle").
+            tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own).
+            tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU, chooses a tree in each
+                round from the drafter's scores and earlier rounds' costs and acceptances (see
+                :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
+            pack: on a CPU, fuse operations of the decoder blocks and, in bf16, replace the linear layers' weights by
+                packed ones (see :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore`` undoes it. Quantised
+                layers stay. Default: True, but False for a model in memory, whose packed weights would be copies.
+            expand: expand a GGUF file's quantised weights, also a built-in target's, to bf16. By default our CPU
+                kernels use the quantised weights: a forward reads less, and no weight is rounded.
+            quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
+                :meth:`fsd_infer.cpu.packing.Packed.quantize`). The target's weights stay, so `exact` stays exact.
             cuda_graphs: see :meth:`use_graphs`.
-            prefix_cache_bytes: keep what the target has read, within so many bytes, for prompts that begin like an
-                earlier prompt and its answer (see :mod:`fsd_infer.targets.prefixes`). None: nothing is kept.
-            adapters: directories of LoRA adapters by names, of which a request may use one; they stay beside the
-                weights, which takes a forward more time than a merged one.
-            model_kwargs: ``dtype`` of both, by default bf16, ``device``, by default CUDA if there is one, and what
-                transformers' ``from_pretrained`` takes: ``quantization_config``, ``token``, ``revision``, ``subfolder``
-                ... (see :func:`.load_target`). None for a model in memory.
+            prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
+                :mod:`fsd_infer.targets.prefixes`). None: no cache.
+            adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
+                weights, so forwards take longer than with a merged adapter.
+            model_kwargs: arguments of :func:`.load_target`, such as ``dtype`` (of target and drafter; default: bf16),
+                ``device`` (default: CUDA if available), ``quantization_config``, ``token`` or ``revision``. Not allowed
+                for a model in memory.
 
         Raises:
-            ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and the fix.
+            ModelLoadError: the target or an adapter cannot be loaded.
+            CheckpointError: files are damaged, or the head belongs to another target.
+            VocabularyMismatchError: target and drafter have different vocabularies.
         """
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
@@ -136,15 +135,14 @@ class FuzzyDecoder:
         return decoder
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
-        """Record what the models compute in a round as CUDA graphs, a shape at a time, and replay it.
+        """Record the models' forwards as CUDA graphs, shape by shape, and replay them.
 
-        A forward over few tokens of a model in eager mode takes a GPU less time than starting its operations takes the
-        host; replayed, it is started at once. A shape's first forward takes longer, keys and values lie in memory
-        that is kept between requests, and a model that cannot be recorded (it looks at numbers while it runs, as many
-        mixtures of experts do) runs as before, which a line of the log says.
+        Launching the operations of a forward over few tokens takes the host longer than the GPU computes; a replay is
+        one launch. Recording slows the first forwards of a shape down, and KV memory is kept between requests. A model
+        that cannot be recorded, such as many mixtures of experts, runs eagerly, with a warning in the log.
 
         Args:
-            recorder: how to record; by default by torch's CUDA graphs.
+            recorder: records a forward (default: torch's CUDA graphs).
 
         Raises:
             FsdError: the target is not on a CUDA device.
@@ -159,18 +157,18 @@ class FuzzyDecoder:
     def load_drafter(
         self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
     ) -> Drafter:
-        """Another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
-        with self.target.lock:  # a head may widen what the target hands to drafters
-            made = load_drafter(drafter, self.target, tree)
+        """Load another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
+        with self.target.lock:  # a head may add layers to the target's features
+            loaded = load_drafter(drafter, self.target, tree)
             if pack:
-                self.pack(made, release=not isinstance(drafter, Drafter))  # what was handed over is not ours alone
+                self.pack(loaded, release=not isinstance(drafter, Drafter))  # the caller may use its object elsewhere
             if self._recorder is not None:
-                made.use_graphs(self._recorder)
-        release_freed()  # weights in the type and layout of their file came and went
-        return made
+                loaded.use_graphs(self._recorder)
+        release_freed()  # weights in the file's dtype and layout
+        return loaded
 
     def pack(self, drafter: Drafter, release: bool) -> None:
-        """:func:`.speed_up` for a drafter's modules; with ``release`` a head's weights may become fp8."""
+        """Apply :func:`.speed_up` to a drafter's modules; with ``release`` a head's weights may become fp8."""
         for module in drafter.modules():
             is_model = isinstance(module, GenerationMixin)
             speed_up(module, release, quantize=release and self.quantize and not is_model)
@@ -180,11 +178,11 @@ class FuzzyDecoder:
         return self.target.tokenizer
 
     def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
-        """Token ids of one prompt.
+        """Return the token ids of one prompt.
 
         Args:
-            prompt: text, chat messages, or ids (returned as they are).
-            chat: wrap text in the chat template; None: if the tokenizer has one.
+            prompt: text, chat messages, or ids (returned unchanged).
+            chat: wrap text in the chat template (default: if the tokenizer has one).
         """
         if isinstance(prompt, str):
             return self._encode_text(prompt, chat)
@@ -216,7 +214,7 @@ class FuzzyDecoder:
         return ids
 
     def _follow(self, guide: Guide, prompts: list[list[int]], eos: frozenset[int]) -> GuideProcessor:
-        """For answers to these prompts, as processors see them: padded to the longest."""
+        """Return the guide's processor for answers to these prompts, which processors see padded to the longest."""
         if not eos:
             raise FsdError(
                 "structured answers end with the target's end-of-text token, and it has none: set eos_token_id."
@@ -249,33 +247,32 @@ class FuzzyDecoder:
 
         Args:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T].
-            rule: a rule or its name, e.g. ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one
-                per prompt; or "calibrated": what `fsd-infer calibrate` wrote beside the drafter for the request's
-                temperature.
-            generation_config: as in transformers; default the model's own.
+            rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
+                prompt; or "calibrated" for the setting of `fsd-infer calibrate` at the request's temperature.
+            generation_config: as in transformers (default: the model's).
             drafter: another drafter for this call.
-            adapter: name of the adapter beside the target's weights to decode with, "none" for the base alone; default:
-                as the model is.
-            seed: of the draws at temperature > 0; default torch's global generator. With one the answer comes again: no
-                clock is read to choose trees.
+            adapter: the adapter to decode with, one of ``adapters`` of :meth:`from_pretrained`, or "none" for the base
+                (default: the model's active adapter).
+            seed: of the draws above temperature 0 (default: torch's global generator). A seed makes answers
+                reproducible: trees then do not depend on measured times.
             streamer: a transformers streamer (one prompt only).
-            on_tokens: called with (prompt's place, new tokens) as soon as they are final; a true result ends that
-                answer.
-            on_round: called with (prompt's place, a :class:`.Round`) before the round's tokens; for those who look on.
+            on_tokens: called with (prompt's index, new tokens) when tokens are final. If the callback returns a true
+                value, that answer stops.
+            on_round: called with (prompt's index, a :class:`.Round`) before ``on_tokens``.
             chat: see :meth:`encode`.
-            measure_log_likelihood: also record the target's mean log-probability of the answer.
-            max_cache_bytes: refuse a request whose key-value caches take more; default: more than is free.
-            cache_keys: per prompt, whose it is: only prompts with the same key share a prefix cache.
+            measure_log_likelihood: record the target's mean log-probability of the answer.
+            max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
+            cache_keys: one per prompt; only prompts with the same key share the prefix cache.
             beam_options: with ``num_beams`` > 1, how beams are drafted.
-            schema: answers are JSON of this schema: short for ``guide=Guide.json_schema(schema)``.
-            guide: what answers must be, see :class:`.Guide`. The law is the rule's beside the masked target.
+            schema: JSON schema of the answers, short for ``guide=Guide.json_schema(schema)``.
+            guide: a constraint on the answers, see :class:`.Guide`. The rule then applies to the masked target.
             overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``num_beams`` ... as in transformers.
 
         Raises:
-            UnknownNameError, FsdError: unknown rule or divergence, empty prompt, an option that is unknown or that
-                speculative decoding does not honour.
+            UnknownNameError: unknown rule or divergence.
+            FsdError: an empty prompt, or an option that is unknown or that speculative decoding does not support.
             ContextLengthError: a prompt that fills the target's context.
-            CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
+            CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
@@ -308,7 +305,7 @@ class FuzzyDecoder:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many -> a list of prompts."""
+    """Return a list of prompts, given one prompt or many."""
     if isinstance(prompts, Tensor):
         if prompts.dim() not in (1, 2):
             raise FsdError(f"a tensor of prompts is [T] or [B, T], got {list(prompts.shape)}.")

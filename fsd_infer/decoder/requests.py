@@ -1,7 +1,7 @@
-"""The one place that makes a :class:`.Request` of what transformers' ``generate`` takes, for both doors.
+"""Requests from the arguments of transformers' ``generate``, for ``FuzzyDecoder`` and for the custom loop.
 
-``FuzzyDecoder.generate`` prepares its options by transformers' own methods (:func:`prepare`); to the loop that is given
-to ``generate`` as ``custom_generate`` they come prepared. Then both call :func:`request_of` and :func:`decode_request`.
+``FuzzyDecoder.generate`` prepares its options with transformers' own methods (:func:`prepare`). ``generate`` passes
+prepared options to its ``custom_generate``. Both then call :func:`request_of` and :func:`decode_request`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fsd_infer.beams import BeamOptions, decode_beams
 from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.encoding import need_tokenizer
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
 from fsd_infer.drafters import Drafter
 from fsd_infer.engine import Outcome, Request, Round, decode
+from fsd_infer.engine.beams import BeamOptions, decode_beams
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.request.options import check_config, check_numbers, reads_prompts, split_options
 from fsd_infer.rules import RuleLike, parse_rules
@@ -35,17 +35,17 @@ OnRound = Callable[[int, Round], None]
 def prepare(
     target: Target, prompts: list[list[int]], given: GenerationConfig | None, overrides: Mapping[str, Any]
 ) -> tuple[Request, GenerationConfig]:
-    """A request, and its configuration filled in, by the methods that ``generate`` calls (transformers 5.16 to 5.23).
+    """Return a request and its complete configuration, by the methods of ``generate`` (transformers 5.16 to 5.23).
 
     Args:
-        target: whose configuration fills in what is left open.
+        target: its configuration supplies the defaults.
         prompts: token ids, without padding.
         given: a configuration, or None.
         overrides: fields of the configuration, ``logits_processor``, ``stopping_criteria`` and
             ``prefix_allowed_tokens_fn``.
 
     Raises:
-        FsdError: no prompt; an option that is unknown, of no sense or not honoured.
+        FsdError: no prompt; an option that is unknown, invalid or not supported.
     """
     if not prompts:
         raise FsdError("no prompts: give at least one.")
@@ -90,16 +90,17 @@ def request_of(
     processors: LogitsProcessorList | None,
     criteria: StoppingCriteriaList | None,
 ) -> Request:
-    """A request of what ``generate`` prepares for a loop.
+    """Return a request from options that ``generate`` has prepared.
 
     Args:
         prompts: token ids without padding, a list per answer; for beams a list per prompt.
-        padded: the same as processors and criteria see them, all of one length; None: they are of one length.
-        config: with every field that was left open filled in.
-        processors, criteria: the configuration's and the user's. Lengths and ends of answers are read off the criteria.
+        padded: the prompts for processors and criteria, padded to one length; None: they have one length.
+        config: the complete configuration.
+        processors: the configuration's and the user's.
+        criteria: the configuration's and the user's, which hold the length limits and the EOS tokens.
 
     Raises:
-        FsdError: answers have no bound.
+        FsdError: there is no length limit.
     """
     limits = [one.max_length for one in criteria or [] if isinstance(one, MaxLengthCriteria)]
     if not limits:
@@ -138,26 +139,26 @@ def decode_request(
     """Decode a request with its configuration; the caller ends the streamer. Options: see ``FuzzyDecoder.generate``.
 
     Raises:
-        FsdError: an argument of no sense; and as :func:`fsd_infer.engine.decode`.
+        FsdError: an invalid argument; and as :func:`fsd_infer.engine.decode`.
     """
     if not isinstance(drafter, Drafter):
-        raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter makes one of a name.")
+        raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter loads one by name.")
     target, model = drafter.target or target, target.model
     if target.model is not model:
         raise ModelLoadError("the drafter was made for another model object than the one that generates.")
     if max_cache_bytes is not None and (isinstance(max_cache_bytes, bool) or not isinstance(max_cache_bytes, int)):
         raise FsdError(f"max_cache_bytes is a whole number of bytes, got {max_cache_bytes!r:.60}.")
-    if config.do_sample and seed is None and target.is_shared_out:
-        raise FsdError("the target is shared out over processes, which must draw the same: give all of them one seed.")
+    if config.do_sample and seed is None and target.is_sharded:
+        raise FsdError("the target is sharded over processes: give all of them one seed, so that they draw the same.")
     if isinstance(rule, str) and rule == CALIBRATED:
         temperature = config.temperature if config.do_sample else 0.0
         rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
     rules = parse_rules(rule)
     beams, answers = config.num_beams or 1, config.num_return_sequences or 1
     if beams > 1 and on_round is not None:
-        raise FsdError("on_round is about single answers: leave num_beams out.")
+        raise FsdError("on_round does not work with beams: leave num_beams or on_round out.")
     if beams == 1 and beam_options is not None:
-        raise FsdError("beam_options are about beams: set num_beams to more than 1, or leave them out.")
+        raise FsdError("beam_options are for beams: set num_beams to more than 1, or leave them out.")
     if streamer is not None and len(request.prompts) > 1:
         raise FsdError("a streamer shows one answer: pass one prompt.")
     request = replace(
@@ -177,7 +178,7 @@ def decode_request(
 
 
 def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[str] | None:
-    """One key per answer. Raises FsdError unless there is one per prompt."""
+    """Repeat the keys per answer. Raises FsdError unless there is one per prompt."""
     if keys is None:
         return None
     if isinstance(keys, str) or len(keys) * answers != count or not all(isinstance(key, str) for key in keys):
@@ -186,7 +187,7 @@ def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[st
 
 
 def _streamed(streamer: Any, on_tokens: OnTokens | None) -> OnTokens:
-    """``on_tokens`` that also shows the tokens to a streamer, one by one."""
+    """Return an ``on_tokens`` that also passes the tokens to a streamer, one by one."""
 
     def tell(row: int, tokens: list[int]) -> object:
         for token in tokens:
@@ -198,9 +199,9 @@ def _streamed(streamer: Any, on_tokens: OnTokens | None) -> OnTokens:
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End the streamer whatever happens: one that hands its text to another thread must not let it wait for ever.
+    """End the streamer also after an error, since another thread may wait for its end.
 
-    Raises FsdError for what is no streamer.
+    Raises FsdError if it is no streamer.
     """
     if streamer is not None and not (
         callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
@@ -214,7 +215,7 @@ def ending(streamer: Any) -> Iterator[None]:
 
 
 def _check_stop_strings(config: GenerationConfig, target: Target) -> None:
-    """Raise FsdError for stop strings that are no texts, or that nothing could find."""
+    """Raise FsdError for stop strings that are no text or empty, or if there is no tokenizer to find them."""
     texts = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
     if not texts:
         return
@@ -226,7 +227,7 @@ def _check_stop_strings(config: GenerationConfig, target: Target) -> None:
 
 
 def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """A generator of that seed; None without one."""
+    """Return a generator with that seed; None without one."""
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:

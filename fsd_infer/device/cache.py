@@ -1,8 +1,7 @@
-"""A static key-value cache with explicit slots: tree nodes are written after the text, the accepted path is moved up.
+"""A static KV cache with explicit slots: tree nodes are written after the text, then the accepted path is moved up.
 
-Slot = position for every token that is part of the text. A round writes its N tree nodes to the N slots after
-the text; accepting a path copies only that path's keys and values to its final slots. Nothing else moves, and what
-lies after the text is overwritten by the next round.
+Slot = position for every token of the text. A round writes its N tree nodes to the N slots after the text. Committing a
+path copies that path's keys and values to their final slots. The next round overwrites all slots after the text.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's view of the pool."""
+    """One layer's view of the cache."""
 
     is_compileable = False
     is_sliding = False
@@ -26,7 +25,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, pool: SlotCache, index: int) -> None:
         super().__init__()
-        # weakly, so that keys and values are freed with the last reference and not by some later garbage collection
+        # a weak reference: keys and values are freed with the cache's last reference, not by a later garbage collection
         self._pool = weakref.ref(pool)
         self.index = index
 
@@ -69,15 +68,14 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Keys and values of all layers, [layers, B, heads, slots, head_dim] in one allocation where layers are alike.
+    """Keys and values of all layers, [layers, B, heads, slots, head_dim]; layers of one shape share an allocation.
 
     Args:
         config: the (text) config of the model.
         batch: B.
-        slots: room per row: the longest text plus the largest tree.
-        memory: where keys and values of ``rows`` rows (at least ``batch``), with as many slots each, lie or will lie;
-            default: memory of its own.
-        rows: see ``memory``.
+        slots: slots per row, for the longest text plus the largest tree.
+        memory: shared allocations of ``rows`` rows and as many slots each, filled on demand (default: private ones).
+        rows: rows of ``memory``, at least ``batch``.
     """
 
     def __init__(
@@ -96,12 +94,12 @@ class SlotCache(Cache):
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 
     def pools(self, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of all layers with so many heads [layers, B, heads, slots, width], to be written to."""
+        """Return writable keys and values [layers, B, heads, slots, width] of all layers with this many heads."""
         like = torch.empty(self.batch, heads, 0, width, dtype=dtype)
         return self._pool("keys", like), self._pool("values", like)
 
     def _pool(self, kind: str, like: Tensor) -> Tensor:
-        """The pool [layers, B, heads, slots, head_dim] of states [B, heads, M, head_dim] like these."""
+        """Return the pool [layers, B, heads, slots, head_dim] for states [B, heads, M, head_dim] like ``like``."""
         if self.parent is not None:
             whole, row = self.parent
             return whole._pool(kind, like)[:, row : row + 1]
@@ -115,35 +113,34 @@ class SlotCache(Cache):
         return self._pools[key]
 
     def row(self, index: int) -> SlotCache:
-        """One row of the batch as a cache of its own, in the same memory."""
-        made = SlotCache(self.config, 1, self.capacity)
-        made.parent = self, index
-        return made
+        """Return one batch row as a cache that shares this cache's memory."""
+        row = SlotCache(self.config, 1, self.capacity)
+        row.parent = self, index
+        return row
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
-        """Copies of a row's first ``count`` keys and values, for :meth:`restore`."""
+        """Return copies of a row's first ``count`` keys and values, for :meth:`restore`."""
         return {key: pool[:, row, :, :count].clone() for key, pool in self._pools.items()}
 
     def restore(self, states: dict[Any, Tensor]) -> None:
-        """Put what :meth:`saved` gave into the first slots of this cache's only row."""
+        """Write the result of :meth:`saved` to the first slots of this cache's only row."""
         for (kind, heads, width, dtype), state in states.items():
             like = torch.empty(1, heads, 0, width, dtype=dtype, device=state.device)
             self._pool(kind, like)[:, 0, :, : state.shape[2]] = state
 
     def set_write_slots(self, slots: Tensor, start: int | None, used: int, positions: Tensor | None = None) -> None:
-        """Say where the next forward writes.
+        """Set where the next forward writes.
 
         Args:
             slots: [B, M] slot of each new token.
-            start: the first slot if all rows write the same run of slots (a plain slice then), else None.
-            used: number of slots, from 0, that the forward attends to.
-            positions: [B, used] of what lies in those slots, new tokens included; None: of what the text holds, the
-                slots' own numbers.
+            start: the first slot if all rows write the same run of slots (a slice is then faster), else None.
+            used: the forward attends to this many slots, from slot 0.
+            positions: [B, used] positions of the tokens in those slots; None: equal to the slots.
         """
         self.slots, self.start, self.used, self.positions = slots, start, used, positions
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers at once."""
+        """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers."""
         if self.batch == 1:
             for pool in self._pools.values():
                 pool.index_copy_(3, destinations[0], pool.index_select(3, sources[0]))
@@ -154,7 +151,7 @@ class SlotCache(Cache):
             pool[:, rows, :, destinations] = pool[:, rows, :, sources]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of the batch, ascending, on the CPU. They move up in place."""
+        """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
         for key, pool in self._pools.items():
             for place, row in enumerate(rows.tolist()):
@@ -167,5 +164,5 @@ class SlotCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is allocated: nothing before the first forward."""
+        """Allocated bytes, 0 before the first forward."""
         return sum(pool.nbytes for pool in self._memory.values())

@@ -1,4 +1,4 @@
-"""Seconds by phase of a decoding, taken where the work is done: on the host, or on a CUDA device."""
+"""Seconds by phase of a decoding run, measured by the host or by a CUDA device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Clock:
-    """By the host's clock, which is right where a call returns when its work is done."""
+    """The host's clock, for devices on which a call returns when its work is done."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -19,16 +19,16 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Since the start, by the host's clock."""
+        """Seconds since the start, by the host's clock."""
         return time.perf_counter() - self.start
 
     def lap(self, phase: str) -> None:
-        """What was done since the last lap is ``phase``."""
+        """Attribute the time since the last lap to ``phase``."""
         self._phases.append(phase)
         self._marks.append(self._mark())
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, so far."""
+        """Return seconds by phase, so far."""
         spent: dict[str, float] = {}
         for phase, (first, last) in zip(self._phases, pairwise(self._marks), strict=True):
             spent[phase] = spent.get(phase, 0.0) + self._between(first, last)
@@ -42,8 +42,9 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """By events among what is launched. A launch returns at once: on the host's clock all of the device's time would be
-    that of the phase which waits for it. Reading the phases waits for the device.
+    """CUDA events between launches. The host's clock would attribute all device time to the phase that syncs.
+
+    Reading the phases syncs with the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,5 +65,5 @@ class DeviceClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """A clock for work on this device, started."""
+    """Return a started clock for work on this device."""
     return DeviceClock(device) if device.type == "cuda" else Clock()

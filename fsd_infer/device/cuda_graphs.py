@@ -1,10 +1,10 @@
-"""Forwards recorded as CUDA graphs and replayed: the host launches one thing instead of a thousand.
+"""Forwards recorded as CUDA graphs and replayed: one launch per forward instead of a thousand.
 
-A recording fixes shapes and addresses. So a forward gets its inputs in buffers of its own, padded to one of a few
-counts of tokens and of visible slots, and its keys and values lie in memory that requests share one after the other.
-Padding is the last token once more, and what comes out for it is cut off.
+A recording fixes shapes and addresses. So its inputs are buffers, padded to one of a few numbers of tokens and of
+visible slots. Keys and values lie in memory that successive requests reuse. Padding repeats the last token, and its
+outputs are dropped.
 
-Models that look at numbers while they run, and anything else that cannot be recorded, run as they always do.
+Models whose forward reads values on the host cannot be recorded and run eagerly.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,36 +23,37 @@ from fsd_infer.device.cache import SlotCache
 
 log = logging.getLogger(__name__)
 
-TOKENS = (*range(1, 9), *range(12, 65, 4))  # a forward over more is no longer bound by its launches
-SLOTS = 256  # fewest visible slots of a recording; then their double, and so on
-MOST = 256  # recordings of one model that are kept
+TOKENS = (*range(1, 9), *range(12, 65, 4))  # forwards over more tokens are not bound by launches
+SLOTS = 256  # least number of visible slots of a recording, which doubles as needed
+MOST = 256  # most recordings per memory
 
 Outputs = tuple[Tensor, ...]
 Step = Callable[..., Outputs]
 
 
 class Recorder(Protocol):
-    """Runs a function without arguments, keeps what it launches, and returns its outputs and a way to launch it again,
-    which renews them in place.
+    """A function that runs ``run``, records its launches, and returns its outputs and a function to replay them.
+
+    A replay updates the outputs in place.
     """
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Any]]: ...
 
 
 class CudaRecorder:
-    """torch's CUDA graphs of one device, all in one memory pool: no two of them run at a time."""
+    """torch's CUDA graphs of one device, in one memory pool, since no two of them run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._first: torch.cuda.CUDAGraph | None = None  # kept: a pool ends with the last of its graphs
+        self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Any]]:
         with torch.cuda.device(self.device):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                run()  # libraries set themselves up in their first call, which cannot be recorded
-            torch.cuda.current_stream().wait_stream(aside)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()  # a library's first call initialises it and cannot be recorded
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             pool = None if self._first is None else self._first.pool()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -62,7 +64,7 @@ class CudaRecorder:
 
 @dataclass
 class _Recording:
-    """One shape: its buffers, what comes out, and how to launch it."""
+    """One shape: its input buffers, its outputs, and the function that replays it."""
 
     inputs: Outputs
     visible: Tensor
@@ -71,7 +73,7 @@ class _Recording:
     replay: Callable[[], Any] = lambda: None
 
     def fill(self, visible: Tensor, slots: Tensor, inputs: Outputs) -> None:
-        """Put a forward's inputs into the buffers. Padding is the last token again, with the same place and result."""
+        """Copy a forward's inputs to the buffers. Padding repeats the last token, in the same slot."""
         count, used = visible.shape[1:]
         for buffer, given in zip((*self.inputs, self.slots), (*inputs, slots), strict=True):
             buffer[:, :count] = given
@@ -84,17 +86,17 @@ class _Recording:
 
 @dataclass
 class _Memory:
-    """Keys and values that requests have one after the other, and what was recorded upon them."""
+    """Keys and values that successive requests reuse, and the recordings on them."""
 
     rows: int
     slots: int
     pools: dict[Any, Tensor] = field(default_factory=dict)
-    recordings: dict[Any, _Recording | None] = field(default_factory=dict)  # None: the shape was met once
+    recordings: dict[Any, _Recording | None] = field(default_factory=dict)  # None: the shape occurred once
     owner: weakref.ref[SlotCache] | None = None
 
     @property
     def user(self) -> SlotCache | None:
-        """The cache that lies here, while anyone has it."""
+        """The cache in this memory, while it is in use."""
         return None if self.owner is None else self.owner()
 
     @property
@@ -107,11 +109,11 @@ class Graphs:
 
     Args:
         step: ``step(cache, visible, *inputs)`` runs the model over new tokens and returns tensors [B, M, ...]. visible
-            is [B, M, S] bool, as in :meth:`Target.forward`, the inputs are [B, M, ...].
-        recorder: how to record.
+            is [B, M, S] bool, as in :meth:`Target.forward`; the inputs are [B, M, ...].
+        recorder: records a function.
 
     Attributes:
-        refused: why nothing is recorded any more, or None.
+        refused: why recording failed; None while it works.
     """
 
     def __init__(self, step: Step, recorder: Recorder) -> None:
@@ -120,12 +122,12 @@ class Graphs:
         self._memories: list[_Memory] = []
 
     def slots(self, slots: int) -> int:
-        """How many slots per row :meth:`cache` takes for a request of so many."""
-        return -(-slots // SLOTS) * SLOTS  # requests of about the same length take the same memory
+        """Return the slots per row that :meth:`cache` allocates for a request of this many."""
+        return -(-slots // SLOTS) * SLOTS  # requests of similar length share memory
 
     def cache(self, config: Any, batch: int, slots: int) -> SlotCache:
-        """A cache in memory that an earlier request has left, if that is large enough. Memory that is not, goes."""
-        if not torch.is_inference_mode_enabled():  # there, tensors cannot be written to that were made within it
+        """Return a cache in an earlier request's memory if that is large enough; free memory that is too small."""
+        if not torch.is_inference_mode_enabled():  # inference tensors cannot be written to outside inference mode
             return SlotCache(config, batch, slots)
         slots = self.slots(slots)
         left = [memory for memory in self._memories if memory.user is None]
@@ -136,23 +138,23 @@ class Graphs:
             memory = _Memory(batch, slots)
             self._memories.append(memory)
         for pool in memory.pools.values():
-            pool.zero_()  # an answer that ended in NaN must not reach the next one through a masked slot
-        made = SlotCache(config, batch, memory.slots, memory.pools, memory.rows)
-        memory.owner = weakref.ref(made)
-        return made
+            pool.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
+        cache = SlotCache(config, batch, memory.slots, memory.pools, memory.rows)
+        memory.owner = weakref.ref(cache)
+        return cache
 
     @property
     def held(self) -> int:
-        """Bytes of memory that no request has."""
+        """Bytes of memory that no request uses."""
         return sum(memory.nbytes for memory in self._memories if memory.user is None)
 
     def forget(self) -> None:
-        """Drop all recordings: the model has changed."""
+        """Drop all recordings, after a change of the model."""
         for memory in self._memories:
             memory.recordings.clear()
 
     def __call__(self, cache: SlotCache, visible: Tensor, *inputs: Tensor) -> Outputs:
-        """``step`` over new tokens whose slots the cache knows, replayed where that is possible."""
+        """Run ``step`` over new tokens in the cache's write slots; replay a recording if possible."""
         batch, count, used = visible.shape
         memory = next((memory for memory in self._memories if memory.user is cache), None)
         if self.refused or memory is None or count > TOKENS[-1]:
@@ -163,7 +165,7 @@ class Graphs:
             span *= 2
         span = min(span, cache.capacity)
         key = batch, size, span, *((x.shape[2:], x.dtype) for x in inputs)
-        if key not in memory.recordings:  # it may not come again, and its keys and values may not lie anywhere yet
+        if key not in memory.recordings:  # record a shape when it recurs, after its keys and values are allocated
             if len(memory.recordings) >= MOST:
                 memory.recordings.pop(next(iter(memory.recordings)))
             memory.recordings[key] = None
@@ -177,19 +179,20 @@ class Graphs:
         return tuple(out[:, :count].clone() for out in recording.outputs)
 
     def _record(self, cache: SlotCache, visible: Tensor, inputs: Outputs, size: int, span: int) -> _Recording | None:
-        """Record one shape, with these inputs to run on meanwhile; None if that is not possible."""
+        """Record one shape with these inputs; None if that is not possible."""
         before = cache.slots, cache.start, cache.used
-        made = _Recording(
+        recording = _Recording(
             tuple(_sized(x, size) for x in inputs),
             visible.new_empty(visible.shape[0], size, span),
             _sized(cache.slots, size),
         )
-        made.fill(visible, cache.slots, inputs)
-        cache.set_write_slots(made.slots, None, span)
+        recording.fill(visible, cache.slots, inputs)
+        cache.set_write_slots(recording.slots, None, span)
         try:
-            made.outputs, made.replay = self.recorder(lambda: self.step(cache, made.visible, *made.inputs))
-            return made
-        except Exception as error:  # torch raises many kinds for what cannot be recorded
+            run = partial(self.step, cache, recording.visible, *recording.inputs)
+            recording.outputs, recording.replay = self.recorder(run)
+            return recording
+        except Exception as error:  # torch raises many types for operations that cannot be recorded
             self.refused = str(error).strip().partition("\n")[0]
             log.warning("a forward cannot be recorded as a CUDA graph, so none is: %s", self.refused)
             self.forget()
@@ -199,12 +202,12 @@ class Graphs:
 
 
 def new_cache(graphs: Graphs | None, config: Any, batch: int, slots: int) -> SlotCache:
-    """:meth:`Graphs.cache`, or without graphs a cache of just so many slots."""
+    """Return :meth:`Graphs.cache`, or without graphs a cache of exactly this many slots."""
     return SlotCache(config, batch, slots) if graphs is None else graphs.cache(config, batch, slots)
 
 
 def slots_taken(graphs: Graphs | None, slots: int) -> int:
-    """How many slots per row :func:`new_cache` takes."""
+    """Return the slots per row that :func:`new_cache` allocates."""
     return slots if graphs is None else graphs.slots(slots)
 
 

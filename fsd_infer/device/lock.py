@@ -1,4 +1,4 @@
-"""A lock for whatever one request uses at a time."""
+"""A lock for resources that one request uses at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RequestLock:
-    """A reentrant lock. A copy of what holds it, also by pickling, gets a lock of its own."""
+    """A reentrant lock. A copy of an object with this lock, also by pickling, gets a new lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

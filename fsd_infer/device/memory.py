@@ -1,4 +1,4 @@
-"""Memory: what is free for key-value caches, the refusal of requests that need more, and giving back what was freed."""
+"""Memory: free bytes for KV caches, the refusal of requests that need more, and the release of freed memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from fsd_infer.errors import CacheMemoryError
 
 
 def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None, held: int = 0) -> None:
-    """Raise CacheMemoryError if caches of ``needed`` bytes, for ``rows`` texts of up to ``tokens`` tokens, exceed
-    ``limit`` bytes (None: no limit) or what is free on the device, as far as that is known, and the ``held`` bytes that
-    earlier requests' caches left for it.
+    """Raise CacheMemoryError if the KV caches of a request do not fit.
+
+    Args:
+        needed: bytes of the caches.
+        rows: number of texts, for the message.
+        tokens: longest text, for the message.
+        device: on which the caches lie. Unknown free memory does not limit them.
+        limit: most bytes; None: no limit.
+        held: bytes of earlier requests' caches that can be reused, besides the free ones.
     """
     free = free_bytes(device)
     free = None if free is None else free + held
@@ -32,28 +38,28 @@ def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limi
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can be allocated on a device, or None where it is not reported."""
-    if device.type == "cuda":  # torch keeps what was freed for later
+    """Return the bytes that can be allocated on a device; None if unknown."""
+    if device.type == "cuda":  # including memory that torch has reserved and freed
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return None
     kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return None if kibibytes is None else 1024 * int(kibibytes)
 
 
 def release_freed() -> None:
-    """Return to the system what has been freed, what only cycles still refer to included."""
+    """Return freed memory to the system, after collecting reference cycles."""
     gc.collect()
     trim()
 
 
 def trim() -> None:
-    """Let the C library return what has been freed, where it can (glibc)."""
+    """Let the C library return freed memory to the system, if it can (glibc)."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Rows of a batch that differ in length: filled up, picked from, and kept from what is not theirs."""
+"""Batch rows of different lengths: padding, picking nodes, and masks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fsd_infer.device.transfer import to_device
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: float = 0) -> Tensor:
-    """Rows of different lengths -> [B, N] on the CPU, filled up at their ends."""
+    """Pad rows at their ends to [B, N], on the CPU."""
     most = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (most - len(row))] for row in rows])
 
 
 def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
-    """values [B, N, ...], nodes [B, K] -> [B, K, ...]. Copies whole entries, where gather goes number by number."""
+    """Pick values [B, N, ...] at nodes [B, K] -> [B, K, ...]. Copies whole entries, unlike gather."""
     if len(values) == 1:
         return values[0].index_select(0, nodes[0])[None]
     count = values.shape[1]
@@ -27,16 +27,16 @@ def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
 
 
 def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
-    """Which cache slots new tokens may attend to: the whole text, and chosen tokens after it.
+    """Return which cache slots new tokens may attend to: the whole text, and chosen slots after it.
 
     Args:
-        lengths: [B] text length of each row, on the CPU; its tokens occupy the slots before it.
-        sees: [B, M, E] bool; may token i attend to the e-th slot after the text.
+        lengths: [B] text length of each row, on the CPU; the text occupies slots 0 to length - 1.
+        sees: [B, M, E] bool; whether token i may attend to the e-th slot after the text.
 
     Returns:
         [B, M, S] bool on the device of ``sees``, with S = longest text + E.
     """
-    if lengths.shape[0] == 1:  # no row has a longer text than its own
+    if lengths.shape[0] == 1:  # no offsets between rows
         return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
     extra = sees.shape[-1]
     offset = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
@@ -46,5 +46,5 @@ def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask (True: visible) as eager attention adds it to its scores: 0, or the least number of ``dtype``."""
+    """Convert a boolean mask (True: visible) to the term that eager attention adds: 0, or the least ``dtype`` value."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
-"""Between the host and a model's device. What a model makes stays on its device; what the engine knows is on the CPU.
+"""Transfers between host and device. Models' outputs stay on the device; the engine's own state is on the CPU.
 
-A launch returns at once, a transfer to the host waits for all that was launched before it. So a round has one, at its
-end (fsd_infer/rules/_walk.py), and what goes the other way is not waited for.
+A launch returns at once, but a transfer to the host waits for all earlier launches. So a round has one such transfer,
+for the verdict (fsd_infer/rules/_walk.py). Transfers to the device do not block.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_STAGED = 2**16  # bytes up to which CUDA copies ordinary memory without waiting
+_STAGED = 2**16  # bytes that CUDA copies from pageable memory without a sync
 _UNPINNED = {"cpu", "mps"}  # devices that share the host's memory
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """The widest floating-point type of a device. Token ids fit into either."""
+    """Return the widest floating-point type of a device, which holds any token id exactly."""
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on ``device``, without waiting for what runs there."""
+    """Copy a CPU tensor to ``device`` without a sync."""
     if device.type not in _UNPINNED and values.nbytes > _STAGED:
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
 def on_host(*tensors: Tensor) -> list[Tensor]:
-    """Tensors [B, N] of one device, each with its own N, on the CPU, in one transfer. Waits for the device.
+    """Copy tensors [B, N] of one device, each with its own N, to the CPU in one transfer. Syncs.
 
-    From another device they come in its widest floating-point type.
+    Tensors of other devices arrive in the device's widest floating-point type.
     """
     if tensors[0].device.type == "cpu":
         return list(tensors)
@@ -39,8 +39,9 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def lists(*tensors: Tensor) -> list[Any]:
-    """Tensors [B, N] of one device, each with its own N, as nested lists, in one transfer; whole numbers and truth
-    values as ``int``.
+    """Return tensors [B, N] of one device, each with its own N, as nested lists, in one transfer.
+
+    Integers and booleans become ``int``.
     """
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]

@@ -55,7 +55,7 @@ class EagleDrafter(TreeDrafter):
         self, head: EagleHead, target: Target, shape: TreeShape | None = None, context_ids: bool = True
     ) -> None:
         target.check_lm_head()
-        target.watch(head.config.fused_layers)
+        target.capture_layers(head.config.fused_layers)
         super().__init__(target, head.config.draft_vocab_size or target.vocab_size, shape)
         self.context_ids = context_ids and head.draft_ids is not None and head.lm_head is None
         self._drafted = torch.zeros(target.vocab_size, dtype=torch.bool)  # on the CPU, where texts are

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from fsd_infer.errors import FsdError
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.registry import read_float, read_int
 
 T = TypeVar("T")
 

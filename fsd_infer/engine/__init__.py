@@ -1,4 +1,4 @@
-"""The decoding loop, and what a run reports."""
+"""The decoding loop and its statistics."""
 
 from fsd_infer.engine.loop import decode
 from fsd_infer.engine.request import Outcome, Request

@@ -1,7 +1,7 @@
-"""How good a drafter's first choices are: how often they are the target's, and what the others cost.
+"""The quality of a drafter's first choices: how often they are the target's, and the regret of the others.
 
-A lossy rule wins where a mistake is nearly as good as the target's own token, so the regret of mistakes says more about
-what such a rule can win with a drafter than its agreement does.
+A lossy rule gains from mistakes that are nearly as good as the target's own token. So the regret of a drafter's
+mistakes predicts the gain of such a rule better than the drafter's agreement does.
 """
 
 from __future__ import annotations
@@ -12,63 +12,64 @@ from typing import Any
 
 BOUNDS = (0.5, 1.0, 2.0)  # nats
 
-Regrets = Mapping[str, Sequence[Sequence[float]]]  # by proposer, then by depth, the first at 1
+Regrets = Mapping[str, Sequence[Sequence[float]]]  # by proposer, then by depth from 1
 
 
 class Drafts:
-    """Regrets of a drafter's first choices at the contexts that rounds came to, in nats; 0: the target's likeliest.
+    """Regrets of a drafter's first choices at the contexts that rounds reached, in nats; 0: the target's likeliest.
 
     Args:
         regrets: as :meth:`regrets` returns them.
     """
 
     def __init__(self, regrets: Regrets | None = None) -> None:
-        self._found: dict[str, list[list[float]]] = {}
+        self._regrets: dict[str, list[list[float]]] = {}
         self.merge(regrets or {})
 
     @classmethod
     def pooled(cls, many: Iterable[Drafts]) -> Drafts:
-        """All of them together."""
-        made = cls()
+        """Return the union."""
+        union = cls()
         for one in many:
-            made.merge(one._found)
-        return made
+            union.merge(one._regrets)
+        return union
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._regrets)
 
     def add(self, proposer: str, depth: int, regret: float) -> None:
-        """One first choice: who proposed it, its depth from 1 on, and its regret."""
-        depths = self._found.setdefault(proposer, [])
+        """Add a first choice: its proposer, its depth from 1, and its regret."""
+        depths = self._regrets.setdefault(proposer, [])
         depths += [[] for _ in range(depth - len(depths))]
         depths[depth - 1].append(regret)
 
     def merge(self, regrets: Regrets) -> None:
-        """Add all of them."""
+        """Add many first choices."""
         for proposer, depths in regrets.items():
             for depth, values in enumerate(depths, 1):
                 for value in values:
                     self.add(proposer, depth, float(value))
 
     def regrets(self) -> dict[str, list[list[float]]]:
-        """Every regret to three significant digits, by proposer and depth, for files."""
+        """Return every regret to three significant digits, by proposer and depth, for files."""
         return {
             name: [[float(f"{value:.3g}") for value in values] for values in depths]
-            for name, depths in self._found.items()
+            for name, depths in self._regrets.items()
         }
 
     def summary(self) -> dict[str, Any]:
-        """``count`` of first choices; ``agreement``, the share with regret 0; of the others, the mistakes,
-        ``regret_median`` and the shares ``below`` so many nats. The same ``by_proposer`` and ``by_depth``. None where
-        there is nothing to count.
+        """Return statistics of all first choices, and the same ``by_proposer`` and ``by_depth``.
+
+        ``count`` and ``agreement``, the share with regret 0; of the others, ``regret_median`` and the shares ``below``
+        each of ``BOUNDS`` nats. A statistic of nothing is None.
         """
         depths: dict[str, list[float]] = {}
-        for found in self._found.values():
-            for depth, values in enumerate(found, 1):
+        for by_depth in self._regrets.values():
+            for depth, values in enumerate(by_depth, 1):
                 depths.setdefault(str(depth), []).extend(values)
         return {
             **_summary([value for values in depths.values() for value in values]),
-            "by_proposer": {name: _summary(sum(found, [])) for name, found in self._found.items()},
+            "by_proposer": {name: _summary(sum(by_depth, [])) for name, by_depth in self._regrets.items()},
             "by_depth": {depth: _summary(depths[depth]) for depth in sorted(depths, key=int)},
         }
 
@@ -87,7 +88,7 @@ def _summary(regrets: Sequence[float]) -> dict[str, Any]:
 
 
 def drafts_text(summary: Mapping[str, Any]) -> str:
-    """A summary in a few words."""
+    """Return a summary as one sentence."""
     if not summary["count"]:
         return "no drafts"
     text = f"{summary['agreement']:.0%} of {summary['count']} first drafts are the target's likeliest token"

@@ -1,7 +1,7 @@
-"""The decoding loop: draft a tree, verify it in one target forward, let the rule choose, keep the accepted path.
+"""The decoding loop: draft a tree, verify it in one target forward, apply the rule, commit the accepted path.
 
-Everything family-specific is in the target, everything about proposing in the drafter, everything about accepting
-in the rule. Each row of a batch has its own text length and accepted length; nothing is padded on the left.
+The target encapsulates the model family, the drafter proposes, and the rule accepts. Each batch row has its own text
+length and accepted length; nothing is padded on the left.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from fsd_infer.tree import DraftTree
 
 
 def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Outcome:
-    """Decode a batch, by one rule or by one per prompt. Threads that decode with one target take turns, request by
-    request.
+    """Decode a batch with one rule, or with one per prompt. Threads with one target take turns, request by request.
 
     Raises:
-        FsdError: an empty prompt, a token id that the target does not know, a processor that cannot look at a tree.
+        FsdError: an empty prompt, an unknown token id, or a processor that does not support trees.
         ContextLengthError: a prompt that leaves no room in the target's context.
-        CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
+        CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
     with target.lock, target.without_gradients():
@@ -65,10 +64,10 @@ class _Row:
     """A prompt with its answer.
 
     Attributes:
-        number: in the request.
+        number: index in the request.
         limit: most tokens of the answer.
-        features: the target's of what it has read of the text, part by part; only where prefixes are kept.
-        phases: seconds by phase when the last round was shown.
+        features: the target's features of the text, round by round; only with a prefix cache.
+        phases: seconds by phase at the last ``on_round``.
     """
 
     number: int
@@ -81,12 +80,10 @@ class _Row:
 
 
 class _Batch:
-    """A request being decoded: ``rows`` are those whose answers have not ended.
+    """A request in progress; ``rows`` are the unfinished ones.
 
-    Texts, lengths, verdicts and budgets are on the CPU, what models make is on their device. A round waits for the
-    device where the rule's verdict comes from there, and nowhere else (but for stopping criteria, processors that look
-    at the text, and log-likelihoods, where a request has them, and for drafters that do: once for recycling, once for
-    trees that are chosen round by round, and for ``stop_below``).
+    Texts, lengths, verdicts and budgets are on the CPU, the models' outputs on their device. Each round syncs with the
+    device once, to read the verdict. docs/decisions.md lists the exceptions.
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
@@ -101,35 +98,35 @@ class _Batch:
         self.processors = TreeProcessors(request.processors, count)
         self.clock = clock_of(self.device)
         self.prefill_seconds = 0.0
-        self.known_tokens = 0  # of the prompts, that an earlier request had read
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B] what of each text the target has read
+        self.known_tokens = 0  # prompt tokens found in the prefix cache
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B] tokens that the target has read
         markers = markers_of(rules, target.tokenizer)
         self.texts = Texts([row.record.tokens for row in self.rows], prompts, self.device, markers)
         budgets = [math.inf if rule.budget is None else rule.budget for rule in rules]
-        self.budget = torch.tensor(budgets, dtype=torch.float64)  # [B] nats left
-        self.overspent = torch.zeros(count, device=self.device)  # [B] nats beyond what learned prices allow
+        self.budget = torch.tensor(budgets, dtype=torch.float64)  # [B] remaining nats
+        self.overspent = torch.zeros(count, device=self.device)  # [B] nats beyond the allowance of learned prices
         tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
         self.drafter = drafter.for_batch(count, tilt)
         self.auto = self._auto_tree(tilt)
         self._allocate(tilt)
 
     def _auto_tree(self, tilt: float) -> AutoTree | None:
-        """What chooses each round's tree, if the drafter has its trees chosen."""
+        """Return what chooses each round's tree; None for a drafter of fixed shape."""
         drafter, request = self.drafter, self.request
         if drafter.auto is None:
             return None
         names = {row.rule.name for row in self.rows}
         law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
         recorded = None if self.target.graphs is None else TOKENS
-        learns = request.generator is None and not self.target.is_shared_out  # else trees follow from the text alone
+        learns = request.generator is None and not self.target.is_sharded  # otherwise trees depend on the text alone
         return AutoTree(drafter.auto, len(self.rows), law, drafter.max_nodes, recorded, learns)
 
     def _allocate(self, tilt: float) -> None:
-        """The target's cache and the drafter's session, or CacheMemoryError."""
+        """Allocate the target's cache and start the drafter's session. Raises CacheMemoryError."""
         target, drafter, request, count = self.target, self.drafter, self.request, len(self.rows)
         longest = max(len(row.prompt) + row.limit for row in self.rows)
         capacity = longest + drafter.max_nodes
-        # Rows that emitted less are padded to the row that emitted most: after the longest text, by a round's depth.
+        # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
         reach = longest + 1 + drafter.max_depth
         self.cache_bytes = target.cache_bytes(count, capacity) + drafter.cache_bytes(count, reach)
         held = target.held_bytes + drafter.held_bytes
@@ -142,22 +139,22 @@ class _Batch:
         )
 
     def prefill(self) -> None:
-        """Read the prompts, emit each row's first token, hand the prompts' features to the drafter."""
+        """Read the prompts, emit each row's first token, and pass the prompts' features to the drafter."""
         tokens = padded(self.request.prompts)
         ends = (self.lengths - 1)[:, None]
         features, logits = read_prompts(self.target, self.cache, tokens, self.lengths, self._known_prefixes())
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._verdict(tree, logits)
-        self._emit(tree, verdict, logits, "prefill")
+        self.emit(tree, verdict, logits, "prefill")
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
-        # The drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token.
+        # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, verdict.tokens[:, :1])
         self._advance(verdict, following, features, self.lengths)
         self.clock.lap("prefill")
         self.prefill_seconds = self.clock.seconds
 
     def draft(self) -> DraftTree:
-        """A tree under each text's last token, which the target has not read."""
+        """Draft a tree under each text's last token, which the target has not read yet."""
         self._mark()
         tree = self.session.draft(self.roots)
         self._mark()
@@ -165,12 +162,12 @@ class _Batch:
         return tree
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """One target forward over all nodes: logits [B, N, V] in its own dtype, features [B, N, H]."""
+        """Run the target over all nodes; return logits [B, N, V] in its dtype and features [B, N, F]."""
         slots = to_device(self.lengths[:, None] + torch.arange(tree.tokens.shape[1]), self.device)
         positions = slots[:, :1] + tree.depths
         visible = visible_slots(self.lengths, tree.ancestors)
         limit = self.target.max_positions
-        if limit is not None:  # nodes beyond the context exist only where the answer ends before they matter
+        if limit is not None:  # the answer ends before nodes beyond the context matter
             positions = positions.clamp_max(limit - 1)
         self.cache.set_write_slots(slots, int(self.lengths[0]) if len(self.rows) == 1 else None, visible.shape[-1])
         logits, features = self.target.forward(tree.tokens, positions, visible, self.cache)
@@ -180,23 +177,41 @@ class _Batch:
         return logits, features
 
     def apply_rule(self, tree: DraftTree, logits: Tensor) -> Verdict:
-        """Let each row's rule choose."""
+        """Apply each row's rule."""
         verdict = self._verdict(tree, logits)
         self._mark()
         return verdict
 
-    def emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor) -> None:
-        """Append each row's new tokens."""
-        self._emit(tree, verdict, logits, "rule")
-        self.clock.lap("rule")
+    def emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor, phase: str = "rule") -> None:
+        """Append each row's new tokens, up to and including the first that ends its answer."""
+        if self.request.on_round is not None:
+            self.clock.lap(phase)
+        log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
+        elapsed = self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
+        for place, (row, emissions) in enumerate(zip(self.rows, verdict.emissions(log_p), strict=True)):
+            record, start = row.record, len(row.record.tokens)
+            record.decode_seconds = elapsed
+            for emission in emissions:
+                record.tokens.append(emission.token)
+                record.emissions.append(emission)
+                record.finish_reason = self._finish_reason(row)
+                if record.finish_reason:
+                    break
+            if self.request.on_round is not None:
+                self.request.on_round(row.number, self._round(place, tree, verdict, logits, record.emissions[start:]))
+            on_tokens = self.request.on_tokens
+            if on_tokens is not None and on_tokens(row.number, record.tokens[start:]):
+                record.finish_reason = record.finish_reason or "stop"
+        if phase == "rule":  # the prefill continues
+            self.clock.lap(phase)
 
     def observe(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> None:
-        """Show the drafter the target's logits at its tree's nodes."""
+        """Pass the target's logits at the tree's nodes to the drafter."""
         self.session.observe(tree, logits, verdict.path, verdict.tokens, verdict.accepted)
         self.clock.lap("draft")
 
     def commit_cache(self, verdict: Verdict) -> None:
-        """Move the accepted path's keys and values to where the text ends. The root is in place already."""
+        """Move the accepted path's keys and values to the end of the text. The root is in place already."""
         path, accepted = verdict.path.tolist(), verdict.accepted.tolist()
         if any(row[: count + 1] != list(range(count + 1)) for row, count in zip(path, accepted)):
             steps = torch.arange(verdict.path.shape[1])
@@ -206,17 +221,17 @@ class _Batch:
         self.clock.lap("cache")
 
     def advance(self, verdict: Verdict, features: Tensor) -> None:
-        """Lengthen each text by its accepted path, and give the drafter the new tokens with their features."""
+        """Extend each text by its accepted path, and pass the new tokens with their features to the drafter."""
         counts = verdict.accepted + 1
         self.lengths = self.lengths + counts
         left = (self.budget - verdict.spent.sum(1)).clamp_min(0.0)
-        self.budget = torch.where(self.budget.isinf(), self.budget, left)  # infinite costs come out of infinite budgets
+        self.budget = torch.where(self.budget.isinf(), self.budget, left)  # infinite budgets pay infinite costs
         self._advance(verdict, verdict.tokens, at_nodes(features, to_device(verdict.path, self.device)), counts)
         self.clock.lap("draft")
 
     def outcome(self) -> Outcome:
-        """The answers, and what they took."""
-        seconds = self.clock.seconds  # the answers are complete: before a device is waited for
+        """Return the answers and their statistics."""
+        seconds = self.clock.seconds  # before the sync that reads the phases
         records = [row.record for row in self.all_rows]
         stats = GenerationStats(
             rows=[row.record.finish(self.prefill_seconds, row.prompt, self.drafter.proposers) for row in self.all_rows],
@@ -261,40 +276,18 @@ class _Batch:
         verdict = apply_rules(rules, round)
         if verdict.allowed is not None:
             spent = to_device(verdict.spent.sum(1).float(), self.device)
-            self.overspent = (self.overspent + spent - verdict.allowed).clamp_min(-FIRST_PRICE)  # nothing is saved up
+            self.overspent = (self.overspent + spent - verdict.allowed).clamp_min(-FIRST_PRICE)  # limits saved nats
         return verdict
 
-    def _emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor, phase: str) -> None:
-        """Append each row's new tokens, up to and including the first that ends its answer."""
-        if self.request.on_round is not None:
-            self.clock.lap(phase)
-        log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
-        elapsed = self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
-        for place, (row, emissions) in enumerate(zip(self.rows, verdict.emissions(log_p), strict=True)):
-            record, start = row.record, len(row.record.tokens)
-            record.decode_seconds = elapsed
-            for emission in emissions:
-                record.tokens.append(emission.token)
-                record.emissions.append(emission)
-                record.finish_reason = self._finish_reason(row)
-                if record.finish_reason:
-                    break
-            if self.request.on_round is not None:
-                seen = self._round(place, tree, verdict, logits, record.emissions[start:])
-                self.request.on_round(row.number, seen)
-            on_tokens = self.request.on_tokens
-            if on_tokens is not None and on_tokens(row.number, record.tokens[start:]):
-                record.finish_reason = record.finish_reason or "stop"
-
     def _round(self, place: int, tree: DraftTree, verdict: Verdict, logits: Tensor, new: Sequence[Emission]) -> Round:
-        """What happened to one row of the batch."""
+        """Return the round of one batch row."""
         row, phases = self.rows[place], self.clock.phases()
         seconds = {name: total - row.phases.get(name, 0.0) for name, total in phases.items()}
         row.phases = phases
         return Round.of(tree, place, logits, verdict, new, seconds)
 
     def _finish_reason(self, row: _Row) -> str | None:
-        """Why the answer ends with its newest token, or None."""
+        """Return why the answer ends with its newest token, or None."""
         tokens = row.record.tokens
         if tokens[-1] in self.request.eos_token_ids:
             return "stop"
@@ -305,13 +298,15 @@ class _Batch:
         return "length" if len(tokens) >= row.limit else None
 
     def _text(self, row: _Row) -> Tensor:
-        """The row's text as ``generate`` would show it to processors and criteria, [T] on the CPU."""
+        """Return the row's text [T] on the CPU, as ``generate`` would pass it to processors and criteria."""
         prompts = self.request.padded_prompts or self.request.prompts
         return torch.tensor([*prompts[row.number], *row.record.tokens])
 
     def _advance(self, verdict: Verdict, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        """Drop rows whose answers ended, then show the drafter what the others' texts grew by: tokens [B, K], of which
-        ``counts`` [B] are real, with the target's features before each."""
+        """Drop finished rows, then extend the drafter's texts by tokens [B, K], of which ``counts`` [B] are real.
+
+        features: [B, K, F] of the target before each token.
+        """
         self.roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         self._keep_features(features, counts)
         going = [place for place, row in enumerate(self.rows) if row.record.finish_reason is None]
@@ -333,48 +328,52 @@ class _Batch:
         if self.auto is not None:
             self.auto.end(verdict.path.tolist(), verdict.accepted.tolist(), len(going))
 
-    # what later requests need not read again -------------------------------------------------------------------------
+    # the prefix cache ------------------------------------------------------------------------------------------------
 
     def _known_prefixes(self) -> list[Prefix | None] | None:
-        """Of each prompt the start that an earlier request read, where such are kept."""
+        """Return each prompt's kept prefix; None without a prefix cache."""
         if self.target.prefixes is None:
             return None
-        known = [self.target.prefixes.find(row.prompt, self.target.watched, self._key(row)) for row in self.rows]
+        known = [
+            self.target.prefixes.find(row.prompt, self.target.captured_layers, self._key(row)) for row in self.rows
+        ]
         self.known_tokens = sum(len(prefix.tokens) for prefix in known if prefix is not None)
         return known
 
     def _key(self, row: _Row) -> str:
-        """Whose text it is."""
+        """Return the row's key in the prefix cache."""
         keys = self.request.cache_keys
         return keys[row.number] if keys else ""
 
     def _keep_features(self, features: Tensor, counts: Tensor) -> None:
-        """The target's features [B, K, F] of the texts' next tokens, the first ``counts`` [B] of each row."""
+        """Keep the first ``counts`` [B] of each row's features [B, K, F] for the prefix cache."""
         if self.target.prefixes is not None:
             for row, read, count in zip(self.rows, features, counts.tolist()):
                 row.features.append(read[:count])
 
     def _keep_texts(self) -> None:
-        """Keep what was read of the answers that ended."""
+        """Store the texts of finished rows in the prefix cache."""
         if self.target.prefixes is None:
             return
         for place, (row, length) in enumerate(zip(self.rows, self.lengths.tolist())):
             if row.record.finish_reason is not None:
                 text = torch.tensor([*row.prompt, *row.record.tokens])
-                count = min(length, len(text))  # the last round may have read on after the answer's end
+                count = min(length, len(text))  # the last round may have read beyond the answer's end
                 features, row.features = torch.cat(row.features)[:count], []
                 states = self.cache.saved(place, count)
-                self.target.prefixes.store(Prefix(text[:count], states, features, self.target.watched, self._key(row)))
+                self.target.prefixes.store(
+                    Prefix(text[:count], states, features, self.target.captured_layers, self._key(row))
+                )
 
 
 def _described(rules: Sequence[Rule]) -> dict[str, object]:
-    """One rule for all rows, or all of them."""
+    """Describe the rule of all rows, or each row's."""
     if all(rule == rules[0] for rule in rules):
         return rules[0].describe()
     return {"rule": "per row", "rows": [rule.describe() for rule in rules]}
 
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:
-    """The target's raw log-probability of each emitted token, [B][D+1]."""
+    """Return the target's raw log-probability of each emitted token, [B][D+1]."""
     path, tokens = to_device(verdict.path, logits.device), to_device(verdict.tokens, logits.device)
     return at_nodes(logits, path).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()

@@ -1,4 +1,4 @@
-"""How much of an answer is copied from its prompt, and how much it repeats itself."""
+"""The shares of an answer's n-grams that copy its prompt or repeat the answer."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ NGRAM = 4
 
 
 def repeated_ngrams(tokens: Sequence[Hashable], n: int = NGRAM) -> float | None:
-    """Share of an answer's n-grams that occurred earlier in it; None if it is shorter than ``n`` tokens."""
+    """Return the share of an answer's n-grams that occurred earlier in it; None for fewer than ``n`` tokens."""
     grams = _ngrams(tokens, n)
     return 1.0 - len(set(grams)) / len(grams) if grams else None
 
 
 def copied_ngrams(prompt: Sequence[Hashable], tokens: Sequence[Hashable], n: int = NGRAM) -> float | None:
-    """Share of an answer's n-grams that stand in its prompt; None if it is shorter than ``n`` tokens."""
+    """Return the share of an answer's n-grams that occur in its prompt; None for fewer than ``n`` tokens."""
     grams, known = _ngrams(tokens, n), set(_ngrams(prompt, n))
     return sum(gram in known for gram in grams) / len(grams) if grams else None
 
 
 def kinds(prompt: Sequence[Hashable], tokens: Sequence[Hashable], n: int = NGRAM) -> list[str]:
-    """Of each token of an answer: "copied" if the n-gram that it ends stands in the prompt, else "repeated" if it
-    occurred earlier in the answer, else "new"."""
+    """Classify each token of an answer by the n-gram that it completes.
+
+    "copied": it occurs in the prompt; else "repeated": it occurred earlier in the answer; else "new".
+    """
     copied, seen = set(_ngrams(prompt, n)), set()
-    found = ["new"] * min(len(tokens), n - 1)
+    labels = ["new"] * min(len(tokens), n - 1)
     for gram in _ngrams(tokens, n):
-        found.append("copied" if gram in copied else "repeated" if gram in seen else "new")
+        labels.append("copied" if gram in copied else "repeated" if gram in seen else "new")
         seen.add(gram)
-    return found
+    return labels
 
 
 def coverage(source: Sequence[Hashable], summary: Sequence[Hashable]) -> float | None:
-    """Extractive coverage (Grusky et al., 2018, arXiv:1804.11283): the share of a summary's words that lie in fragments
-    of the source, found greedily, longest first from left to right. None if the summary is empty."""
+    """Return extractive coverage (Grusky et al., 2018, arXiv:1804.11283); None if the summary is empty.
+
+    It is the share of a summary's words in fragments of the source, matched greedily, longest first, left to right.
+    """
     starts: dict[Hashable, list[int]] = {}
     for place, word in enumerate(source):
         starts.setdefault(word, []).append(place)

@@ -1,4 +1,4 @@
-"""What is asked of the decoding loop, and what it gives."""
+"""The input and output of the decoding loop."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ class Request:
 
     Attributes:
         prompts: token ids per row, without padding, none empty.
-        max_new_tokens: upper bound of each answer's length.
+        max_new_tokens: most tokens per answer.
         greedy: temperature 0.
         processors: prepared logits processors, temperature included.
-        criteria: prepared stopping criteria other than end-of-sequence and length. They are called with the text alone:
-            their ``scores`` are None.
+        criteria: prepared stopping criteria other than EOS and length. They receive the text alone; ``scores`` is None.
         eos_token_ids: tokens that end an answer.
-        generator: randomness; None for torch's global generator.
-        on_round: called with (row, round) before the round's tokens, if anyone looks on.
-        on_tokens: called with (row, tokens) as soon as tokens of an answer are final; what is true of its result ends
-            the answer there.
-        padded_prompts: the prompts as processors and criteria are to see them, left-padded; None: without padding.
+        generator: of the draws; None: torch's global generator.
+        on_round: called with (row, round) before ``on_tokens``.
+        on_tokens: called with (row, tokens) when tokens are final. If the callback returns a true value, that row
+            stops.
+        padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
-        cache_keys: per prompt, whose it is in a prefix cache; None: everyone's.
-        max_cache_bytes: most that the key-value caches may take; None: what is free.
+        cache_keys: per prompt, its key in the prefix cache; None: one key for all.
+        max_cache_bytes: most bytes of the KV caches; None: the free memory.
     """
 
     prompts: list[list[int]]
@@ -51,7 +50,7 @@ class Request:
 
 @dataclass
 class Outcome:
-    """Answers (new tokens only), per-token records and statistics; of beams each answer's score too, else None."""
+    """Answers (new tokens only), per-token records, statistics and, with beams, each answer's score."""
 
     sequences: list[list[int]]
     records: list[RowRecord]

@@ -1,4 +1,4 @@
-"""What a run reports, always together: speed, accepted length, answer length, open gates, divergence spent."""
+"""Statistics of a run: speed, acceptance length, answer length, open gates, nats spent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsd_infer.rules import Emission, Source
 
 
 class Share(TypedDict):
-    """Part of an answer: its tokens, how many of them only another law than the target's let through, nats spent."""
+    """Part of an answer: its tokens, how many of them only a lossy law emits, and the nats spent."""
 
     tokens: int
     lossy: int
@@ -25,21 +25,20 @@ class RowStats:
     """One answer.
 
     Attributes:
-        new_tokens: answer length in tokens (an emitted end-of-sequence token counted).
-        target_forwards: verifying forwards of the target, prefill not counted.
-        tau: accepted length: tokens emitted per target forward, the target's own token counted, the prefill and its
-            one token left out. With beams, steps of the search instead of tokens: all beams grow by one in each. NaN if
-            there was no verifying forward.
-        gate_open_fraction: share of tokens emitted at a context whose gate was open.
-        gate_accepted_fraction: share of tokens that only an open gate let through.
-        divergence_spent: nats (temperature > 0: KL of the law to the target; 0: greedy regret), summed.
-        finish_reason: "stop" (end of sequence or a stopping criterion) or "length".
-        copied_4grams: share of the answer's 4-grams that stand in its prompt; None if it is shorter.
-        repeated_4grams: share of them that occurred earlier in the answer; None if it is shorter.
-        by_proposer: by what proposed the tokens, a drafter's name or "target" for its own, see :func:`_shares`.
-        by_kind: by "copied", "repeated" or "new", see :func:`fsd_infer.engine.ngrams.kinds`.
-        drafts: the drafter's first choice at every context that a token was emitted from.
-        mean_log_likelihood: mean of the target's raw log-probability of the emitted tokens, nats, if measured.
+        new_tokens: answer length in tokens, an emitted EOS token included.
+        target_forwards: verifying forwards of the target, without the prefill.
+        tau: acceptance length: tokens emitted per verifying forward, the target's own token included, the prefill's
+            token excluded. With beams, search steps instead of tokens. NaN without a verifying forward.
+        gate_open_fraction: share of tokens emitted at a context with an open gate.
+        gate_accepted_fraction: share of tokens that only an open gate accepts.
+        divergence_spent: sum of nats (temperature > 0: KL of the law to the target; 0: greedy regret).
+        finish_reason: "stop" (EOS or a stopping criterion) or "length".
+        copied_4grams: share of the answer's 4-grams that occur in its prompt; None for fewer than 4 tokens.
+        repeated_4grams: share of the answer's 4-grams that occurred earlier in it; None for fewer than 4 tokens.
+        by_proposer: shares by proposer, a drafter's name or "target".
+        by_kind: shares by "copied", "repeated" or "new", see :func:`fsd_infer.engine.ngrams.kinds`.
+        drafts: the drafter's first choices at the contexts of the emitted tokens.
+        mean_log_likelihood: mean raw log-probability of the emitted tokens under the target, in nats, if measured.
     """
 
     new_tokens: int
@@ -70,15 +69,19 @@ class RowStats:
 
 @dataclass
 class GenerationStats:
-    """A batch of answers: the rows, and what they add up to.
+    """Statistics of a batch.
 
     Attributes:
-        seconds, prefill_seconds: by the host's clock, until the answers were complete, and until they had begun.
-        phases: seconds of prefill, draft, target, rule and cache where the work was done: on CUDA by the device's own
-            clock, so they may add up to a little more or less than ``seconds``.
-        cache_bytes: memory of the key-value caches, the target's and the drafter's.
-        known_tokens: of the prompts, that the target had read in an earlier request (:mod:`.targets.prefixes`).
-        trees: what was chosen under ``tree="auto"``, and what was expected of it; else None.
+        rows: of each answer.
+        rule: its description.
+        drafter: its description.
+        seconds: until all answers were complete, by the host's clock.
+        prefill_seconds: until all answers had their first token, by the host's clock.
+        phases: seconds of prefill, draft, target, rule and cache. On CUDA the device's clock measures them, so their
+            sum may differ a little from ``seconds``.
+        cache_bytes: bytes of the KV caches, the target's and the drafter's.
+        known_tokens: prompt tokens found in the prefix cache (:mod:`.targets.prefixes`).
+        trees: the trees chosen under ``tree="auto"`` and their expected acceptance; else None.
     """
 
     rows: list[RowStats]
@@ -101,7 +104,7 @@ class GenerationStats:
 
     @property
     def tau(self) -> float:
-        """Over all rows: tokens emitted by verifying forwards / verifying forwards."""
+        """Tokens emitted by verifying forwards per verifying forward, over all rows."""
         forwards = self.target_forwards
         emitted = sum(row.tau * row.target_forwards for row in self.rows if row.target_forwards)
         return emitted / forwards if forwards else float("nan")
@@ -124,7 +127,7 @@ class GenerationStats:
 
     @property
     def copied_4grams(self) -> float | None:
-        """Mean over the answers, as :attr:`repeated_4grams`; None if all are shorter."""
+        """Mean over the answers of at least 4 tokens; None without one."""
         return _mean([row.copied_4grams for row in self.rows])
 
     @property
@@ -133,7 +136,7 @@ class GenerationStats:
 
     @property
     def drafts(self) -> Drafts:
-        """The drafter's first choices, over all rows."""
+        """The drafter's first choices in all rows."""
         return Drafts.pooled(row.drafts for row in self.rows)
 
     def _weighted(self, name: str) -> float:
@@ -166,8 +169,8 @@ class RowRecord:
 
     Attributes:
         tokens: token ids.
-        emissions: one by one what is known of them; none with beams.
-        steps: of a search with beams; None elsewhere, where each token is a step.
+        emissions: one per token; empty with beams.
+        steps: search steps with beams; else None, and each token is a step.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -190,12 +193,12 @@ class RowRecord:
         return [emission.nats for emission in self.emissions]
 
     def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
-        """Args: the prompt's tokens, and the names of the drafter's proposers."""
+        """Return the statistics, given the prompt's tokens and the names of the drafter's proposers."""
         drafts = Drafts()
         for emission in self.emissions:
             if emission.first_choice is not None:
                 drafts.add(proposers[emission.first_choice[0]], emission.depth, emission.first_choice[1])
-        whose = [(*proposers, "target")[emission.proposer] for emission in self.emissions]
+        sources = [(*proposers, "target")[emission.proposer] for emission in self.emissions]
         count, forwards = len(self.tokens), self.target_forwards
         log_p = [emission.log_likelihood for emission in self.emissions if emission.log_likelihood is not None]
         return RowStats(
@@ -210,7 +213,7 @@ class RowRecord:
             decode_seconds=self.decode_seconds,
             copied_4grams=copied_ngrams(prompt, self.tokens),
             repeated_4grams=repeated_ngrams(self.tokens),
-            by_proposer=_shares(whose, self.emissions),
+            by_proposer=_shares(sources, self.emissions),
             by_kind=_shares(kinds(prompt, self.tokens), self.emissions),
             drafts=drafts,
             mean_log_likelihood=sum(log_p) / count if log_p else None,

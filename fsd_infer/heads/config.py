@@ -1,4 +1,4 @@
-"""Shape and options of a draft head, checked when they are made."""
+"""Shape and options of a draft head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("fsd", "eagle", "eagle3")
 MOST = 2**31 - 1  # of any size, count or id
-# What a layout can express beside the fields that all have.
+# The options of each layout, besides the fields that all layouts have.
 _OPTIONS = {
     "fsd": {"input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
     "eagle": {"fc_bias"},
@@ -27,49 +27,49 @@ _OPTIONS = {
 }
 _ALL_OPTIONS = set().union(*_OPTIONS.values())
 _SIZES = {"hidden_size": 1, "vocab_size": 1, "num_layers": 1, "embed_size": 0, "target_hidden_size": 0}
-# What PreTrainedConfig takes beside its fields.
+# Arguments of PreTrainedConfig besides its fields.
 _BASE = {"model_type", "name_or_path", "torch_dtype", "attn_implementation", "output_attentions"}
 
 
 class EagleConfig(PreTrainedConfig):
     """Shape and options of a head.
 
-    Three layouts, each the previous one's idea in another form:
+    There are three layouts:
 
-    - ``eagle``: EAGLE-1/2 as their authors publish it. Reads the target's final feature; its output estimates the next
-      one, and the target's LM head reads that.
-    - ``eagle3``: EAGLE-3 as its authors publish it. Inner layers of the target, fused by ``fc``, replace the feature;
-      the layer's attention reads embedding and feature side by side; ``norm`` and an LM head of its own follow.
-    - ``fsd``: ``eagle`` with options that other programs do not know. Inner layers are *added* to the final feature.
+    - ``eagle``: EAGLE-1/2 as published. The head reads the target's final feature. Its output estimates the next
+      feature, the input of the target's LM head.
+    - ``eagle3``: EAGLE-3 as published. Inner layers of the target, fused by ``fc``, replace the feature. The attention
+      reads embedding and feature side by side. ``norm`` and the head's own LM head follow.
+    - ``fsd``: ``eagle`` with options that other programs do not support. Inner layers are *added* to the final feature.
 
     Attributes:
-        hidden_size: H, width of the head: of the target's features unless ``layout`` is "eagle3".
+        hidden_size: H, width of the head; equal to the width of the target's features unless ``layout`` is "eagle3".
         vocab_size: V of the target.
         layer: transformers config of the decoder layer, with its ``model_type``.
         layout: "fsd", "eagle" or "eagle3".
-        embed_size: width of the input embeddings (H unless the family projects them).
-        target_hidden_size: width of the target's features (H unless given; "eagle3" only).
-        num_layers: decoder layers.
+        embed_size: width of the input embeddings (default: H; differs if the family projects them).
+        target_hidden_size: width of the target's features (default: H; "eagle3" only).
+        num_layers: number of decoder layers.
         input_norm: keep the first layer's input norm ("fsd").
-        final_norm: normalise the output as the target's final norm does ("fsd").
-        feature_scale: divide incoming features by a stored vector, the target's final-norm weight: evens out
-            outlier dimensions ("fsd").
+        final_norm: apply a norm like the target's final norm to the output ("fsd").
+        feature_scale: divide incoming features by the target's final-norm weight, to even out outlier dimensions
+            ("fsd").
         fc_bias: bias of the 2H -> H projection ("fsd", "eagle").
         draft_vocab_size: Vd of a reduced draft vocabulary; None for all of V.
-        fused_layers: k layers of the target (numbers from 0) whose outputs the head reads: beside the final features
-            ("fsd") or in their place ("eagle3"; default there: see :func:`default_fused_layers`).
-        fc_norm: normalise each fused layer on its own before ``fc`` (EAGLE-3.1; "eagle3").
+        fused_layers: k layers of the target, counted from 0, whose outputs the head reads: besides the final features
+            ("fsd") or instead of them ("eagle3"; default there: see :func:`default_fused_layers`).
+        fc_norm: normalise each fused layer separately before ``fc`` (EAGLE-3.1; "eagle3").
         norm_output: feed the normalised output back instead of the raw one (EAGLE-3.1; "eagle3").
-        norm_before_residual: the residual stream starts with the normalised feature (some of speculators' heads;
+        norm_before_residual: start the residual stream with the normalised feature (some heads of speculators;
             "eagle3", loaded heads only).
-        own_lm_head: the head has an LM head of its own, trained with it ("eagle3"). Without, the target's rows serve,
-            and the ids of each text can join the draft vocabulary.
-        own_embeddings: the head has input embeddings of its own instead of the target's ("eagle3", loaded heads only).
-        target: what the target must match, as :meth:`Target.fingerprint` names it; None where nobody knows.
+        own_lm_head: train the head's own LM head ("eagle3"). Otherwise the target's rows serve, and the ids of each
+            text can join the draft vocabulary.
+        own_embeddings: use the head's own input embeddings ("eagle3", loaded heads only).
+        target: the facts that the target must match, as :meth:`Target.fingerprint` returns them; None if unknown.
         training: free-form record of the training: recipe, data, steps, metrics.
 
     Raises:
-        CheckpointError: a value of the wrong type or range, or an option that is unknown or that the layout lacks.
+        CheckpointError: a value of the wrong type or range, or an unknown option, or one that the layout lacks.
     """
 
     model_type = "fsd_eagle"
@@ -139,19 +139,19 @@ class EagleConfig(PreTrainedConfig):
                 f"a head of layout eagle3 has a layer of type {' or '.join(EAGLE3_LAYERS)}, not "
                 f"{self.layer.get('model_type')!r:.60}."
             )
-        if self.feature_width == self.hidden_size:  # the head distinguishes the two by their width
+        if self.feature_width == self.hidden_size:  # the head tells features from outputs by their width
             raise CheckpointError(f"hidden_size {self.hidden_size} equals the width of the features it is fed with.")
         if self.target_hidden_size != self.hidden_size and not (self.own_lm_head and self.own_embeddings):
-            raise CheckpointError("a head of another width than its target's needs embeddings and LM head of its own.")
+            raise CheckpointError("a head of another width than its target's needs its own embeddings and LM head.")
 
     @property
     def feature_width(self) -> int:
-        """Width of what the head reads of the target: the final features and the k fused layers."""
+        """Width of the features that the head reads: the final ones and those of the k fused layers."""
         return self.target_hidden_size * (1 + len(self.fused_layers))
 
     @classmethod
     def from_dict(cls, config_dict: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises CheckpointError for anything but a mapping of fields with valid values."""
+        """Construct as in transformers. Raises CheckpointError unless given a mapping of fields with valid values."""
         if not isinstance(config_dict, Mapping):
             raise CheckpointError(f"the head's options must be a mapping, got {type(config_dict).__name__}.")
         try:
@@ -165,15 +165,15 @@ class EagleConfig(PreTrainedConfig):
     def for_target(
         cls, target: Target, layer: str = "auto", intermediate_size: int | None = None, **options: Any
     ) -> EagleConfig:
-        """A head for a target.
+        """Return the config of a new head for a target.
 
         Args:
-            target: whose features it reads.
-            layer: "auto" (the target's own kind of layer where a standalone one works, a Llama layer otherwise and
-                for layout "eagle3") or "llama".
-            intermediate_size: width of the layers' MLP; None for the target's. A narrower one trains and drafts in
-                less time, and the target's layers are no start for it any more.
-            options: any other field of the config.
+            target: whose features the head reads.
+            layer: "auto" or "llama". "auto" is the target's own type of layer if it works alone, else a Llama layer;
+                layout "eagle3" always has a Llama layer.
+            intermediate_size: width of the layers' MLP; None: the target's. A narrower MLP trains and drafts faster,
+                but cannot start from the target's layers.
+            options: other fields of the config.
 
         Raises:
             CheckpointError: an option is unknown or out of its range.
@@ -190,7 +190,7 @@ class EagleConfig(PreTrainedConfig):
         chosen = own or llama
         if intermediate_size is not None:
             _check_integer("intermediate_size", intermediate_size, 1)
-            if "intermediate_size" not in chosen:  # a family that calls its MLP's width by another name
+            if "intermediate_size" not in chosen:  # the family names its MLP's width differently
                 chosen = llama
             chosen["intermediate_size"] = intermediate_size
         return cls(
@@ -204,31 +204,31 @@ class EagleConfig(PreTrainedConfig):
 
 
 def own_fields() -> set[str]:
-    """Names of the fields that :class:`EagleConfig` has beside those of every transformers config."""
+    """Return the fields that :class:`EagleConfig` adds to those of every transformers config."""
     return EagleConfig.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
 
 
 def usual_layers(count: int) -> list[int]:
-    """EAGLE-3's low, middle and high one of a target's ``count`` layers, as numbers from 0.
+    """Return EAGLE-3's low, middle and high layer of a target with ``count`` layers, counted from 0.
 
-    Other programs name them 2, n/2 and n−3, by what *enters* the layer of that number. A target of fewer than six
-    layers has fewer than three of them.
+    Other programs call them 2, n/2 and n−3, the layers that their outputs *enter*. Fewer than six layers give fewer
+    than three numbers.
     """
     return sorted({min(max(number - 1, 0), count - 1) for number in (2, count // 2, count - 3)})
 
 
 def entering_ids(layers: Sequence[int]) -> list[int]:
-    """The same layers numbered by the states that enter them: 0 is the embedding, as in ``hidden_states``."""
+    """Return the layers' indices in transformers' ``hidden_states``, where 0 is the embedding."""
     return [number + 1 for number in layers]
 
 
 def default_fused_layers(target: Target) -> list[int]:
-    """:func:`usual_layers` of a target."""
+    """Return :func:`usual_layers` of a target."""
     return usual_layers(int(target.config.num_hidden_layers))
 
 
 def check_layer(layer: Any, hidden_size: int) -> None:
-    """Raise CheckpointError unless ``layer`` holds what describes a decoder layer, in the right types."""
+    """Raise CheckpointError unless ``layer`` describes a decoder layer, with fields of the right types."""
     if not isinstance(layer, Mapping) or not isinstance(layer.get("model_type"), str):
         raise CheckpointError(f"the head's layer must be a mapping with a model_type, got {layer!r:.80}.")
     check_known("layer option", layer, {*LAYER_FIELDS, "model_type"})
@@ -242,7 +242,7 @@ def check_layer(layer: Any, hidden_size: int) -> None:
 
 
 def check_known(kind: str, names: Iterable[Any], known: set[str]) -> None:
-    """Raise CheckpointError, with the nearest known name, if there are others among ``names``."""
+    """Raise CheckpointError, with the nearest known name, for an unknown name among ``names``."""
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)

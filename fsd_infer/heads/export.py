@@ -1,6 +1,6 @@
-"""Heads as other programs read them: SafeAILab's EAGLE, vLLM, SGLang, speculators. :mod:`.formats` is the way back.
+"""Export of heads to SafeAILab's EAGLE, vLLM, SGLang and speculators. :mod:`.formats` reads these formats.
 
-A format that cannot express a head refuses it, with the reason and the nearest thing that can be had.
+If a format cannot express a head, the error names the reason and the nearest alternative.
 """
 
 from __future__ import annotations
@@ -19,22 +19,12 @@ from fsd_infer.errors import CheckpointError
 from fsd_infer.files import replacing, write_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
-from fsd_infer.heads.formats import (
-    AUX_IDS,
-    CONFIG,
-    D2T,
-    DRAFT_IDS,
-    EAGLE3_FIELDS,
-    FIRST_LAYER,
-    LM_HEAD,
-    MIDLAYER,
-    T2D,
-)
+from fsd_infer.heads.formats import AUX_IDS, CONFIG, D2T, DRAFT_IDS, EAGLE3_FIELDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import SINGLE
 
 TOKEN_MAP = "hot_token_ids.pt"  # what SGLang's --speculative-token-map takes
-# Architecture by which a program knows heads: of EAGLE-1/2 (None: it has no such) and of EAGLE-3.
+# A program's architecture names for heads of EAGLE-1/2 (None: not supported) and EAGLE-3.
 ARCHITECTURES = {
     "eagle": ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
     "vllm": ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
@@ -49,7 +39,7 @@ _GREEDY = {
     "accept_tolerance": 0.0,
 }
 
-# Why a program cannot have a head: programs, what is in the way (if true), and the reason, with the nearest thing.
+# Why a program cannot read a head: the programs, a test, and the reason if the test's result is true.
 _Obstacle = tuple[str, Callable[[EagleConfig, int], Any], str]
 _NOT_EAGLE: list[_Obstacle] = [
     ("eagle vllm sglang speculators", lambda c, n: _of_fsd_alone(c),
@@ -90,13 +80,13 @@ _NOT_SAFEAILAB: list[_Obstacle] = [
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a format wants to know of the target.
+    """The facts about the target that formats store.
 
     Attributes:
-        name: how an engine finds it: directory or hub id.
+        name: directory or hub id, for engines.
         architectures: of its config.
-        layers: how many it has.
-        lm_head: its rows for target ids [Vd] or all of them (None), [.., H]; for heads that share it.
+        layers: their number.
+        lm_head: returns the LM head's rows [.., H] for target ids [Vd] or all ids (None), for heads that share it.
     """
 
     name: str
@@ -108,7 +98,7 @@ class TargetFacts:
 def export_head(
     head: EagleHead, directory: str | Path, to: str, target: TargetFacts, dtype: torch.dtype = torch.bfloat16
 ) -> list[str]:
-    """Write a head as another program reads it.
+    """Write a head in another program's format.
 
     Args:
         head: the head.
@@ -118,7 +108,7 @@ def export_head(
         dtype: of the stored weights.
 
     Returns:
-        remarks for the user: what the other program does otherwise
+        remarks for the user on differences in the other program
 
     Raises:
         CheckpointError: that format cannot express this head.
@@ -147,7 +137,10 @@ def export_head(
 
 
 def obstacle(config: EagleConfig, to: str, layers: int) -> str | None:
-    """Why a head cannot be written in a format, and what can; None if it can. ``layers``: how many the target has."""
+    """Return why a head cannot be written in a format, and an alternative; None if it can.
+
+    ``layers``: the number of layers of the target.
+    """
     for programs, test, reason in (_NOT_EAGLE3 if config.layout == "eagle3" else _NOT_EAGLE) + _NOT_SAFEAILAB:
         if to in programs.split() and (found := test(config, layers)):
             return reason.format(found=found, usual=usual_layers(layers))
@@ -160,13 +153,13 @@ def _of_fsd_alone(config: EagleConfig) -> str:
 
 
 def _rope(config: EagleConfig) -> tuple[str, float, dict[str, Any]]:
-    """(kind of positions, their base, further parameters)"""
+    """Return (type of rotary positions, their base, further parameters)."""
     rope = dict(config.layer.get("rope_parameters") or {})
     return rope.pop("rope_type", "default"), rope.pop("rope_theta", 10000.0), rope
 
 
 def _eagle_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, Tensor]:
-    """fc.bias is always there: SGLang's code has one, which stays random where the file does not."""
+    """The tensors, always with fc.bias: SGLang's bias stays random if the file has none."""
     state = {name: value for name, value in head.state_dict().items() if name != DRAFT_IDS}
     return {"fc.bias": torch.zeros(head.config.hidden_size), **state}
 
@@ -194,9 +187,9 @@ def _config(config: EagleConfig, to: str, target: TargetFacts, dtype: torch.dtyp
     if not eagle3:
         biases = {"qkv_bias": True} if config.layer["model_type"] == "qwen2" else {}
         return {**_llama(config), **common, "target_model": target.name, "bias": config.fc_bias, **biases}
-    # both numberings of layers, since engines differ by one: vLLM reads the top level, SGLang what is nested
+    # both numberings of layers, since engines differ by one: vLLM reads the top level, SGLang the nested config
     common |= {
-        **{name: getattr(config, name) for name in EAGLE3_FIELDS},  # also at their defaults, which differ there
+        **{name: getattr(config, name) for name in EAGLE3_FIELDS},  # defaults too, since theirs differ
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         AUX_IDS: entering_ids(config.fused_layers),
     }
@@ -218,7 +211,7 @@ def _config(config: EagleConfig, to: str, target: TargetFacts, dtype: torch.dtyp
 
 
 def _llama(config: EagleConfig) -> dict[str, Any]:
-    """The decoder's layers as a Llama config in the older spelling, which all programs read."""
+    """The decoder layers as a Llama config in the older notation, which all programs read."""
     layer = {name: value for name, value in config.layer.items() if name != "rope_parameters"}
     kind, layer["rope_theta"], others = _rope(config)
     layer["rope_scaling"] = None if kind == "default" else {"rope_type": kind, "type": kind, **others}

@@ -1,10 +1,11 @@
-"""Heads as files: our one format, and what other programs write and read, converted here.
+"""Readers of head files: our format, and the formats of other programs. :mod:`fsd_infer.heads.export` writes those.
 
-Ours is transformers': the ``config.json`` of :class:`EagleConfig`, and safetensors named as the module's parameters.
-EAGLE-1/2 (SafeAILab's code, vLLM, SGLang): the config of a Llama model of one layer, ``fc``, ``layers.0.*``, perhaps
-the target's embeddings. EAGLE-3 (SafeAILab, SpecForge, SGLang, vLLM): the same with ``midlayer.*`` or ``layers.0.*``,
-an LM head of its own and ``d2t``, which is what to *add* to a draft id to have the target's. speculators: the Llama
-config under ``transformer_layer_config``. Writing is in :mod:`fsd_infer.heads.export`.
+- Ours: the ``config.json`` of :class:`EagleConfig`, and safetensors named as the module's parameters.
+- EAGLE-1/2 (SafeAILab, vLLM, SGLang): the config of a Llama model of one layer; ``fc``, ``layers.0.*`` and, optionally,
+  the target's embeddings.
+- EAGLE-3 (SafeAILab, SpecForge, SGLang, vLLM): the same with ``midlayer.*`` or ``layers.0.*``, the head's own LM head,
+  and ``d2t``, the offset from a draft id to its target id.
+- speculators: EAGLE-3 with the Llama config under ``transformer_layer_config``.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 MOST_BYTES = 1 << 24  # of a config
 OURS, OLD, EAGLE, EAGLE_3 = "fsd", "fsd-eagle-head", "EAGLE-1/2", "EAGLE-3"
-NEWEST_OLD = 2  # version of the format that had the options under "head"
-# Names of tensors. Ours are theirs, but for these:
+NEWEST_OLD = 2  # last version of the format with the options under "head"
+# Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-# what speculators keeps of the target while it trains, and buffers of old attention modules
+# the target's tensors in speculators' training checkpoints, and buffers of old attention modules
 _IGNORED = re.compile(r"d2t|t2d|draft_ids|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
-# Fields of configs: ours are theirs, but for the layers that are fused and what is said of the layer.
+# Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head on disk, seen from here.
+    """A head on disk, in terms of our format.
 
     Attributes:
         config: its shape and options.
-        weights: what its files hold.
-        names: our name of each parameter -> its name there.
+        weights: its files.
+        names: our name of each parameter -> the stored name.
         draft_ids: [Vd] ascending, or None for the whole vocabulary.
-        order: [Vd] row of the stored LM head for each of them, where that order is another; else None.
+        order: [Vd] the stored LM head's row for each draft id; None if the order is the same.
     """
 
     config: EagleConfig
@@ -62,7 +63,7 @@ class StoredHead:
     order: Tensor | None = None
 
     def state(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our state dict. Raises CheckpointError unless its names and shapes are the wanted ones."""
+        """Return the state dict. Raises CheckpointError unless names and shapes are those of ``wanted``."""
         shapes = {name: tuple(value.shape) for name, value in wanted.items() if name != DRAFT_IDS}
         missing, surplus = shapes.keys() - self.names.keys(), self.names.keys() - shapes.keys()
         wrong = [name for name in shapes.keys() - missing if self.weights.shapes[self.names[name]] != shapes[name]]
@@ -78,7 +79,7 @@ class StoredHead:
 
 
 def read_head(directory: Path, target: Target | None) -> StoredHead:
-    """What the head in a directory is. Nothing is allocated for sizes that the headers of its weights do not have.
+    """Read the head in a directory. Sizes are checked against the weights' headers before anything is allocated.
 
     Raises:
         CheckpointError: missing, malformed or truncated files, an unknown format, or a head of another target.
@@ -93,20 +94,20 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
     weights = Weights(directory)
     try:
         if kind in (OURS, OLD):
-            found = _own(config if kind == OURS else _of_old(config), weights)
+            stored = _own(config if kind == OURS else _of_old(config), weights)
         else:
-            found = (_eagle3 if kind == EAGLE_3 else _eagle)(config, weights, target)
+            stored = (_eagle3 if kind == EAGLE_3 else _eagle)(config, weights, target)
     except CheckpointError as error:
         if str(directory) in str(error):
             raise
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
     if target is not None:
-        _check_target(directory, found.config.target or {}, target)
-    return found
+        _check_target(directory, stored.config.target or {}, target)
+    return stored
 
 
 def head_kind(directory: Path) -> str | None:
-    """OURS, OLD, EAGLE, EAGLE_3, or None: a directory without a head, such as a causal LM's."""
+    """Return OURS, OLD, EAGLE, EAGLE_3, or None for a directory without a head, such as a causal LM's."""
     if not (directory / CONFIG).is_file():
         return None
     config = read_config(directory)
@@ -117,19 +118,19 @@ def head_kind(directory: Path) -> str | None:
 
 
 def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """As :func:`head_kind`, by config and names of tensors; configs of EAGLE heads seldom say."""
+    """Return the kind as :func:`head_kind`, from the config and, as EAGLE configs seldom tell, the tensors' names."""
     if config.get("model_type") == EagleConfig.model_type:
         return OURS
     if config.get("format") == OLD:
         return OLD
-    said = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
-    if "eagle3" in said or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
+    described = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+    if "eagle3" in described or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
         return EAGLE_3
-    return EAGLE if "eagle" in said or "fc.weight" in names else None
+    return EAGLE if "eagle" in described or "fc.weight" in names else None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a head in any format. Raises CheckpointError if it is missing or malformed."""
+    """Read the config.json of a head in any format. Raises CheckpointError if it is missing or malformed."""
     path = directory / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}: a drafter is a directory with {CONFIG} and weights.")
@@ -157,10 +158,10 @@ def _own(values: Mapping[str, Any], weights: Weights) -> StoredHead:
     trained_for = values.get("target")
     known = trained_for if isinstance(trained_for, Mapping) else {}
     lacking = [key for key in ("hidden_size", "vocab_size") if known.get(key) is None]
-    if lacking:  # or a head would be taken for any target's
+    if lacking:  # without these the head would fit any target
         raise CheckpointError(f"target does not say its {', '.join(lacking)}. {AGAIN}")
     head = EagleConfig.from_dict(values)
-    layer_count(head.num_layers, weights.shapes)  # before that many are made
+    layer_count(head.num_layers, weights.shapes)  # before the layers are built
     names = {name: name for name in weights.shapes if name != DRAFT_IDS}
     if head.draft_vocab_size is None and DRAFT_IDS not in weights.shapes:
         return StoredHead(head, weights, names)
@@ -175,7 +176,7 @@ def _own(values: Mapping[str, Any], weights: Weights) -> StoredHead:
 
 
 def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Target) -> None:
-    """Raise if the head was trained for another family, size or vocabulary than the target's, as far as it tells."""
+    """Raise if the head records another family, size or vocabulary than the target's."""
     width = int(target.model.get_input_embeddings().weight.shape[1])
     actual = {**target.fingerprint(), "embed_size": width}
     for key in ("model_type", "hidden_size", "embed_size"):
@@ -208,7 +209,7 @@ def _check_program(directory: Path, config: Mapping[str, Any], kind: str) -> Non
 
 
 def unpickle(directory: str = "") -> str:
-    """What to do about a head in a pickle."""
+    """Return advice on how to convert a head in a pickle."""
     files = f"torch.load({directory + PICKLE!r}, map_location='cpu', weights_only=True), {directory + SINGLE!r}"
     return (
         f"Nothing is unpickled here, since that can run code: convert a {PICKLE} once, in Python, by\n"
@@ -218,8 +219,8 @@ def unpickle(directory: str = "") -> str:
 
 def _eagle(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
     shapes = weights.shapes
-    # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. What a config leaves out is at Llama's defaults there too
-    # (a base of 10000 for positions, say, whatever the target's is).
+    # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. Missing fields have Llama's defaults, not the target's
+    # values (a rotary base of 10000, for example).
     layer = _layer(config, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
     names = {name for name in shapes if not _IGNORED.fullmatch(name)} - {EMBEDDINGS}
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
@@ -227,7 +228,7 @@ def _eagle(config: Mapping[str, Any], weights: Weights, target: Target | None) -
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
     count = layer_count(config.get("num_hidden_layers"), names)
     head = EagleConfig(**sizes, layer=layer, layout="eagle", num_layers=count, fc_bias=bias, target=sizes)
-    names -= set() if bias else {"fc.bias"}  # zeros, for programs that would make it up
+    names -= set() if bias else {"fc.bias"}  # zeros, which some programs need in the file
     return StoredHead(head, weights, {name: name for name in names})
 
 
@@ -242,8 +243,8 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
         raise CheckpointError("there is one norm over all fused layers (norm_before_fc), unknown here.")
     if config.get("norm_before_residual") is None and "speculators_model_type" in config:
         raise CheckpointError(
-            "it does not say norm_before_residual, which programs take for true or false: add the value it was trained "
-            "with."
+            "it does not say norm_before_residual, whose default differs between programs: add the value it was "
+            "trained with."
         )
     stored = {name.replace(MIDLAYER, FIRST_LAYER): name for name in weights.shapes}
     shapes = {name: weights.shapes[theirs] for name, theirs in stored.items()}
@@ -275,31 +276,34 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
 
 
 def _layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """A Llama-like config of another program as :attr:`EagleConfig.layer`."""
+    """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`."""
     known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
     try:
         if "hidden_size" not in known:
             raise ValueError("it has no hidden_size")
         check_layer({"hidden_size": known["hidden_size"], "model_type": kind}, known["hidden_size"])
         layer = layer_of(AutoConfig.for_model(kind, **known))
-    except Exception as error:  # made by transformers from another program's values: anything can be wrong
+    except Exception as error:  # transformers may fail in any way on another program's values
         raise CheckpointError(f"it does not describe a Llama layer ({shortened(error)}).") from error
     check_layer(layer, known["hidden_size"])
     return layer
 
 
 def layer_count(said: Any, names: Collection[str]) -> int:
-    """How many decoder layers the tensors make up. Raises CheckpointError unless the config says so too (or None)."""
+    """Return the number of decoder layers by the tensors' names.
+
+    Raises CheckpointError if the config's number ``said`` differs (None: not stated).
+    """
     numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
     count = len(numbers)
     said = count if said is None else said
     if numbers != set(range(count)) or not count or said != count:
-        raise CheckpointError(f"it speaks of {said!r:.60} layers, the weights hold those of number {sorted(numbers)}.")
+        raise CheckpointError(f"it names {said!r:.60} layers, but the weights hold layers {sorted(numbers)}.")
     return count
 
 
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
-    """(V, width of the embeddings) by what of tensors and config says so."""
+    """Return (V, width of the embeddings) from the tensors or the config."""
     table = shapes.get(EMBEDDINGS)
     if table is None:
         return shapes[T2D][0] if len(shapes.get(T2D, ())) == 1 else config.get("vocab_size"), width
@@ -311,7 +315,7 @@ def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wid
 def _draft_ids(
     weights: Weights, vocabulary: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for the whole vocabulary."""
+    """Return (ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for all ids."""
     rows = shapes.get(LM_HEAD, (vocabulary,))[0]
     if D2T not in shapes:
         if rows != vocabulary:
@@ -330,7 +334,7 @@ def _draft_ids(
 
 
 def _check_draft_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raise CheckpointError unless ids [Vd] are distinct, ascending and the target's."""
+    """Raise CheckpointError unless ids [Vd] are distinct, ascending and in the target's vocabulary."""
     if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary or not bool((ids.diff() > 0).all()):
         raise CheckpointError(
             f"the draft vocabulary must be distinct ids from 0 to {vocabulary - 1}. Export the head again."
@@ -338,31 +342,31 @@ def _check_draft_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None) -> list[int]:
-    """Which layers are fused, as numbers from 0.
+    """Return the fused layers, counted from 0.
 
-    Two numberings are in use: at the top level ids count the states that *enter* layers (vLLM, speculators; 0 is the
-    embedding), in ``eagle_config`` the layers that put them out (SGLang, SpecForge).
+    Two numberings exist. Top-level ids count the states that *enter* layers (vLLM, speculators; 0 is the embedding).
+    Ids in ``eagle_config`` count the layers that output them (SGLang, SpecForge).
     """
     for ids in (entering, leaving):
         if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
             raise CheckpointError(f"{AUX_IDS} must be a list of whole numbers.")
-    found = leaving if entering is None else [number - 1 for number in entering]
-    if entering is not None and leaving is not None and found != leaving:
+    layers = leaving if entering is None else [number - 1 for number in entering]
+    if entering is not None and leaving is not None and layers != leaving:
         raise CheckpointError(
-            f"{AUX_IDS} is {entering} at the top and {leaving} in eagle_config, where the same layers are one less: it "
-            "is not clear which are meant."
+            f"{AUX_IDS} is {entering} at the top and {leaving} in eagle_config, where ids should be one less. Correct "
+            "one of them."
         )
-    if not found:
+    if not layers:
         if target is None:
             raise CheckpointError("it does not say which layers it fuses: that depends on the target.")
-        found = default_fused_layers(target)
-    if len(found) != count or found != sorted(set(found)) or min(found) < 0:
-        raise CheckpointError(f"fc fuses {count} layers, and {CONFIG} names {found} (numbers from 0).")
-    return found
+        layers = default_fused_layers(target)
+    if len(layers) != count or layers != sorted(set(layers)) or min(layers) < 0:
+        raise CheckpointError(f"fc fuses {count} layers, but {CONFIG} names {layers} (numbers from 0).")
+    return layers
 
 
 def _shared(weights: Weights, target: Target | None) -> bool:
-    """Are the embeddings in the file the target's, but for rounding?"""
+    """Whether the file's embeddings equal the target's up to rounding."""
     if target is None or EMBEDDINGS not in weights.shapes:
         return False
     table = weight_rows(target.model.get_input_embeddings(), None)

@@ -1,17 +1,16 @@
 """The EAGLE-style draft head: one decoder layer on the target's features.
 
-Li et al., EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840). Input at position i is
-[embedding of token i+1 ; feature of token i]; the output at i stands for the feature of token i+1, and an LM head turns
+Li et al., EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840). The input at position i
+is [embedding of token i+1 ; feature of token i]. The output at i stands for the feature of token i+1. An LM head turns
 it into the drafter's distribution of token i+2.
 
-Layouts "eagle" and "fsd": x = fc [embedding ; f_i], and the output estimates f_{i+1}, which the target's frozen LM head
-reads. With ``fused_layers`` (fsd) a projection of inner layers is added to x where the target's own features are read,
-so that a head trained without them is where training with them starts, and the head's own outputs, which have no inner
-layers, feed back through the same path as before.
+Layouts "eagle" and "fsd": x = fc [embedding ; f_i], and the output estimates f_{i+1}, the input of the target's frozen
+LM head. With ``fused_layers`` (fsd), a projection of inner layers is added to x wherever x comes from the target. The
+head's own outputs have no inner layers and skip the projection. So a head without it is a valid start of training.
 
-Layout "eagle3": x = fc of a low, a middle and a high layer, without the final feature, and the first decoder layer
-attends to [norm(embedding) ; norm(x)]. The head's own output replaces x, so nothing ties it to the target's features;
-``norm`` and an LM head, in general the head's own, follow.
+Layout "eagle3": x = fc of a low, a middle and a high layer, without the final feature. The first decoder layer attends
+to [norm(embedding) ; norm(x)]. The head's own output replaces x in later steps, and nothing ties it to the target's
+features. ``norm`` and an LM head follow, in general the head's own.
 """
 
 from __future__ import annotations
@@ -44,20 +43,21 @@ __all__ = ["EagleConfig", "EagleHead"]
 
 
 class EagleHead(PreTrainedModel):
-    """See the module's docstring. Parameters are named as in the public checkpoints: ``fc``, ``layers.0.*``, ``norm``.
+    """A draft head as a transformers model: :meth:`from_pretrained`, :meth:`save_pretrained`, ``push_to_hub``.
 
-    A model of transformers: :meth:`from_pretrained`, :meth:`save_pretrained`, ``push_to_hub``. Nothing is tied within
-    it: embeddings and, in general, the LM head are the target's and no part of it.
+    Parameters have the names of public checkpoints: ``fc``, ``layers.0.*``, ``norm``. Embeddings and, in general, the
+    LM head belong to the target.
 
-    Buffers: ``draft_ids`` [Vd] target id of each draft vocabulary entry, ascending (if reduced);
-    ``feature_scale`` [H] (if configured).
+    Attributes:
+        draft_ids: [Vd] buffer, target id of each draft vocabulary entry, ascending; None for all of V.
+        feature_scale: [H] buffer, or None.
     """
 
     config: EagleConfig
     config_class = EagleConfig
     main_input_name = "embeds"
     _supports_sdpa = True
-    if TYPE_CHECKING:  # transformers' wrapper hides its signature
+    if TYPE_CHECKING:  # transformers' wrapper hides the signature
         to = nn.Module.to  # type: ignore[assignment]
 
     draft_ids: Tensor | None
@@ -100,7 +100,7 @@ class EagleHead(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave weights as they were made; compute what no file holds, the rotary frequencies."""
+        """Keep the initial weights; compute the rotary frequencies, which files lack."""
         if module is self.rotary_emb:
             for name, buffer in type(module)(module.config).named_buffers():
                 module.get_buffer(name).copy_(buffer)
@@ -126,14 +126,18 @@ class EagleHead(PreTrainedModel):
         local_files_only: bool = False,
         **options: Any,
     ) -> EagleHead:
-        """Load a head in any format that :mod:`fsd_infer.heads.formats` reads. Nothing is ever unpickled.
+        """Load a head in any format that :mod:`fsd_infer.heads.formats` reads. Nothing is unpickled.
 
         Args:
             source: a directory, or a hub id.
-            target: what it is to draft for: is compared with what the head says of its own. Public heads do not name
-                their target, so that its sizes alone are; some do not say which layers they read, and need it.
-            revision, token, subfolder, cache_dir, local_files_only: of the Hub's client, as in transformers.
-            options: as in transformers: ``dtype`` (by default that of the files), ``device_map`` ...
+            target: the target to draft for. Must match the target that the head records; of most public heads only the
+                sizes are known. Heads that do not name their fused layers need it.
+            revision: of the Hub's client, as in transformers.
+            token: of the Hub's client.
+            subfolder: of the Hub's client.
+            cache_dir: of the Hub's client.
+            local_files_only: of the Hub's client.
+            options: as in transformers: ``dtype`` (default: that of the files), ``device_map`` ...
 
         Raises:
             ModelLoadError: no such repository or revision, no access to it, or no connection.
@@ -144,15 +148,15 @@ class EagleHead(PreTrainedModel):
         hub = dict(revision=revision, token=token, subfolder=subfolder, cache_dir=cache_dir)
         directory = find_head(source, local_files_only=local_files_only, **hub)
         if directory is None and is_hub_id(os.fspath(source)):
-            raise CheckpointError(f"{source} holds no draft head, but another model or none: it has no config of one.")
-        directory = directory or Path(source)  # a directory without one: what it lacks is said below
+            raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
+        directory = directory or Path(source)  # read_head reports what a directory without a head lacks
         stored = read_head(directory, target)
         try:
             with torch.device("meta"):
                 planned = cls(copy.deepcopy(stored.config))
         except CheckpointError:
             raise
-        except Exception as error:  # made by transformers from another program's numbers: anything can be wrong
+        except Exception as error:  # transformers may fail in any way on another program's values
             raise CheckpointError(
                 f"{directory / CONFIG} does not describe a decoder layer ({shortened(error)})."
             ) from error
@@ -165,11 +169,11 @@ class EagleHead(PreTrainedModel):
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **options: Any
     ) -> None:
-        """As in transformers, but each file is written whole or not at all.
+        """Save as in transformers, but replace each file atomically.
 
         Args:
             save_directory: created if missing.
-            dtype: of the stored weights; the head's own unless given.
+            dtype: of the stored weights (default: the head's).
             options: of transformers' method.
         """
         directory = Path(save_directory)
@@ -189,22 +193,22 @@ class EagleHead(PreTrainedModel):
                     os.replace(file, place)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
-        """As in transformers. Raises ModelLoadError, which names the repository, for whatever the Hub refuses."""
+        """Upload as in transformers. Raises ModelLoadError, which names the repository, if the Hub refuses."""
         with hub_errors(repo_id, options.get("revision")), no_bars():
             return str(super().push_to_hub(repo_id, **options))  # type: ignore[arg-type]
 
     def set_draft_ids(self, ids: Tensor | None) -> None:
-        """Draft over other target ids [Vd] (ascending; None: all of them).
+        """Set the draft vocabulary to these target ids [Vd] (ascending; None: all ids).
 
-        Possible at any time where the LM head is the target's. Raises CheckpointError where it is the head's own.
+        Raises CheckpointError for a head with its own LM head, whose vocabulary is fixed.
         """
         if self.lm_head is not None:
-            raise CheckpointError("the draft vocabulary of a head with an LM head of its own is fixed: train another.")
+            raise CheckpointError("the draft vocabulary of a head with its own LM head is fixed: train another head.")
         self.draft_ids = ids
         self.config.draft_vocab_size = None if ids is None else len(ids)
 
     def cast(self, dtype: torch.dtype) -> EagleHead:
-        """Convert the parameters only: ``.to(dtype)`` would round the rotary frequencies too."""
+        """Convert the parameters alone: ``.to(dtype)`` would round the rotary frequencies, too."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -223,14 +227,14 @@ class EagleHead(PreTrainedModel):
 
         Args:
             embeds: [B, M, E] embedding of token i+1 at position i.
-            features: feature of token i at position i: the target's [B, M, H_t·(1 + k)], the final one and those of
-                the k fused layers, or an earlier output of this head [B, M, H].
+            features: feature of token i at position i. Either the target's [B, M, H_t·(1 + k)], the final one and those
+                of the k fused layers, or an earlier output of this head [B, M, H].
             position_ids: [B, M].
             attention_mask: [B, 1, M, K] bool, True where a query may attend; None for causal attention.
             cache: receives keys and values, in call order.
 
         Returns:
-            [B, M, H], to be fed back at the next position; :meth:`readout` makes of it what the LM head reads
+            [B, M, H], the features at the next position and, after :meth:`readout`, the input of the LM head
         """
         if attention_mask is None and is_eager(self.layers) and embeds.shape[1] > 1:
             count = embeds.shape[1]  # eager attention is not causal by itself
@@ -258,7 +262,7 @@ class EagleHead(PreTrainedModel):
         return x if norm is None else norm(x)
 
     def _fused(self, features: Tensor) -> Tensor:
-        """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head stay as they are."""
+        """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""
         if features.shape[-1] == self.config.hidden_size:
             return features
         inner = features[..., self.config.target_hidden_size :]
@@ -279,11 +283,11 @@ class EagleHead(PreTrainedModel):
         return x
 
     def readout(self, outputs: Tensor) -> Tensor:
-        """What the LM head reads, [..., H] of outputs [..., H] of :meth:`forward`."""
+        """Return the input of the LM head [..., H] for outputs [..., H] of :meth:`forward`."""
         if self.eagle3 and not self.config.norm_output and self.norm is not None:
             return self.norm(outputs)
         return outputs
 
     def embed(self, ids: Tensor, target: Target) -> Tensor:
-        """ids [...] -> embeddings [..., E]: the head's own where it has them, else the target's."""
+        """Return embeddings [..., E] of ids [...]: the head's own if it has them, else the target's."""
         return target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)

@@ -1,6 +1,6 @@
-"""Heads on the Hub: told by their config, and nothing fetched but that and their safetensors.
+"""Heads on the Hub: recognised by their config; only config and safetensors are fetched.
 
-The client is huggingface_hub's own, so that tokens, the cache, ``HF_ENDPOINT`` and offline mode are as everywhere.
+The client is huggingface_hub's, so tokens, cache, ``HF_ENDPOINT`` and offline mode work as usual.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fsd_infer.heads import HUB_ID
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
 
-_FEW = 4  # layers: a config of more is no EAGLE head's, so that only the weights of small models are looked at
+_FEW = 4  # most layers of an EAGLE head; the weights of larger models are not examined
 
 
 def is_hub_id(name: str) -> bool:
-    """Is this of the form owner/name, and no path?"""
+    """Whether this is of the form owner/name, and no path."""
     return HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
-    """The directory of the head that ``source`` stands for, with all its files; None if that is no head.
+    """Return the directory of the head that ``source`` names, with all its files; None if it is no head.
 
     Args:
-        source: a directory or hub id. Of a repository the config comes first; where that leaves open whether this is a
-            head, the names of its tensors; and only a head's safetensors are fetched.
+        source: a directory or hub id. Of a repository, the config is fetched first. If the config is ambiguous, the
+            tensors' names decide. Safetensors are fetched for heads alone.
         hub: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only`` as in transformers.
 
     Raises:
@@ -72,29 +72,29 @@ def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
 
 
 class _Repository:
-    """A repository of the Hub, at the commit that it had when its first file was fetched."""
+    """A repository of the Hub, pinned to its commit at the first fetch."""
 
     def __init__(self, name: str, revision: str | None = None, subfolder: str = "", token: Any = None, **where: Any):
         self.name, self.revision, self.folder, self.token, self.where = name, revision, subfolder, token, where
 
     def file(self, name: str) -> Path | None:
-        """Where the cache has a file, which is fetched first if need be; None if the repository has none."""
+        """Return the path of a file in the cache, fetched if needed; None if the repository does not have it."""
         path = f"{self.folder}/{name}".strip("/")
         with hub_errors(self.name, self.revision):
             try:
-                found = hf_hub_download(self.name, path, revision=self.revision, token=self.token, **self.where)
+                cached = hf_hub_download(self.name, path, revision=self.revision, token=self.token, **self.where)
             except LocalEntryNotFoundError:
                 known = try_to_load_from_cache(self.name, path, self.where.get("cache_dir"), self.revision)
-                if known is _CACHED_NO_EXIST:  # it was asked for before, and was not there
+                if known is _CACHED_NO_EXIST:  # the cache records that the repository lacks the file
                     return None
                 raise
             except EntryNotFoundError:
                 return None
-        self.revision = Path(found.removesuffix(path)).name
-        return Path(found)
+        self.revision = Path(cached.removesuffix(path)).name
+        return Path(cached)
 
     def tensors(self) -> set[str] | None:
-        """Names of the tensors in its safetensors, by the start of the file or by the index; None if it has none."""
+        """Return the tensors' names, from the header of the safetensors file or from the index; None if it has none."""
         with hub_errors(self.name, self.revision):
             try:
                 path, api = f"{self.folder}/{SINGLE}".strip("/"), HfApi(token=self.token)
@@ -105,7 +105,7 @@ class _Repository:
         return None if index is None else set(read_weight_map(index, AGAIN))
 
 
-# What the client raises, more special errors first, and what is said of it.
+# Errors of the client, more specific ones first, and our messages.
 _FAULTS: list[tuple[type[Exception], str]] = [
     (GatedRepoError, "is gated: accept its terms on its page, and log in with `hf auth login` or give a token."),
     (RevisionNotFoundError, "has no revision {revision!r}: give one of its branches or tags."),
@@ -115,13 +115,13 @@ _FAULTS: list[tuple[type[Exception], str]] = [
      "HF_ENDPOINT, or unset HF_HUB_OFFLINE."),
     (HfHubHTTPError, "is refused by the Hub ({reason}): log in with `hf auth login` or give another token if the "
      "status is 401 or 403, else try again."),
-    (Exception, "was not read or written ({reason}): try again."),  # of the connection, the disk, names that are none
+    (Exception, "was not read or written ({reason}): try again."),  # connection, disk, malformed names
 ]  # fmt: skip
 
 
 @contextmanager
 def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
-    """Whatever the Hub's client raises within the block as one line that names the repository and the fix."""
+    """Convert errors of the Hub's client to a ModelLoadError of one line that names the repository and the fix."""
     try:
         yield
     except FsdError:

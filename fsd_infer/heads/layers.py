@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from fsd_infer.device.rows import additive
 
-EAGLE3_LAYERS = ("llama", "qwen3")  # kinds of layers that EAGLE-3 heads are published with
+EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
 
-# What a decoder layer's shape depends on; everything else in a target's config is left at the family's default.
+# The config fields that a decoder layer depends on; all others keep the family's defaults.
 LAYER_FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -44,8 +44,8 @@ class Eagle3Layer(nn.Module):
     """EAGLE-3's first layer (arXiv 2503.01840): attention reads [norm(embedding) ; norm(x)], the residual is x.
 
     Args:
-        layer: a decoder layer of a pre-norm family, whose parts it takes; its three input projections are replaced.
-        norm_before_residual: the residual is norm(x).
+        layer: a decoder layer of a pre-norm family, whose modules are reused; its three input projections are replaced.
+        norm_before_residual: use norm(x) as the residual.
     """
 
     def __init__(self, layer: Any, norm_before_residual: bool = False) -> None:
@@ -61,23 +61,20 @@ class Eagle3Layer(nn.Module):
             setattr(self.self_attn, name, wide)
 
     def forward(self, embeds: Tensor, x: Tensor, **others: Any) -> Tensor:
-        """embeds and x [B, M, H] -> [B, M, H]; ``others`` go to the attention."""
+        """Map embeds and x [B, M, H] to [B, M, H]; ``others`` are arguments of the attention."""
         x, attended = self.attended(embeds, x)
         x = x + self.self_attn(attended, **others)[0]
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def attended(self, embeds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """embeds and x [B, M, H] -> the residual [B, M, H] and what the attention reads [B, M, 2H]."""
+        """Return the residual [B, M, H] and the attention's input [B, M, 2H] for embeds and x [B, M, H]."""
         normed = self.hidden_norm(x)
         attended = torch.cat([self.input_layernorm(embeds), normed], -1)
         return normed if self.norm_before_residual else x, attended
 
 
 class LayerFusion(nn.Module):
-    """Projects the outputs of k inner layers of the target to the head's width: Σ_l W_l · RMSNorm_l(h_l).
-
-    The projection starts at zero.
-    """
+    """A projection of k inner layers of the target to the head's width, Σ_l W_l · RMSNorm_l(h_l), initially zero."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -86,7 +83,7 @@ class LayerFusion(nn.Module):
         nn.init.zeros_(self.project.weight)
 
     def forward(self, layers: Tensor) -> Tensor:
-        """layers [..., k·H] -> [..., H]."""
+        """Map layers [..., k·H] to [..., H]."""
         parts = layers.chunk(len(self.norms), dim=-1)
         return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
 
@@ -96,7 +93,7 @@ def _norm_arguments(norm: Any) -> tuple[int, float]:
 
 
 def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
-    """A Llama layer of a target's sizes, as :attr:`EagleConfig.layer`."""
+    """Return a Llama layer with a target's sizes, as :attr:`EagleConfig.layer`."""
     heads = int(config.num_attention_heads)
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return {
@@ -113,9 +110,9 @@ def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
 
 
 def own_layer(config: Any) -> dict[str, Any] | None:
-    """The target's own kind of layer as a standalone config, or None where that does not work.
+    """Return the target's own type of layer as a standalone config, or None if it does not work alone.
 
-    Mixtures of experts are left out on purpose: a draft layer is meant to be small.
+    Mixtures of experts give None, since a draft layer should be small.
     """
     if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         return None
@@ -124,19 +121,19 @@ def own_layer(config: Any) -> dict[str, Any] | None:
         with torch.random.fork_rng(devices=[]):
             _probe(*build_layers(layer, 1), hidden_size=int(config.hidden_size))
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
-        return None  # the family's layer wants more than the common arguments
+        return None  # the family's layer needs more than the common arguments
     return layer
 
 
 def layer_of(config: Any) -> dict[str, Any]:
-    """What a decoder layer of a transformers config depends on, as :attr:`EagleConfig.layer`."""
+    """Return the fields of a transformers config that a decoder layer depends on, as :attr:`EagleConfig.layer`."""
     values = config.to_dict()
     layer = {name: values[name] for name in LAYER_FIELDS if values.get(name) is not None}
     return {**layer, "model_type": config.model_type}
 
 
 def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
-    """(decoder layers, rotary embedding, final norm) of a transformers model of that kind with ``count`` layers."""
+    """Build (decoder layers, rotary embedding, final norm) of a transformers model with ``count`` such layers."""
     config = _model_config(layer, count)
     kind: Any = MODEL_MAPPING[type(config)]
     model = kind(config)
@@ -157,7 +154,7 @@ def _model_config(layer: dict[str, Any], count: int) -> Any:
 def run_layers(
     layers: Iterable[nn.Module], x: Tensor, angles: Any, positions: Tensor, mask: Tensor | None, cache: Any
 ) -> Tensor:
-    """x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
+    """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
     for layer in layers:
         x = layer(x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles)
         x = x[0] if isinstance(x, tuple) else x
@@ -186,7 +183,7 @@ def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_siz
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """No progress bars: a head has a dozen tensors."""
+    """Hide transformers' progress bars: a head has a dozen tensors."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -197,11 +194,11 @@ def no_bars() -> Iterator[None]:
 
 
 def is_eager(layers: nn.ModuleList) -> bool:
-    """Does the layers' attention compute every score, so that it wants additive masks and is not causal by itself?"""
+    """Whether the layers' attention is eager: it needs additive masks and is not causal by itself."""
     config = getattr(getattr(layers[0], "self_attn", None), "config", None)
     return getattr(config, "_attn_implementation", "sdpa") == "eager"
 
 
 def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask in the form the layers' attention wants: additive for eager attention, boolean otherwise."""
+    """Convert a boolean mask for the layers' attention: additive if eager, else boolean."""
     return mask if mask is None or not is_eager(layers) else additive(mask, dtype)

@@ -1,4 +1,4 @@
-"""Weights of a head on disk: one safetensors file, or several with an index. Headers first, values when asked for."""
+"""Weights of a head on disk: one safetensors file, or several with an index. Values are read on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class Weights:
-    """What a directory's safetensors files hold.
+    """The safetensors files of a directory.
 
     Args:
         directory: of the head.
@@ -30,7 +30,7 @@ class Weights:
         shapes: shape of each tensor, by its name.
 
     Raises:
-        CheckpointError: there are no such files, or one is damaged or lies elsewhere.
+        CheckpointError: there are no such files, or one is damaged or lies in another directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +49,7 @@ class Weights:
         return [self.directory / name for name in sorted(set(read_weight_map(index, AGAIN).values()))]
 
     def read(self, name: str, wanted: str = FLOATS) -> Tensor:
-        """A tensor. Raises CheckpointError for one that is not of the wanted kind: FLOATS, INTEGERS or BOOLEANS."""
+        """Read a tensor. Raises CheckpointError unless it is of the wanted kind: FLOATS, INTEGERS or BOOLEANS."""
         if self._dtypes[name] not in _KINDS[wanted]:
             raise CheckpointError(f"{self._files[name]}: {name} is of type {self._dtypes[name]}, not {wanted}. {AGAIN}")
         with open_safetensors(self._files[name], AGAIN) as file:
@@ -58,7 +58,7 @@ class Weights:
 
 
 def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, type) of the tensors in a file."""
+    """Return (name, shape, type) of the tensors in a file."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
     with open_safetensors(file, AGAIN) as opened:
@@ -67,12 +67,12 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def has_weights(directory: Path) -> bool:
-    """Are there safetensors in the directory, or an index of some?"""
+    """Whether the directory has a safetensors file or an index."""
     return any((directory / name).exists() for name in (SINGLE, INDEX))
 
 
 def names_in_pickle(pickled: Path, telling: tuple[str, ...]) -> set[str]:
-    """Which of these names a file of torch.save holds. It is not unpickled: names stand as they are at its start."""
+    """Return which of these names a file of torch.save holds, found as plain text at its start, without unpickling."""
     if not pickled.is_file():
         return set()
     with pickled.open("rb") as file:

@@ -1,1 +1,1 @@
-"""Other systems: servers, harnesses, engines."""
+"""Integrations: vLLM, and EleutherAI's evaluation harness."""

@@ -3,14 +3,13 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with the chance that the logits give it, so a rule whose law is r ∝ p·e^lift
-on a chain is an edit of one logit per drafted position: + T·lift at temperature T, + lift at temperature 0.
-Everything is done on the device, for all rows at once and by the same rule objects as everywhere else. See
-docs/serving.md.
+vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^lift on a
+chain edits one logit per drafted position: + T·lift at temperature T, + lift at temperature 0. The edits run on the
+device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
 
 Environment of the server:
-    FSD_VLLM_RULE: rule of requests that name none; default exact.
-    FSD_VLLM_MOST: no request may name a looser rule: the same with other numbers, or exact. Default: any rule.
+    FSD_VLLM_RULE: rule of requests without one (default: exact).
+    FSD_VLLM_MOST: the loosest rule that requests may name: it, stricter parameters of it, or exact (default: any rule).
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
-CERTAIN = 1e4  # nats that stand for an infinite lift: e^-10000 is 0
-FILLED = ("ngram", "ngram_gpu")  # drafters that may have no draft; see :class:`Step`
-READ = {  # of vLLM's interface
+CERTAIN = 1e4  # nats in place of an infinite lift: e^-10000 is 0
+FILLED = ("ngram", "ngram_gpu")  # methods that may have no draft; see :class:`Step`
+READ = {  # the fields of vLLM's interface that this module reads
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
     "LogitsContext": ("idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids", "seq_lens_upper_bound_np"),
 }
 REPORT_EVERY = 10.0  # seconds
 
-log = logging.getLogger("vllm.fsd_infer")  # below vLLM's own logger, so that its settings hold
+log = logging.getLogger("vllm.fsd_infer")  # a child of vLLM's logger inherits its settings
 
 if TYPE_CHECKING:
     _Processor: Any = object
@@ -57,19 +56,19 @@ else:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for: its rule, and temperature 0 or not."""
+class RuleRequest:
+    """A request's rule, and whether its temperature is 0."""
 
     rule: Rule
     greedy: bool
 
     @classmethod
-    def of(cls, params: Any) -> Asked:
-        """Of vLLM's ``SamplingParams``.
+    def of(cls, params: Any) -> RuleRequest:
+        """Read vLLM's ``SamplingParams``.
 
         Raises:
             ValueError: a rule that is malformed, needs the drafter's distribution, or is looser than the server allows;
-                top-k, top-p or min-p, which vLLM applies after the law was made.
+                top-k, top-p or min-p, which vLLM applies after the edit.
         """
         extra = params.extra_args or {}
         try:
@@ -84,16 +83,16 @@ class Asked:
             raise ValueError(f"rule: {rule.name!r} needs the drafter's distribution, which vLLM does not hand over.")
         if extra.get("only_in") is not None:
             raise ValueError('only_in: a parameter of rules now: {"rule": "tilted:only_in=think"}.')
-        found = cls(rule, params.temperature == 0)
-        if found.lossy and not found.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
+        asked = cls(rule, params.temperature == 0)
+        if asked.lossy and not asked.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
             raise ValueError(
                 "rule: at temperature above 0 a lossy rule needs top_p = 1, top_k = 0 and min_p = 0, since vLLM "
                 "applies them after the rule. Send these, or start the server with --generation-config vllm if the "
                 "model's own defaults set others."
             )
-        if isinstance(rule, Fly) and not found.greedy:
+        if isinstance(rule, Fly) and not asked.greedy:
             raise ValueError("rule: 'fly' needs temperature 0.")
-        return found
+        return asked
 
     @property
     def lossy(self) -> bool:
@@ -101,14 +100,14 @@ class Asked:
 
 
 def no_looser(rule: Rule, most: Rule) -> bool:
-    """Is ``rule`` the same as ``most``, exact, or a tilted rule that favours no more; perhaps in one phase only?"""
+    """Whether ``rule`` is exact, or ``most``, or a tilted rule with stricter parameters, possibly in one phase."""
     if most.only_in is None and isinstance(rule, LossyRule):
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
         heat, most_heat = rule.learned_heat, most.learned_heat
         if heat is None or most_heat is None:
             if heat is not most_heat:
-                return False  # what a price spends and what a heat allows depend on the text
+                return False  # a fixed price and a heat are not comparable
         elif heat > most_heat:
             return False
         within = math.inf if rule.budget is None else rule.budget
@@ -124,15 +123,15 @@ def no_looser(rule: Rule, most: Rule) -> bool:
 
 
 class FuzzyRules(_Processor):
-    """See the module.
+    """The logits processor, see the module.
 
     Args:
-        vllm_config: vLLM's.
-        req_states: its slots of requests.
+        vllm_config: of vLLM.
+        req_states: vLLM's slots of requests.
 
     Raises:
-        ValueError: drafts are sampled, or verified in another way than by vLLM's standard test: the law of a
-            deterministic draft is then not this one. Or vLLM's interface is another.
+        ValueError: vLLM samples drafts, or does not verify them by its standard test, so the law would be another. Or
+            vLLM's interface has changed.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
@@ -147,44 +146,46 @@ class FuzzyRules(_Processor):
         self.vocabulary = _vocabulary(getattr(vllm_config, "model_config", None))
         self.markers: dict[str, tuple[int, int]] = {}  # of the phases that requests name
         slots = req_states.max_num_reqs
-        # what requests ask for changes only when one is admitted; only then are kinds numbered again
-        self.asked: list[Asked | None] = [None] * slots
-        self.fresh: dict[int, float] = {}  # slot -> temperature of requests that the device does not know yet
-        self.kinds: list[Asked] = []
-        self.kind_of = np.full(slots, -1)  # number of its kind; -1: exact
-        self.kind = torch.full((slots,), -1, device=self.device)  # the same
+        # kinds are numbered anew only when a request is admitted
+        self.requests: list[RuleRequest | None] = [None] * slots
+        self.fresh: dict[int, float] = {}  # slot -> temperature of requests that are not on the device yet
+        self.kinds: list[RuleRequest] = []
+        self.kind_of = np.full(slots, -1)  # kind of each slot; -1: exact
+        self.kind = torch.full((slots,), -1, device=self.device)  # the same on the device
         self.temperature = torch.ones(slots, device=self.device)
-        self.left = torch.full((slots,), math.inf, device=self.device)  # nats
-        self.cost = torch.zeros(slots, self.nodes, device=self.device)  # of the last step's positions
-        self.allowed = torch.zeros_like(self.cost)  # what a learned price allows at them
-        self.overspent = torch.zeros(slots, device=self.device)  # nats beyond that so far
-        self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text then
+        self.left = torch.full((slots,), math.inf, device=self.device)  # remaining nats
+        self.cost = torch.zeros(slots, self.nodes, device=self.device)  # nats at the last step's positions
+        self.allowed = torch.zeros_like(self.cost)  # nats that a learned price allows at these positions
+        self.overspent = torch.zeros(slots, device=self.device)  # nats beyond the allowance
+        self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text at the last step
         self.ledger = Ledger(self.device)
 
     @classmethod
     def validate_params(cls, params: Any) -> None:
-        """Raises ValueError as of :meth:`Asked.of`."""
-        Asked.of(params)
+        """Validate a request. Raises ValueError as :meth:`RuleRequest.of`."""
+        RuleRequest.of(params)
 
     def add_request(self, slot: int, params: Any) -> bool:
-        """A request takes a slot. Returns whether its logits may change."""
-        asked = Asked.of(params)
-        self.asked[slot] = asked if asked.lossy else None
+        """Admit a request to a slot; return whether its logits may change."""
+        asked = RuleRequest.of(params)
+        self.requests[slot] = asked if asked.lossy else None
         self.fresh[slot] = params.temperature or 1.0
         return asked.lossy
 
     def apply_staged_writes(self) -> None:
-        """Bring new requests to the device. After a preemption a request's spending is lost: it has no budget left, and
-        its learned price restarts."""
+        """Copy new requests to the device.
+
+        A preemption loses a request's spending, so its budget is then 0 and its learned price restarts.
+        """
         if not self.fresh:
             return
-        self.kinds = list(dict.fromkeys(filter(None, self.asked)))
+        self.kinds = list(dict.fromkeys(filter(None, self.requests)))
         for phase in {asked.rule.only_in for asked in self.kinds if asked.rule.only_in}.difference(self.markers):
             self.markers[phase] = self._markers(phase)
-        number: dict[Asked | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
-        self.kind_of = np.array([number.get(asked, -1) for asked in self.asked])
+        number: dict[RuleRequest | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
+        self.kind_of = np.array([number.get(asked, -1) for asked in self.requests])
         self.kind = to_device(torch.from_numpy(self.kind_of), self.device)
-        of_new = [math.inf if (asked := self.asked[slot]) is None else asked.rule.budget for slot in self.fresh]
+        of_new = [math.inf if (asked := self.requests[slot]) is None else asked.rule.budget for slot in self.fresh]
         budgets = [math.inf if budget is None else budget for budget in of_new]
         index, temperature, budget = (
             to_device(torch.tensor(values), self.device)
@@ -199,12 +200,12 @@ class FuzzyRules(_Processor):
         self.fresh = {}
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-        """Edit ``logits`` [R, V] in place, a row per position to verify; rows without a lossy rule stay as they are."""
+        """Edit ``logits`` [R, V], a row per position to verify, in place; rows without a lossy rule do not change."""
         numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
         if numbers in ([], [-1]):
             return logits
         step = Step(ctx, self.states, self.nodes, self.filled, self.markers)
-        self._settle(step)
+        self._account(step)
         if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits
         kind, temperature = self.kind[step.slot], self.temperature[step.slot]
@@ -213,7 +214,7 @@ class FuzzyRules(_Processor):
             if number < 0:
                 continue
             asked = self.kinds[number]
-            if asked.greedy not in chains:  # what has been edited by now are other requests' rows
+            if asked.greedy not in chains:  # rows edited so far belong to other requests
                 scores = step.scores(logits, None if asked.greedy else temperature)
                 chains[asked.greedy] = Chains(step, scores, asked.greedy, self.overspent[step.slot])
             evidence, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
@@ -231,15 +232,15 @@ class FuzzyRules(_Processor):
         return logits
 
     def _markers(self, phase: str) -> tuple[int, int]:
-        """Texts of a model without such tokens have no such phase: its requests decode exactly, which the log says."""
+        """Return a phase's marker ids. If the model has no such tokens, log a warning: requests decode exactly."""
         opening, closing = (self.vocabulary.get(marker, -1) for marker in markers(phase))
         if min(opening, closing) >= 0:
             return opening, closing
         log.warning("only_in=%s: the model has no such tokens, so requests that name it decode exactly", phase)
         return NOWHERE
 
-    def _settle(self, step: Step) -> None:
-        """Account for what the last step spent, and was allowed, at the positions whose tokens were emitted."""
+    def _account(self, step: Step) -> None:
+        """Charge the last step's costs and allowances at positions whose tokens were emitted."""
         slot, total = step.slot, step.texts.lengths
         emitted = (total - self.seen[slot])[:, None]
         places = torch.arange(self.nodes, device=self.device)
@@ -253,8 +254,10 @@ class FuzzyRules(_Processor):
 
 
 class Ledger:
-    """What all requests spent, in vLLM's log. vLLM does not say when a request ends, and nothing may wait for the
-    device, so it is the sum up to some seconds ago."""
+    """A log of the nats that all requests spent.
+
+    vLLM does not report the end of a request, so it logs sums. They are some seconds old, since nothing may sync.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
@@ -262,11 +265,11 @@ class Ledger:
         self._due, self._reported = time.monotonic() + REPORT_EVERY, 0.0
 
     def add(self, nats: Tensor, tokens: Tensor) -> None:
-        """[B] of the requests of a step."""
+        """Add a step's spent nats and emitted tokens, [B] each."""
         self._sums += torch.stack([nats.sum(), tokens.sum()])
         if time.monotonic() < self._due:
             return
-        spent, emitted = self._copy.tolist()  # was begun the last time: long complete
+        spent, emitted = self._copy.tolist()  # this copy began at the last report and is complete
         if emitted > self._reported:
             log.info("lossy rules: %.4f nats a token over %d tokens", spent / emitted, emitted)
             self._reported = emitted
@@ -287,7 +290,7 @@ def _check_version() -> None:
 
 
 def _vocabulary(model: Any) -> dict[str, int]:
-    """Ids by token; empty without a tokenizer."""
+    """Return the tokenizer's vocabulary, token -> id; empty without a tokenizer."""
     if model is None or model.skip_tokenizer_init:
         return {}
     from vllm.tokenizers import cached_tokenizer_from_config

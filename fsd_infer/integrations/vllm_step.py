@@ -1,7 +1,7 @@
 """A step of vLLM's model runner V2 as a rule's evidence: a chain of drafts per request.
 
-Shapes: R logits rows, one per position to verify; B requests of the step; N one more than the most drafts of a request,
-so that a request is a :class:`DraftTree` of N nodes, its last token the root.
+Shapes: R rows of logits, one per position to verify; B requests of the step; N, one more than the most drafts of a
+request. A request is a :class:`DraftTree` of N nodes with its last token as root.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsd_infer.tree import DraftTree
 
 
 class SlotTexts(Texts):
-    """The texts, prompt and answer, that vLLM keeps in its slots.
+    """The texts, prompt and answer, in vLLM's slots.
 
     Args:
         states: vLLM's ``LogitsProcRequestState``.
         slot: [B] of the requests.
-        longest: bound on the lengths of their texts, known without asking the device.
+        longest: bound on the lengths of their texts, known without a sync.
         markers: see :class:`Texts`.
     """
 
@@ -47,26 +47,26 @@ class SlotTexts(Texts):
         return found.masked_fill_(places >= self.lengths[:, None], -1)
 
     def last(self, count: int) -> Tensor:
-        """[B, count] the last tokens of each text in order, -1 before its beginning."""
+        """Return the last tokens of each text in order, [B, count], -1 before its beginning."""
         places = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
         return self.tokens.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
 
 
 class Step:
-    """Where the step's rows and drafts lie.
+    """The rows and drafts of a step.
 
     Args:
         ctx: vLLM's ``LogitsContext``.
         states: vLLM's ``LogitsProcRequestState``.
         nodes: N.
-        filled: where the drafter has no draft, vLLM puts the request's last token, which no rule should favour: drafts
-            at the end of a chain that are that token count as none.
+        filled: vLLM fills up missing drafts with the request's last token. Then trailing drafts equal to that token
+            count as missing, so that no rule favours them.
         markers: of phases, see :class:`Texts`.
 
     Attributes:
         slot: [B] of the requests.
-        tokens: [B, N] each request's last token, then its drafts, then -1. Placeholders of vLLM's are -1 as well.
-        drafted: [B, N] bool; does a draft follow the node.
+        tokens: [B, N] each request's last token, then its drafts, then -1; vLLM's placeholders are -1, too.
+        drafted: [B, N] bool; whether a draft follows the node.
         texts: of the requests.
     """
 
@@ -79,13 +79,13 @@ class Step:
         self.tokens[self._request, place] = ctx.input_ids.long()
         if filled:
             other = (self.tokens != self.tokens[:, :1]) & (self.tokens >= 0)
-            behind = other.flip(1).cumsum(1).flip(1) == 0  # no other token from here on
+            behind = other.flip(1).cumsum(1).flip(1) == 0  # only repetitions of the last token from here on
             self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(behind[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
         self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {})
 
     def scores(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
-        """[B, N, V] the rows of ``logits`` [R, V], over ``temperature`` [B] if there is one; any row elsewhere."""
+        """Arrange the rows of ``logits`` [R, V] as [B, N, V], divided by ``temperature`` [B]; arbitrary at padding."""
         whole = logits
         if logits.shape[0] != self.shape[0] * self.shape[1]:
             rows = self.slot.new_zeros(self.shape)
@@ -108,12 +108,12 @@ class Chains(Evidence):
         step: the drafts.
         scores: [B, N, V] ln p up to a constant; at temperature 0 raw logits.
         greedy: temperature 0.
-        overspent: [B] see :class:`Verification`.
+        overspent: [B], see :class:`Verification`.
     """
 
     def __init__(self, step: Step, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
         batch, nodes = step.shape
-        # vLLM does not say what its drafter's distribution was; what is no draft counts as padding
+        # vLLM does not pass the drafter's distribution; positions without a draft are padding
         no_draft = torch.nn.functional.pad(~step.drafted[:, :-1], (1, 0))
         tree = DraftTree.chain(
             step.tokens.clamp_min(0),
@@ -125,8 +125,10 @@ class Chains(Evidence):
         super().__init__(round, lazy=False)
 
     def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, N] the lift of the draft that follows each node under the rule, and what the law there costs in nats; 0
-        outside ``mine`` [B, N] bool, and where ``left`` [B] nats do not pay."""
+        """Return the lift of the draft after each node and the law's cost there, in nats, [B, N] each.
+
+        Both are 0 outside ``mine`` [B, N] bool, and where the remaining ``left`` [B] nats do not pay.
+        """
         law = rule.charged_law(self)
         if law.lift is None:
             nothing = torch.zeros_like(self.regret)
@@ -135,5 +137,5 @@ class Chains(Evidence):
         odds = lifted(self, law.lift, law.applies & holds)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
-        lift = torch.where(self.regret < math.inf, law.lift, 0.0).clamp_min(0.0)  # what is forbidden stays so
+        lift = torch.where(self.regret < math.inf, law.lift, 0.0).clamp_min(0.0)  # never lift forbidden tokens
         return lift.roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)

@@ -1,12 +1,12 @@
-"""The walk: which path of each tree is accepted, which token follows it, and what that costs.
+"""The walk: which path of each tree is accepted, which token follows it, and the cost.
 
-It is one computation over all nodes of all rows. Every draft has a chance to follow its parent, under the target's law
-and under the rule's; one uniform number per context decides between its children and every other token; and the nodes
-whose ancestors were all taken are the path. So only one token per row, the last, is drawn from the vocabulary.
+The walk is one computation over all nodes of all rows. Every draft has a probability of following its parent, under the
+target's law and under the rule's. One uniform number per context picks one of its children or none. The nodes whose
+ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
 
-What takes work over the vocabulary at a context, dense laws and gates, is done on a CPU for contexts that the walk
-reaches: it starts over when it knows more. Elsewhere, where launches cost more than arithmetic and waiting more than
-both, it is done for all at once, and what was found comes to the host in one transfer.
+Dense laws and gates need work over the vocabulary. On a CPU they are evaluated only at contexts that the walk reaches,
+and the walk restarts with what they returned. On other devices they are evaluated at all contexts at once, because a
+sync costs more than the arithmetic. The verdict reaches the host in one transfer.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fsd_infer.rules.evidence import Contexts, Evidence, refuse
 from fsd_infer.rules.laws import Law, lifted
 from fsd_infer.rules.verification import Source, Verdict, Verification
 
-Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and the rows that it holds for
+Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and its batch rows
 
 
 def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool | None = None) -> Verdict:
-    """Runs one round.
+    """Walk one round.
 
     Args:
-        round: the evidence.
-        laws: of every row.
-        budgets: [B] nats for this round where the round itself brings no ``budget_left``.
+        round: the trees and the logits.
+        laws: of all rows.
+        budgets: [B] nats for this round, used if the round has no ``budget_left``.
         lazy: see :class:`Evidence`.
 
     Raises:
-        NonFiniteLogitsError: target or drafter logits that are no distribution.
+        NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
         FsdError: uniforms are missing, or sampled drafts do not form a chain.
     """
     evidence = Evidence(round, lazy)
@@ -46,7 +46,7 @@ def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool
 
 
 def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
-    """[B, N] bool; contexts whose ``cost`` [B, N] is paid from ``left`` [B] nats after those of the contexts above."""
+    """[B, N] bool; contexts whose ``cost`` [B, N] the budget ``left`` [B] pays after the costs of their ancestors."""
     depths = evidence.tree.depths
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
     for _ in range(int(depths.max()) if depths.device.type == "cpu" else depths.shape[1] - 1):
@@ -56,16 +56,16 @@ def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
 
 
 class _Walk:
-    """What is known of a round's laws, [B, N] each.
+    """The state of a walk, [B, N] each.
 
     Attributes:
-        closed: chance of each draft under the target's law.
-        open: under the rule's.
-        cost: nats at each context that the rule's law costs; None: there is no law but the target's.
+        closed: probability of each draft under the target's law.
+        open: probability of each draft under the rule's law.
+        cost: nats of the rule's law at each context; None if all rules have the target's law.
         applies: contexts with a law other than the target's.
-        asked: contexts whose gate and dense law are known, or that have none.
-        opened: the token of a dense law at temperature 0.
-        slot: above it, where a dense law r is known: row of ``dense`` [·, V]. -1 elsewhere.
+        evaluated: contexts whose gate and dense law are evaluated, or that have neither.
+        opened: at temperature 0, the token of a dense law.
+        slot: above temperature 0, the row of ``dense`` [·, V] with the context's law r; -1 if there is none.
     """
 
     def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor) -> None:
@@ -81,13 +81,13 @@ class _Walk:
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
         self.closed = self.open = evidence.chance
-        self.applies = self.asked = torch.zeros_like(evidence.is_draft)
+        self.applies = self.evaluated = torch.zeros_like(evidence.is_draft)
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.laws = [self._add(law, rows) for law, rows in laws]
-        self.looks = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
+        self.has_dense = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
 
     def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
-        """A law and its rows, [B, 1] bool or True for all, with what is known before the walk begins."""
+        """Add a law, and return it with its rows: [B, 1] bool, or True for all."""
         applies, index = law.applies, torch.tensor(rows)
         mine: Tensor | bool = len(rows) == len(applies)
         if not mine:
@@ -100,7 +100,7 @@ class _Walk:
         if law.test is not None:
             self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
         if law.is_target:
-            self.asked = self.asked | mine
+            self.evaluated = self.evaluated | mine
             return law, mine
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
@@ -109,13 +109,13 @@ class _Walk:
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if law.gate is None and law.log_r is None:
-            self.asked = self.asked | mine
+            self.evaluated = self.evaluated | mine
         elif not self.evidence.lazy:
-            self._ask(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
+            self._evaluate(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
         return law, mine
 
-    def _ask(self, law: Law, at: Contexts) -> None:
-        """What a law needs of the vocabulary at these contexts."""
+    def _evaluate(self, law: Law, at: Contexts) -> None:
+        """Evaluate a law's gate and dense law at these contexts."""
         evidence, where = self.evidence, (at.rows, at.nodes)
         if law.gate is not None:
             is_open = at.of(self.applies) & law.gate(at)
@@ -145,25 +145,24 @@ class _Walk:
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
     def verdict(self) -> Verdict:
-        """The path by what is known of the laws; again, until that is enough."""
+        """Walk until the laws of all reached contexts are evaluated."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
         while True:
             pays, taken, exact = self._taken()
             taken[:, 0] = True
             reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
-            new = reached & self.applies & ~self.asked if self.looks and self.evidence.lazy else None
+            new = reached & self.applies & ~self.evaluated if self.has_dense and self.evidence.lazy else None
             if new is None or not new.any():
                 return self._gathered(reached, pays, exact)
-            self.asked = self.asked | new
+            self.evaluated = self.evaluated | new
             for law, mine in self.laws:
                 rows, nodes = (new & mine).nonzero(as_tuple=True)
                 if len(rows):
-                    self._ask(law, Contexts(self.evidence, rows, nodes))
+                    self._evaluate(law, Contexts(self.evidence, rows, nodes))
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N] bool each: contexts whose law is the rule's; drafts that follow their parent; drafts that would follow
-        in exact decoding, too."""
+        """Return [B, N] bool: contexts under the rule's law, drafts picked, drafts that exact decoding picks, too."""
         evidence, pays, chance = self.evidence, self.applies, self.closed
         if self.left is not None and self.cost is not None:
             pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
@@ -171,7 +170,7 @@ class _Walk:
             chance = torch.where(evidence.above(pays), self.open, self.closed)
         if evidence.greedy:
             return pays, chance.clone(), self.closed
-        # one number decides between the children, one after the other on a scale, and every other token
+        # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
         place = evidence.above(evidence.uniform(0)).to(chance.dtype)
         if not evidence.sampled:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
@@ -179,7 +178,7 @@ class _Walk:
         return pays, (place >= 0) & (place < chance), place < self.closed
 
     def _undrafted(self) -> Verdict:
-        """The verdict on roots alone: a token from p each."""
+        """Return the verdict on roots alone: a token from p each."""
         none = torch.zeros_like(self.tree.parents)
         (token,) = self._on_host(self._final(none, none > 0))
         none, token = torch.zeros(token.shape, dtype=torch.long), token.long()
@@ -187,20 +186,17 @@ class _Walk:
         return Verdict(none, none[:, 0], token, none, none > 0, nats, none - 1, nats / 0)
 
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
-        """The verdict, from what holds at every node, on the CPU."""
+        """Gather the verdict along the path, on the CPU."""
         tree, evidence, nodes = self.tree, self.evidence, self.evidence.nodes
         accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
-        # by depth; what is not reached is written to where the end is, as the end
+        # scatter by depth; unreached nodes write the end to the end's place
         places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
         path = end.expand_as(reached).scatter(1, places, ends)
         last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays), tree.tokens.gather(1, below))
         sources = (nodes < accepted) * int(Source.EXACT)  # Source.TARGET is 0
         if self.cost is None:
-            is_open, spent = (
-                pays,
-                torch.zeros(last.shape, dtype=wide(self.device), device=self.device),
-            )  # no law but the target's
+            is_open, spent = pays, torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
         else:
             is_open = pays.gather(1, path) & ~beyond
             spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
@@ -213,25 +209,25 @@ class _Walk:
         forks = (evidence.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
         columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
         whose = [] if tree.proposers is None else [tree.proposers]
-        accepted, depths, forks, *found = self._on_host(accepted, tree.depths, forks, *columns, *whose)
+        accepted, depths, forks, *on_cpu = self._on_host(accepted, tree.depths, forks, *columns, *whose)
         if forks.any():
             raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
-        proposers = found.pop().long() if whose else None
+        proposers = on_cpu.pop().long() if whose else None
         width = int(depths.max()) + 1
-        path, tokens, sources, is_open, spent, first, regret = (column[:, :width] for column in found)
+        path, tokens, sources, is_open, spent, first, regret = (column[:, :width] for column in on_cpu)
         numbers = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
         return Verdict(*numbers, is_open > 0, spent, first.long(), regret, proposers)
 
     def _on_host(self, *columns: Tensor) -> list[Tensor]:
-        """Columns [B, N] on the CPU, with what is unfit, which is refused."""
-        if self.evidence.lazy:  # it was before
+        """Copy columns [B, N] to the CPU, together with the checks of logits, and raise if a check fails."""
+        if self.evidence.lazy:  # checked before the walk
             return on_host(*columns)
-        found = on_host(*self.unfit.values(), *columns)
-        refuse({who: found.pop(0) > 0 for who in self.unfit})
-        return found
+        on_cpu = on_host(*self.unfit.values(), *columns)
+        refuse({who: on_cpu.pop(0) > 0 for who in self.unfit})
+        return on_cpu
 
     def _final(self, end: Tensor, pays: Tensor) -> Tensor:
-        """[B, 1] the token after the path, which ends at ``end`` [B, 1]: none of those that were drafted there."""
+        """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
         evidence, tree = self.evidence, self.tree
         if evidence.greedy and self.cost is None:
             return evidence.likeliest.gather(1, end)
@@ -254,14 +250,15 @@ class _Walk:
         drafted = torch.where(evidence.is_draft & (tree.parents == end), 0.0, math.inf)
         weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
         token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
-        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # rounding left nothing
+        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One index per row by inverse CDF: weights [R, M] >= 0 of any total (if 0: M), uniforms [R] in [0, 1) -> [R].
+    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
 
-    The index is the first whose cumulative weight exceeds the uniform's share of the total, so an index of weight 0 is
-    never returned. fp64, where the device has it, keeps the sum over a large vocabulary exact enough.
+    Args:
+        weights: [R, M], at least 0, of any total; a total of 0 gives M.
+        uniforms: [R] in [0, 1).
     """
     cdf = weights.cumsum(-1, dtype=wide(weights.device))
     total = cdf[:, -1]

@@ -1,4 +1,4 @@
-"""The base of all rules: a name, parameters, and a law."""
+"""The base classes of rules: a name, parameters, and a law."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Rule:
     """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define :meth:`law`.
 
     Attributes:
-        name: under which the class is registered in :data:`RULES`.
-        budget: nats that a request may spend, None for no limit.
-        only_in: the phase of the text outside of which it emits from p, None for the whole text.
+        name: the name of the class in :data:`RULES`.
+        budget: nats a request may spend; None for no limit.
+        only_in: the phase of the text to which the rule applies; None for the whole text.
 
     Raises:
-        FsdError: a parameter of another type, or out of range; rule, parameter, value and range are named.
+        FsdError: a parameter of the wrong type, or out of range.
     """
 
     name: ClassVar[str] = ""
@@ -42,19 +42,19 @@ class Rule:
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
 
     def law(self, evidence: Evidence) -> Law:
-        """What is emitted: a function of the text, the tree and ``evidence.coin``, and of nothing else."""
+        """Return the law: a function of the text, the tree and ``evidence.coin`` alone."""
         raise NotImplementedError
 
     def charged_law(self, evidence: Evidence) -> Law:
-        """:meth:`law`, with what all rules of its kind have in common."""
+        """Return :meth:`law` with the parameters that all rules share applied."""
         return self.law(evidence)
 
     def __call__(self, round: Verification) -> Verdict:
-        """The verdict on a round in which this is every row's rule; see :func:`apply_rules`."""
+        """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
         return apply_rules([self] * round.tree.tokens.shape[0], round)
 
     def tilt(self, greedy: bool) -> float:
-        """Nats that the law gives for an accepted draft, roughly; 0 for p. Trees are chosen by it, no law is.
+        """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
 
         Args:
             greedy: at temperature 0.
@@ -62,35 +62,34 @@ class Rule:
         return 0.0
 
     def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
-        """Nats that may be spent for the token emitted at each context, where the rule's price is learned; else None.
+        """Return the nats that a learned price allows at each context; None for other rules.
 
         Args:
-            scores: [..., V] the target's, after the request's processors.
+            scores: [..., V] of the target, after the request's processors.
             greedy: at temperature 0.
         """
         return None
 
     def describe(self) -> dict[str, object]:
-        """What every record of a run stores: name, parameters, units."""
+        """Return name, parameters and units, for records of runs."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
         if self.only_in is None:
             values.pop("only_in", None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 
-MOST_NOVEL = 64  # tokens of an n-gram; texts that repeat as many repeat shorter ones too
+MOST_NOVEL = 64  # tokens per n-gram
 
 
 @dataclass(frozen=True)
 class LossyRule(Rule):
-    """What all rules with another law than the target's have in common.
+    """A rule whose law differs from the target's.
 
     Args:
-        budget: nats that may be spent per request; None for no limit. A context that costs more than is left emits
-            from p.
-        novel: drafts must be novel to be favoured: one that would complete an n-gram of this length that prompt or
-            answer already has is tested exactly, so that copying and repetition, which drafters predict best, are not
-            paid for. 0: no such test.
+        budget: nats that a request may spend; None for no limit. A context that costs more than the remaining budget
+            emits from p.
+        novel: n-gram length. A draft that completes an n-gram of the prompt or the answer is tested exactly: copies
+            and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.phases`), "think" or "A..B".
     """
 
@@ -114,7 +113,7 @@ R = TypeVar("R", bound=type[Rule])
 
 class _Rules(Registry[type[Rule]]):
     def register(self, name: str) -> Callable[[R], R]:
-        """Decorator that files a rule's class under ``name`` and gives it that name."""
+        """Return a decorator that registers a rule's class under ``name``, which becomes its ``name``."""
         file: Any = super().register(name)
 
         def named(rule: R) -> R:
@@ -128,10 +127,10 @@ RULES = _Rules("rule")
 
 
 def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
-    """The verdict on one round, with a rule per row.
+    """Return the verdict on one round, with a rule per row.
 
     Raises:
-        NonFiniteLogitsError: target or drafter logits that are no distribution.
+        NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
         FsdError: uniforms or texts are missing, or sampled drafts do not form a chain.
     """
     rows: dict[Rule, list[int]] = {}
@@ -144,19 +143,19 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
 
 
 def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: Verdict) -> Tensor | None:
-    """:attr:`Verdict.allowed`. Stays on the device: nothing waits."""
+    """:attr:`Verdict.allowed`, on the device and without a sync."""
     learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).allowance is not Rule.allowance]
     if not learned:
         return None
-    found: Tensor | None = None
+    allowed: Tensor | None = None
     path = to_device(verdict.path, round.scores.device)
     emitted = to_device(torch.arange(path.shape[1]) <= verdict.accepted[:, None], path.device)
     for rule, of_rule in learned:
         index = to_device(torch.tensor(of_rule), path.device)
         nats = rule.allowance(at_nodes(round.scores[index], path[index]), round.greedy)
         if nats is not None:
-            if rule.only_in is not None:  # nothing is spent elsewhere, and nothing allowed
+            if rule.only_in is not None:  # outside the phase nothing is spent, so nothing is allowed
                 nats = nats * Evidence(round).inside(rule.only_in).gather(1, path)[index]
-            found = path.new_zeros(len(path), dtype=torch.float32) if found is None else found
-            found = found.index_copy(0, index, (nats * emitted[index]).sum(1))
-    return found
+            allowed = path.new_zeros(len(path), dtype=torch.float32) if allowed is None else allowed
+            allowed = allowed.index_copy(0, index, (nats * emitted[index]).sum(1))
+    return allowed

@@ -1,4 +1,4 @@
-"""The law closest to q that costs no more than a tilted one: what sampled drafts of a lifted law are tested against."""
+"""The law against which sampled drafts are tested under a lifted law: the law closest to q at the same cost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _STEPS = 24
 
 
 def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
-    """ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), Z such that r adds up to 1: maximises Σ gain·min(r, q) - KL(r || p).
+    """Return ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), which maximises Σ gain·min(r, q) - KL(r || p).
 
-    Newton's method within a bracket on the sum, which is piecewise linear in 1/Z and rises with it. The number of
-    steps is fixed, so that nothing waits for a device; what is left of an error is scaled away.
+    Z makes r sum to 1. The sum is piecewise linear and increasing in 1/Z, so bracketed Newton steps find Z. Their
+    number is fixed, which avoids a device sync; a final normalisation removes the remaining error.
 
     Args:
         log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
@@ -31,7 +31,7 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
 
 
 def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """ln of clip(q, a·p, a·p·e^gain) [R, V]; its sum [R, 1], and the part of that which is proportional to a."""
+    """ln of clip(q, a·p, a·p·e^gain) [R, V], its sum [R, 1], and the part of the sum proportional to a."""
     least = log_p + log_a
     law = log_q.clamp(least, least + gain)
     r = law.exp()

@@ -1,4 +1,4 @@
-"""What a rule sees of a round: numbers of nodes [B, N], and distributions over the vocabulary [R, V] at R contexts."""
+"""The input of a rule: quantities per node [B, N], and distributions over the vocabulary [R, V] at R contexts."""
 
 from __future__ import annotations
 
@@ -19,44 +19,45 @@ from fsd_infer.rules.verification import Verification
 
 
 class Evidence:
-    """All trees of a round. Every quantity is [B, N] unless it says otherwise, and computed when it is asked for.
+    """All trees of a round. Quantities are [B, N] unless stated otherwise, and computed on first use.
 
-    A node is two things: a *draft*, its token as a child of its parent, and a *context*, where the token after it is
-    drawn. ``p`` is the processed target, ``q`` what proposed the children: what a token would be drawn from. So at
-    temperature 0, where draws are argmaxes, ``p`` has the request's processors but no temperature, and ``q`` is raw.
+    A node is two things: a *draft*, its token as a child of its parent, and a *context*, at which the next token is
+    drawn. ``p`` is the processed target, ``q`` the distribution that proposed the children. At temperature 0 ``p`` has
+    the request's processors but no temperature, and ``q`` is raw.
 
     Args:
-        round: the trees, the logits, and what else came with the round.
-        lazy: work over the vocabulary is done for contexts that need it instead of for all; None: on a CPU. Elsewhere a
-            launch costs more than arithmetic, and nothing may wait for the device.
+        round: the trees and the logits.
+        lazy: do work over the vocabulary only at contexts that need it; None: on a CPU. On other devices launches cost
+            more than arithmetic, and a choice of contexts needs a sync.
 
     Attributes:
-        tree, greedy: the drafts; temperature 0.
-        sampled: the children were sampled from q (a chain). A law must then not depend on which they are.
+        tree: the drafts.
+        greedy: temperature 0.
+        sampled: whether the children were sampled from q (a chain). Then a law must not depend on the drafts.
     """
 
     def __init__(self, round: Verification, lazy: bool | None = None) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
-        self.sampled = round.tree.sampled and not round.greedy  # at temperature 0 drafts are what they are
+        self.sampled = round.tree.sampled and not round.greedy
         self.lazy = round.tree.tokens.device.type == "cpu" if lazy is None else lazy
         self._known: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
-            raise FsdError("a round at temperature above 0 needs uniforms [B, N, 3]; pass them in Verification.")
+            raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in Verification.")
 
     def above(self, values: Tensor) -> Tensor:
-        """Values of contexts -> at each node that of its parent."""
+        """Map values of contexts to nodes: each node gets its parent's value."""
         return values.gather(1, self.tree.parents)
 
     def total(self, values: Tensor) -> Tensor:
-        """Values of drafts -> at each context the sum over its children."""
+        """Sum values of drafts over each context's children."""
         return self.of_children(values, 0.0).sum(-1)
 
     def of_children(self, values: Tensor, other: float) -> Tensor:
-        """Values of drafts -> [B, N, N] at each context its children's, ``other`` elsewhere."""
+        """Arrange values of drafts as [B, N, N]: each context's children, ``other`` elsewhere."""
         return values[:, None].masked_fill(self._no_child, other)
 
     def some(self, holds: Tensor) -> Tensor:
-        """bool of drafts -> at each context, does it hold for any child."""
+        """Whether ``holds``, a bool per draft, is true for any child of each context."""
         return (self.child & holds[:, None]).any(-1)
 
     @cached_property
@@ -66,12 +67,12 @@ class Evidence:
 
     @property
     def is_draft(self) -> Tensor:
-        """bool; every node but roots and padding."""
+        """bool; all nodes except roots and padding."""
         return self.tree.is_draft
 
     @property
     def child(self) -> Tensor:
-        """[B, N, N] bool; is node j a child of node i."""
+        """[B, N, N] bool; whether node j is a child of node i."""
         return self.tree.child
 
     @cached_property
@@ -85,7 +86,7 @@ class Evidence:
 
     @property
     def has_q(self) -> Tensor:
-        """bool; contexts with children whose distribution is known (n-gram lookup has none)."""
+        """bool; contexts whose children have a known distribution (n-gram lookup has none)."""
         return self.tree.q_index >= 0
 
     @cached_property
@@ -99,7 +100,7 @@ class Evidence:
 
     @cached_property
     def log_p_max(self) -> Tensor:
-        """ln p of it at contexts with children."""
+        """ln p of the target's likeliest token, at contexts with children."""
         return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
 
     @cached_property
@@ -108,12 +109,12 @@ class Evidence:
         return self._at_inner(ops.row_entropies)
 
     def best(self, k: int) -> Tensor:
-        """[B, N, k] ln p of the k likeliest tokens, falling, at contexts with children; at most all tokens."""
+        """[B, N, k] ln p of the k likeliest tokens in descending order, at contexts with children. k is at most V."""
         k = min(k, self.round.scores.shape[-1])
         return self._at_inner(lambda scores, rows: ops.likeliest(scores if rows is None else scores[rows], k)[0])
 
     def _at_inner(self, statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-        """A statistic of given rows of [M, V], at contexts with children, on a CPU of theirs alone."""
+        """Evaluate a statistic of rows of [M, V] at contexts with children; if lazy, at those alone."""
         if not self.lazy:
             return statistic(self.whole.scores, None).unflatten(0, self.inner.shape)
         inner = self.inner.flatten().nonzero().squeeze(-1)
@@ -123,7 +124,7 @@ class Evidence:
 
     @cached_property
     def regret(self) -> Tensor:
-        """ln p of the likeliest token at its parent less ln p of each draft, at least 0; inf where there is none."""
+        """ln p of the likeliest token at the parent minus ln p of the draft, at least 0; inf at roots and padding."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.is_draft, math.inf)
@@ -135,7 +136,7 @@ class Evidence:
 
     @cached_property
     def draft_mass(self) -> Tensor:
-        """p(C), the probability of all children together, at each context, in the device's widest type."""
+        """p(C), the total probability of each context's children, in the device's widest type."""
         return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
 
     @cached_property
@@ -149,14 +150,14 @@ class Evidence:
 
     @cached_property
     def log_q(self) -> Tensor:
-        """ln q of each draft at its parent, where that has a q."""
+        """ln q of each draft at its parent, if that has a q."""
         scores, row = self.draft_scores, self.above(self.tree.q_index).clamp_min(0)
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + self.tree.tokens).float()
         return own - ops.row_statistics(scores)[2].gather(1, row)
 
     @cached_property
     def chance(self) -> Tensor:
-        """Of each draft to be emitted, or, sampled, to be accepted, where the law is p. At temperature 0 bool."""
+        """Probability that each draft is emitted (a sampled one: accepted) under the law p. At temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.is_draft
         if not self.sampled:
@@ -166,20 +167,20 @@ class Evidence:
 
     @property
     def coin(self) -> Tensor:
-        """A uniform number in [0, 1) of each context's own, for rules that act at random."""
+        """An independent uniform number in [0, 1) per context, for rules that act at random."""
         return self.uniform(2)
 
     def uniform(self, column: int) -> Tensor:
-        """A column of the uniforms; 0 and 1 are what tokens are drawn by."""
+        """A column of the uniforms, see :class:`Verification`."""
         if self.round.uniforms is None:
             raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
         return self.round.uniforms[..., column]
 
     @property
     def texts(self) -> Texts:
-        """Prompt and answer so far of each row of the batch. Raises FsdError if the round came without them."""
+        """Each batch row's prompt and answer so far. Raises FsdError if the round has none."""
         if self.round.texts is None:
-            raise FsdError("this rule looks at prompt and answer; pass texts in Verification.")
+            raise FsdError("this rule reads prompt and answer; pass texts in Verification.")
         return self.round.texts
 
     def known(self, n: int) -> Tensor:
@@ -189,9 +190,9 @@ class Evidence:
         return self._known[n]
 
     def inside(self, phase: str) -> Tensor:
-        """bool; is the token after the context in a phase of the text, see :mod:`fsd_infer.rules.phases`."""
+        """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.phases`."""
         if phase not in self.texts.markers:
-            raise FsdError(f"only_in={phase}: the texts came without its markers; pass them to Texts.")
+            raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to Texts.")
         return inside(self.texts, self.tree, *self.texts.markers[phase])
 
     @cached_property
@@ -205,9 +206,9 @@ class Evidence:
         return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
     def unfit(self, reads_q: bool) -> dict[str, Tensor]:
-        """Where logits are no distribution, [B, N] bool, by whose they are; see :func:`refuse`.
+        """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :func:`refuse`.
 
-        reads_q: is the drafter's distribution looked at? Else its trees' scores tell.
+        reads_q: check the drafter's logits; otherwise check its trees' scores.
         """
         round, index, raw = self.round, self.tree.q_index, self._maxima[0]
         if round.scores is not round.logits:
@@ -215,7 +216,7 @@ class Evidence:
         wrong = {"the target's logits": ~(raw.abs() < math.inf)}
         if round.scores is not round.logits:
             wrong["the target's processed logits"] = ~(self._maxima[0].abs() < math.inf)
-        if reads_q and self.tree.q_logits.shape[1]:  # rows that no node points to may hold anything
+        if reads_q and self.tree.q_logits.shape[1]:  # only rows that a node points to count
             largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
             wrong["the drafter's logits"] = ~(largest.abs() < math.inf) & (index >= 0)
         elif self.tree.parents.shape[1] > 1:
@@ -234,14 +235,14 @@ def refuse(unfit: dict[str, Tensor]) -> None:
 
 
 class Contexts:
-    """Distributions over the vocabulary at R contexts: node ``nodes[r]`` of the tree of row ``rows[r]``, [R] each.
+    """Distributions over the vocabulary at R contexts, the argument of gates and dense laws; computed on first use.
 
-    What gates and dense laws are handed. Nothing is computed before it is asked for.
+    Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
     """
 
     def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
         self.evidence, self.rows, self.nodes = evidence, rows, nodes
-        self._whole = whole  # all nodes of all rows in order: views instead of copies
+        self._whole = whole  # all nodes of all rows in order, so views replace copies
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
@@ -258,7 +259,7 @@ class Contexts:
 
     @cached_property
     def scores(self) -> Tensor:
-        """[R, V] the same after the request's processors: ln p up to a constant."""
+        """[R, V] the logits after the request's processors: ln p up to a constant."""
         round = self.evidence.round
         return self.logits if round.scores is round.logits else self.of(round.scores).float()
 
@@ -279,12 +280,12 @@ class Contexts:
 
     @cached_property
     def q_logits(self) -> Tensor:
-        """[R, Vd] the drafter's raw logits over its own vocabulary, to be read only where ``has_q``."""
+        """[R, Vd] the drafter's raw logits over its own vocabulary, valid where ``has_q``."""
         return self._of_drafter(self.evidence.tree.q_logits)
 
     @cached_property
     def q_scores(self) -> Tensor:
-        """[R, V] ln q up to a constant, over the target's vocabulary; that of p where no q is known."""
+        """[R, V] ln q up to a constant, over the target's vocabulary; ln p where no q is known."""
         tree = self.evidence.tree
         if not tree.q_logits.shape[1]:
             return self.scores
@@ -302,22 +303,22 @@ class Contexts:
 
         Args:
             measure: see :mod:`fsd_infer.divergence`.
-            processed: of the distributions after the request's processors instead of the raw ones. At temperature 0
-                processed ones are one-hot, and raw ones are compared in any case.
+            processed: compare distributions after the request's processors. Temperature 0 always compares raw ones,
+                since processed ones are one-hot.
         """
         measure, tree, logits = divergence(measure), self.evidence.tree, self.evidence.round.logits
         if not tree.q_logits.shape[1]:
             return torch.full(self.rows.shape, math.inf, device=self.rows.device)
         if processed and not self.evidence.greedy:
-            found = measure(self.scores, self.q_scores)
-        elif self._whole:  # what else asks for these has them in fp32 already
-            found = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
+            value = measure(self.scores, self.q_scores)
+        elif self._whole:  # fp32 copies that other quantities share
+            value = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
         else:
             q_rows = self.rows * tree.q_logits.shape[1] + self.of(tree.q_index).clamp_min(0)
             pair = logits.flatten(0, 1), tree.q_logits.flatten(0, 1)
             which = self.rows * logits.shape[1] + self.nodes, q_rows
-            found = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
-        return found.masked_fill(~self.has_q, math.inf)
+            value = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
+        return value.masked_fill(~self.has_q, math.inf)
 
     def known_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have."""

@@ -16,12 +16,14 @@ from fsd_infer.rules.parameters import parameter
 @RULES.register("exact")
 @dataclass(frozen=True)
 class Exact(Rule):
-    """Lossless. On a deterministic tree y ~ p and y goes down if it is a child, which no rule with law p betters; a
-    sampled draft x is accepted with probability min(1, p(x)/q(x)), else the residual (p - q)+ is drawn from.
+    """Lossless: the output has the target's law.
+
+    On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with law p accepts more. A
+    sampled draft x is accepted with probability min(1, p(x)/q(x)); otherwise draw from the residual (p - q)+.
 
     Args:
-        block: sampled chains are tested as a whole instead (block verification, arXiv:2403.10444): the output's law is
-            the same, and in expectation no fewer drafts are accepted. Asks for p and q at all nodes of the chain.
+        block: test sampled chains as a whole (block verification, arXiv:2403.10444). The law is the same, and in
+            expectation no fewer drafts are accepted. Needs p and q at all nodes of the chain.
     """
 
     block: bool = parameter(False)
@@ -35,16 +37,16 @@ class Exact(Rule):
 
 
 def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
-    """Block verification of sampled chains, node i holding the i-th draft.
+    """Block verification of sampled chains; node i is the i-th draft.
 
-    The accepted prefix is the longest one whose own test succeeds. The tests are independent; that of prefix i succeeds
-    with probability h(i) = s(i)/(s(i) + 1 - w(i)), where w(i) = min(1, w(i-1)·p/q of draft i), w(0) = 1, and
-    s(i) = Σ (w(i)·p - q)+ after it; h = w at the chain's end. So the walk goes on from node i with the probability that
+    The accepted prefix is the longest one whose own test succeeds. The tests are independent. Let w(0) = 1 and
+    w(i) = min(1, w(i-1)·p/q of draft i). Let s(i) = Σ (w(i)·p - q)+ after draft i. Prefix i succeeds with probability
+    h(i) = s(i)/(s(i) + 1 - w(i)); at the chain's end h = w. So the walk continues from node i with the probability that
     a longer prefix succeeds, given that prefix i or a longer one does.
 
     Returns:
-        w: [B, N]
-        chance: [B, N] that the draft below each node is accepted, once the node was.
+        w: [B, N].
+        chance: [B, N] that the draft below each node is accepted, given that the node is.
     """
     batch, nodes = evidence.tree.tokens.shape
     p, q = (values.view(batch, nodes, -1) for values in (evidence.whole.p, evidence.whole.q))
@@ -56,7 +58,7 @@ def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
     surplus = (weight[..., None] * p - q).clamp_min(0.0).sum(-1)
     succeeds = torch.where(inner & (weight < 1), surplus / (surplus + 1 - weight), weight)  # 1 where w = 1
     fails = 1 - succeeds
-    reached = 1 - fails.flip(1).cumprod(1).flip(1)  # [B, N] some prefix of i drafts or more succeeds
+    reached = 1 - fails.flip(1).cumprod(1).flip(1)  # [B, N] a prefix of at least i drafts succeeds
     below = torch.cat([reached[:, 1:], torch.zeros_like(reached[:, :1])], 1)
     # the empty prefix always succeeds, and w(0) = 1 says so
     return weight, (below / reached.clamp_min(1e-30)).clamp_max(1.0)

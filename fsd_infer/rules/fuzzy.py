@@ -1,17 +1,20 @@
-"""Fuzzy speculative decoding: a gate opens where target and drafter are close, D(p, q) <= T."""
+"""Fuzzy speculative decoding: a gate opens where target and drafter are close, D(p, q) <= T. And its two controls."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fsd_infer.divergence import divergence
+from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.gates import check_gate, divergence_gate
 from fsd_infer.rules.laws import AtContexts, Law, Test
 from fsd_infer.rules.parameters import parameter
 
@@ -21,12 +24,12 @@ class DivergenceGate(LossyRule):
     """A gate g = [D(p, q) <= T] at every context that has children and a known drafter distribution.
 
     Args:
-        divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
-        threshold: T, in the divergence's unit, at most its largest value; 0 never opens a gate, inf always does (also
-            where D is infinite).
+        divergence: a name in :data:`fsd_infer.divergence.DIVERGENCES`.
+        threshold: T, in the divergence's unit, at most its largest value. 0 never opens a gate. inf always does, even
+            where D is infinite.
         gate_on: "raw" compares softmax(logits) of both models, "processed" the distributions after the request's
-            logits processors. At temperature 0 processed distributions are one-hot and raw ones are compared always.
-        floor: an open gate lets no token through whose probability is below this share of the likeliest token's.
+            logits processors. Temperature 0 always compares raw ones, since processed ones are one-hot.
+        floor: an open gate passes no token whose probability is below this share of the likeliest token's.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -44,7 +47,7 @@ class DivergenceGate(LossyRule):
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
     def gate(self, evidence: Evidence) -> Tensor | AtContexts:
-        """Where the gate is open, for :meth:`Law.where`."""
+        """Return where the gate is open, for :meth:`Law.where`."""
         return divergence_gate(evidence, self.divergence, self.threshold, self.gate_on == "processed")
 
     def cutoff(self, evidence: Evidence) -> Tensor | float:
@@ -58,11 +61,11 @@ class DivergenceGate(LossyRule):
 @RULES.register("fuzzy")
 @dataclass(frozen=True)
 class Fuzzy(DivergenceGate):
-    """The "or" rule: a draft is accepted if the exact rule accepts it or the gate is open. Exact at threshold = 0.
+    """The "or" rule: accept a draft if the exact rule accepts it or the gate is open. Exact at threshold = 0.
 
-    On a deterministic tree: y ~ p; if the gate is open and y is no child, y ~ p restricted to the children C, so the
-    law is p(. | C) and its cost -ln p(C). A sampled draft is accepted where the gate is open, so the law is q there.
-    A token that the processed target forbids is never emitted.
+    On a deterministic tree draw y ~ p. If the gate is open and y is no child, draw y ~ p restricted to the children C.
+    The law is then p(. | C), at the cost -ln p(C). A sampled draft is accepted where the gate is open, so the law is q
+    there. A token that the processed target forbids is never emitted.
     """
 
     def law(self, evidence: Evidence) -> Law:
@@ -72,15 +75,76 @@ class Fuzzy(DivergenceGate):
 @RULES.register("fuzzy-strict")
 @dataclass(frozen=True)
 class FuzzyStrict(DivergenceGate):
-    """The rule as first published: where the gate is open the token is the drafter's, y ~ q, elsewhere y ~ p. Exact at
-    threshold = 0, but on sampled chains it accepts next to nothing there.
+    """The rule as first published: y ~ q where the gate is open, y ~ p elsewhere. Exact at threshold = 0.
 
-    On a tree a y that is no child is emitted and ends the round, open gate or not. It may emit tokens that the
-    processed target forbids; its cost KL(q || p) is infinite then, so that a budget excludes it. With a floor, a y ~ q
-    below it is replaced by y ~ p.
+    At threshold 0 it accepts almost no sampled drafts. On a tree a y that is no child ends the round, open gate or not.
+    The rule may emit tokens that the processed target forbids; their cost KL(q || p) is infinite, so a budget excludes
+    them. With a floor, a y ~ q below it is replaced by y ~ p.
     """
 
     def law(self, evidence: Evidence) -> Law:
         law = Law.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
-        # a closed gate draws y ~ p whatever the draft is, and goes down if that is what was drawn
+        # a closed gate draws y ~ p regardless of the draft, and accepts the draft if y is equal to it
         return replace(law, test=Test(evidence.log_p.exp())) if evidence.sampled else law
+
+
+@RULES.register("random")
+@dataclass(frozen=True)
+class RandomGate(LossyRule):
+    """`fuzzy` with gates that open at random: the control for every claim about a gate. Exact at rate = 0.
+
+    Args:
+        rate: probability that a gate is open, in [0, 1].
+    """
+
+    rate: float = parameter(low=0, high=1)
+
+    def law(self, evidence: Evidence) -> Law:
+        return Law.passing(evidence, -math.inf).where(evidence.has_q & (evidence.coin < self.rate))
+
+
+@RULES.register("draft-only")
+@dataclass(frozen=True)
+class DraftOnly(LossyRule):
+    """y ~ q at every context that has children and a known q, y ~ p elsewhere. Exact at budget = 0 only.
+
+    Args:
+    """
+
+    def law(self, evidence: Evidence) -> Law:
+        return Law.trusting(evidence, -math.inf)
+
+
+def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:
+    """Raise FsdError for a finite threshold above the divergence's bound: percent, bits, or another divergence's."""
+    most = divergence(measure).bounds[1]
+    if threshold is not None and most * (1 + 1e-6) < threshold < math.inf:  # the bound may be rounded up
+        raise FsdError(
+            f"rule {rule!r}: {parameter} must be at most {most:.4g}, the largest {measure}, not {threshold:g}; "
+            "write inf for a gate that is always open."
+        )
+
+
+def divergence_gate(evidence: Evidence, measure: str, threshold: float, processed: bool = False) -> Tensor | AtContexts:
+    """D(p, q) <= T where q is known. T = 0 never opens a gate; inf always does, even where D is infinite.
+
+    ``measure`` and ``processed`` are as in :meth:`Contexts.divergence`.
+    """
+    if threshold == 0:
+        return torch.zeros_like(evidence.has_q)
+    if threshold == math.inf:
+        return evidence.has_q
+    never = divergence(measure).infinite_on_reduced_vocabulary and evidence.tree.draft_ids is not None
+    if never and (evidence.greedy or not processed):
+        _warn_never_opens(measure)
+    return lambda at: at.divergence(measure, processed) <= threshold
+
+
+@cache
+def _warn_never_opens(name: str) -> None:
+    """Warn once per divergence."""
+    warnings.warn(
+        f"divergence {name!r} is infinite wherever the target has mass outside the drafter's reduced vocabulary, so "
+        "this gate never opens. Use js, tv, kl_qp or a top-k form, or a drafter with the full vocabulary.",
+        stacklevel=2,
+    )

@@ -1,11 +1,10 @@
 """Laws: the distributions r from which rules emit the next token.
 
-A rule says what r is; the walk (:mod:`fsd_infer.rules._walk`) draws from it, computes what it costs, and keeps budgets.
-Costs are KL(r || p) in nats with p the processed target. At temperature 0 r and p are one-hot and the KL is 0 or
-infinite; what is charged there is the greedy regret ``score(y*) - score(y)`` with y* the target's likeliest token and y
-the emitted one, the limit of temperature times KL as the temperature falls to 0 (without processors that change scores,
-ln p(y*) - ln p(y) under the raw target). Every cost is known before the token is drawn, so by the chain rule the
-expected sum over a sequence is KL(output || target).
+A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
+cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
+infinite. So the cost is the greedy regret ``score(y*) - score(y)``, with y* the target's likeliest token and y the
+emitted one. The regret is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
+the token is drawn. So by the chain rule the expected sum over a sequence is KL(output || target).
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from fsd_infer.rules.clipping import clipped
 from fsd_infer.rules.evidence import Contexts, Evidence
 
 AtContexts = Callable[[Contexts], Tensor]
-ROUNDING = 1e-5  # of ln p, so that a token is not shut out by a cutoff that is its own ln p
+ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
 class Test(NamedTuple):
-    """How sampled drafts are tested where the law is p, if not with the chance min(1, p/q).
+    """A test of sampled drafts under the law p, in place of the chance min(1, p/q).
 
-    ``chance``: [B, N] that each draft is accepted. ``rest``: contexts -> [R, V] weights, of any positive total, of what
-    is drawn otherwise; None: p without the draft.
+    Attributes:
+        chance: [B, N] that each draft is accepted.
+        rest: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
     """
 
     chance: Tensor
@@ -39,13 +39,14 @@ class Test(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """What is emitted at the contexts of a round. Made by one of the constructors.
+    """The law at each context of a round. Use one of the class methods to construct it.
 
     Attributes:
-        applies: [B, N] bool; at other contexts, and where what is left of a budget does not pay, the law is p.
-        lift: [B, N] nats by which each draft is favoured, see :meth:`lifted`.
+        applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the law is p.
+        lift: [B, N] nats added to each draft's ln p, see :meth:`lifted`.
         log_r: see :meth:`dense`.
-        gate: contexts -> [R] bool that must hold, too. On a CPU it is asked only where the walk comes, as is ``log_r``.
+        gate: contexts -> [R] bool, a further condition. A CPU evaluates it, and ``log_r``, only at contexts that the
+            walk reaches.
         test: of sampled drafts where the law is p.
     """
 
@@ -57,25 +58,25 @@ class Law:
 
     @property
     def is_target(self) -> bool:
-        """Is r = p at all contexts."""
+        """Whether r = p at all contexts."""
         return self.lift is None and self.log_r is None
 
     @classmethod
     def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
-        """r = p; nothing is spent."""
+        """Return the law r = p, which costs nothing."""
         return cls(torch.zeros_like(evidence.is_draft), test=test)
 
     @classmethod
     def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
-        """r(y) ∝ p(y)·e^lift(y), the lift of tokens that are not drafted being 0; at temperature 0 argmax ln p + lift.
+        """Return r(y) ∝ p(y)·e^lift(y), with lift 0 for tokens that are not drafted; greedy: argmax ln p + lift.
 
         Args:
             evidence: of the round.
-            lift: [B, N] nats of each draft, or what makes them; at least 0 or -inf. ``inf`` restricts p to the children
-                that have it. ``-inf``: r(y) = p(y), and the others share what is left; at temperature 0 nothing else is
-                emitted where y is the likeliest.
-            gain: [R, V] lift of each token as the draft of a sampled chain, whose law must not depend on the draft:
-                r = clip(q, p/Z, p·e^gain/Z), the law closest to q, against which the draft is tested.
+            lift: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p to
+                the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass. At
+                temperature 0 such a y is emitted if it is the likeliest.
+            gain: lift of each token as the draft of a sampled chain: contexts -> [R, V], or a number. There the law
+                must not depend on the draft, so drafts are tested against r = clip(q, p/Z, p·e^gain/Z).
         """
         if not evidence.sampled:
             return cls(evidence.inner, lift() if callable(lift) else lift)
@@ -88,9 +89,13 @@ class Law:
 
     @classmethod
     def dense(cls, evidence: Evidence, log_r: AtContexts) -> Law:
-        """Any r, where q is known: contexts -> [R, V] ln r up to a constant; at temperature 0 the token is its argmax.
+        """Return the law r at contexts with a known q.
 
         A sampled draft x is accepted with probability min(1, r(x)/q(x)), else y is drawn from (r - q)+.
+
+        Args:
+            evidence: of the round.
+            log_r: contexts -> [R, V] ln r up to a constant; at temperature 0 its argmax is emitted.
         """
         return cls(evidence.has_q, log_r=log_r)
 
@@ -98,24 +103,25 @@ class Law:
     def passing(
         cls, evidence: Evidence, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None
     ) -> Law:
-        """The exact rule, but a draft passes in any case if ln p of its token is ``cutoff`` or more, and finite.
+        """Return the exact law, except that a draft passes if its ln p is finite and at least ``cutoff``.
 
-        On a tree: p restricted to the children that pass. A sampled draft x passes or is tested: r = q where tokens
-        pass, else min(p, q); what is missing is drawn from (p - q)+.
+        On a tree p is restricted to the children that pass. On a sampled chain r = q for tokens that pass and min(p, q)
+        for others; the missing mass is drawn from (p - q)+.
 
         Args:
             evidence: of the round.
-            cutoff: [B, N] at each context, or one for all.
-            chance: of a probability p, at least p. Where no child passes some child is emitted with chance(p(C)), in
-                proportion to p; a sampled draft that does not pass is accepted with min(1, chance(p(x))/q(x)).
+            cutoff: [B, N] per context, or one number.
+            chance: maps a probability p to one of at least p. If no child passes, some child is emitted with
+                probability chance(p(C)), in proportion to p. A sampled draft that does not pass is accepted with
+                probability min(1, chance(p(x))/q(x)).
         """
         if not evidence.sampled:
-            if isinstance(cutoff, float):  # with no need of ln p where it decides nothing
+            if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
                 passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.is_draft & (cutoff < 0)
             else:
                 passes = evidence.log_p >= evidence.above(cutoff - ROUNDING)
             lift = torch.zeros_like(evidence.regret)
-            if chance is not None:  # the lift under which the children together have it
+            if chance is not None:  # the lift that gives the children chance(p(C)) together
                 mass = evidence.draft_mass
                 raised = chance(mass).clamp(max=1.0)
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
@@ -135,8 +141,10 @@ class Law:
 
     @classmethod
     def trusting(cls, evidence: Evidence, cutoff: Tensor | float) -> Law:
-        """y ~ q, but what q gives to tokens with ln p below ``cutoff`` [B, N] is drawn from p: q(y) + η·p(y) where ln p
-        reaches it, η·p(y) elsewhere, η what q gives to the latter. At temperature 0 the drafter's token if it is above.
+        """Return r = q + η·p for tokens with ln p of at least ``cutoff`` [B, N], and η·p for others.
+
+        η is the mass that q gives to the other tokens. At temperature 0 the drafter's token is emitted if its ln p
+        reaches the cutoff, else the target's.
         """
 
         def log_r(at: Contexts) -> Tensor:
@@ -154,10 +162,10 @@ class Law:
         return cls.dense(evidence, log_r)
 
     def where(self, holds: Tensor | AtContexts) -> Law:
-        """The same law where it holds, and p elsewhere.
+        """Return the law restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
-            holds: [B, N] bool at each context; or contexts -> [R] bool, for what takes work over the vocabulary.
+            holds: [B, N] bool; or contexts -> [R] bool, for conditions that need work over the vocabulary.
         """
         if isinstance(holds, Tensor):
             return replace(self, applies=self.applies & holds)
@@ -165,10 +173,9 @@ class Law:
         return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
 
     def novel(self, evidence: Evidence, n: int) -> Law:
-        """The same law, but a token that would complete a known n-gram is tested exactly.
+        """Return the law with an exact test of tokens that complete a known n-gram.
 
-        Such drafts get the lift -inf. A dense law does not give such a y more than p(y): what it would have given is
-        drawn from p.
+        Such drafts get the lift -inf. A dense law gives such a y at most p(y); the excess is drawn from p.
         """
         dense = self.log_r
         if self.lift is not None:
@@ -187,29 +194,35 @@ class Law:
         return replace(self, log_r=log_r)
 
     def log_probs(self, evidence: Evidence) -> Tensor:
-        """[B, N, V] ln of the distribution of the next token, where a budget allows the law; above temperature 0."""
+        """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
         at, applies, tree = evidence.whole, self.applies, evidence.tree
         if self.gate is not None:
             applies = applies & self.gate(at).view_as(applies)
-        found = log_p = at.log_p.unflatten(0, applies.shape).double()
+        log_law = log_p = at.log_p.unflatten(0, applies.shape).double()
         if self.log_r is not None:
-            found = self.log_r(at).log_softmax(-1).view_as(log_p).double()
+            log_law = self.log_r(at).log_softmax(-1).view_as(log_p).double()
         elif self.lift is not None:
             applies, chance, _, others = lifted(evidence, self.lift, applies)
-            found = log_p + others[..., None]
+            log_law = log_p + others[..., None]
             rows, drafts = evidence.is_draft.nonzero(as_tuple=True)
-            found[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
-        return torch.where(applies[..., None], found, log_p)
+            log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+        return torch.where(applies[..., None], log_law, log_p)
 
 
 def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
-    """[R, 1] ln p from which tokens reach a cutoff."""
+    """[R, 1] the least ln p that reaches a cutoff."""
     return at.of(cutoff - ROUNDING)[:, None] if isinstance(cutoff, Tensor) else cutoff
 
 
 class Odds(NamedTuple):
-    """A lifted law in numbers, [B, N] each: the contexts where it differs from p; r of each draft; at each context its
-    cost, and ln(r/p) of every token that is not drafted (at temperature 0 of no meaning)."""
+    """A lifted law in numbers, [B, N] each.
+
+    Attributes:
+        applies: contexts where it differs from p.
+        chance: r of each draft.
+        cost: nats at each context.
+        others: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
+    """
 
     applies: Tensor
     chance: Tensor
@@ -218,20 +231,19 @@ class Odds(NamedTuple):
 
 
 def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
-    """The law r ∝ p·e^lift at the contexts that ``applies`` names, see :meth:`Law.lifted`.
+    """Compute the law r ∝ p·e^lift at contexts with ``applies``, see :meth:`Law.lifted`.
 
-    In logs and in the device's widest type: p(C) may underflow at a low temperature where its logarithm is a fine
-    number, and so may e^-lift.
+    Works with logarithms in the device's widest type: p(C) and e^-lift may underflow at a low temperature.
     """
     dtype, inf, regret = wide(lift.device), math.inf, evidence.regret
-    lift = lift.masked_fill(regret == inf, 0.0)  # what the processed target forbids is never emitted
+    lift = lift.masked_fill(regret == inf, 0.0)  # never emit what the processed target forbids
     held = lift == -inf
     applies = applies & evidence.some(lift > 0)
     if evidence.greedy:
         applies = applies & ~evidence.some(held & evidence.chance)
         value = evidence.of_children(lift - regret, -inf)
         best = value.amax(-1, keepdim=True)
-        # of equals the least regret, then the smallest token, as an argmax over the vocabulary would have it
+        # ties: the least regret, then the smallest token, as an argmax over the vocabulary resolves them
         order = -regret.to(dtype) - 1e-12 * evidence.tree.tokens
         child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
         chance = torch.where(evidence.above(won), evidence.nodes == evidence.above(child), evidence.chance)
@@ -239,11 +251,11 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
         return Odds(applies, chance, cost, cost)
     lift, log_p = lift.to(dtype), evidence.log_p.to(dtype)
     free = (1.0 - evidence.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
-    forced = evidence.some(lift == inf)  # p is restricted to these
+    forced = evidence.some(lift == inf)  # p is restricted to these children
     outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
     log_r = log_p + torch.where(evidence.above(forced), torch.where(lift == inf, 0.0, -inf), lift)
     inside = evidence.of_children(log_r, -inf).logsumexp(-1)
-    others = free - torch.logaddexp(inside, outside)  # what scales all weights: children that are held leave less
+    others = free - torch.logaddexp(inside, outside)  # ln of the scale of all weights; held children reduce it
     log_r = torch.where(held, log_p, log_r + evidence.above(others))
     r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
     cost = (cost + evidence.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)

@@ -1,4 +1,4 @@
-"""Parameters of rules: their types and ranges, from Python or from text, checked in one place."""
+"""Parameters of rules, from Python or from text: their types and ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,31 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsd_infer.errors import FsdError
-from fsd_infer.numerals import read_float, read_int
+from fsd_infer.registry import read_float, read_int
+
+_TYPES: dict[Any, tuple[str, Any]] = {
+    float: ("a number", (int, float)),
+    int: ("a whole number", int),
+    bool: ("true or false", bool),
+    str: ("text", str),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    infinite: bool = False
+    alias: str = ""
+
+    def __str__(self) -> str:
+        most = f"at most {self.high:g}"
+        if self.above > -math.inf:
+            return f"above {self.above:g}" + (f" and {most}" if self.high < math.inf else "")
+        if self.high < math.inf:
+            return most if self.low == -math.inf else f"between {self.low:g} and {self.high:g}"
+        return "a number" if self.low == -math.inf else f"at least {self.low:g}"
 
 
 def parameter(
@@ -22,17 +46,18 @@ def parameter(
     alias: str = "",
     keyword: bool = False,
 ) -> Any:
-    """A rule's field that is a number with a range.
+    """Return a dataclass field for a rule's parameter.
 
     Args:
-        default: as of a dataclass field.
-        low, high: the range, both included.
-        above: a lower end that is not included.
-        infinite: ``inf`` means something.
+        default: as of :func:`dataclasses.field`.
+        low: the smallest allowed number.
+        high: the largest allowed number.
+        above: an exclusive lower bound.
+        infinite: allow ``inf``.
         alias: another key for it in rules as text.
-        keyword: not taken by position, in Python.
+        keyword: keyword-only in Python.
     """
-    metadata = {"low": low, "high": high, "above": above, "infinite": infinite, "alias": alias}
+    metadata = {"range": _Range(low, high, above, infinite, alias)}
     return dataclasses.field(default=default, metadata=metadata, kw_only=keyword)
 
 
@@ -42,17 +67,13 @@ class Parameter:
     def __init__(self, rule: type, field: dataclasses.Field[Any], type_: Any) -> None:
         self.rule: str = rule.name  # type: ignore[attr-defined]
         self.name, self.default = field.name, field.default
-        self.alias: str = field.metadata.get("alias", "")
-        self.low: float = field.metadata.get("low", -math.inf)
-        self.high: float = field.metadata.get("high", math.inf)
-        self.above: float = field.metadata.get("above", -math.inf)
-        self.infinite: bool = field.metadata.get("infinite", False)
+        self.range: _Range = field.metadata.get("range", _Range())
         types = get_args(type_) if get_origin(type_) in (Union, UnionType) else [type_]
         self.optional = NoneType in types
         self.type = next(one for one in types if one is not NoneType)
 
     def parsed(self, text: str) -> Any:
-        """The value that a rule as text gives; ranges are checked when the rule is made."""
+        """Return the value that text stands for; :meth:`checked` checks its range later."""
         if self.optional and text.lower() == "none":
             return None
         if self.type in (float, int):
@@ -67,43 +88,27 @@ class Parameter:
         return text
 
     def checked(self, value: Any) -> Any:
-        """The value as the rule holds it. Raises FsdError for a wrong type, or a number out of range."""
+        """Return the value as the rule stores it. Raises FsdError for a wrong type, or a number out of range."""
         if value is None and self.optional:
             return None
-        if get_origin(self.type) is Literal:
-            if value not in get_args(self.type):
-                raise self._error(" or ".join(map(repr, get_args(self.type))), value)
-        elif isinstance(self.type, type) and issubclass(self.type, Enum):
-            known = [member.value for member in self.type]
+        is_enum = isinstance(self.type, type) and issubclass(self.type, Enum)
+        if is_enum or get_origin(self.type) is Literal:
+            known = [member.value for member in self.type] if is_enum else get_args(self.type)
             if value not in known:
                 raise self._error(" or ".join(map(repr, known)), value)
-            return self.type(value)
-        elif self.type is float:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise self._error("a number", value)
-            try:
-                return self._in_range(float(value) + 0.0, value)  # -0.0 becomes 0.0
-            except OverflowError:
-                raise self._error("a number that fits a float", value) from None
-        elif self.type is int:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise self._error("a whole number", value)
-            return self._in_range(value, value)
-        elif self.type in (bool, str) and not isinstance(value, self.type):
-            raise self._error("true or false" if self.type is bool else "text", value)
-        return value
-
-    def _in_range(self, number: Any, value: Any) -> Any:
-        if not (self.low <= number <= self.high and number > self.above):  # so NaN is refused too
-            bounded = self.low > -math.inf and self.high < math.inf
-            least = f"above {self.above:g}" if self.above > -math.inf else f"at least {self.low:g}"
-            most = f"at most {self.high:g}"
-            if self.above > -math.inf and self.high < math.inf:
-                least += f" and {most}"
-            open_end = self.high == math.inf or self.above > -math.inf
-            span = f"between {self.low:g} and {self.high:g}" if bounded else least if open_end else most
-            raise self._error("a number" if math.isnan(number) and span == "at least -inf" else span, value)
-        if math.isinf(number) and not self.infinite:
+            return self.type(value) if is_enum else value
+        wanted, types = _TYPES.get(self.type, ("", object))
+        if not isinstance(value, types) or (isinstance(value, bool) and self.type is not bool):
+            raise self._error(wanted, value)
+        if self.type not in (float, int):
+            return value
+        try:
+            number = self.type(value) + self.type(0)  # -0.0 becomes 0.0
+        except OverflowError:
+            raise self._error("a number that fits a float", value) from None
+        if not (self.range.low <= number <= self.range.high and number > self.range.above):  # refuses NaN, too
+            raise self._error(str(self.range), value)
+        if math.isinf(number) and not self.range.infinite:
             raise self._error("finite", value)
         return number
 
@@ -112,7 +117,7 @@ class Parameter:
 
 
 def parameters_of(rule: type) -> dict[str, Parameter]:
-    """The parameters of a rule's class in order, those that are not taken by position last."""
+    """Return the parameters of a rule's class in order, keyword-only ones last."""
     types = get_type_hints(rule)
     fields = sorted(dataclasses.fields(rule), key=lambda field: bool(field.kw_only))
     return {field.name: Parameter(rule, field, types[field.name]) for field in fields}

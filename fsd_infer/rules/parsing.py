@@ -14,23 +14,24 @@ RuleLike = str | Rule | Sequence[str | Rule]
 
 
 def parse_rule(rule: str | Rule) -> Rule:
-    """The rule that ``rule`` describes; a Rule passes through.
+    """Return the rule that ``rule`` describes; a Rule passes through.
 
-    The text is the rule's name, then the parameters in the order of the class, by position or as ``key=value``, with
-    colons between them. Whole digits that follow a top-k divergence are its own parameter (``top_k_js:20``).
+    Text is the rule's name, then its parameters in the order of the class, by position or as ``key=value``, separated
+    by colons. Digits after a top-k divergence are the divergence's own parameter (``top_k_js:20``).
 
     Raises:
-        UnknownNameError: no rule, or no divergence, of that name.
-        FsdError: a parameter that is unknown, given twice, missing, of another type, or out of range.
+        UnknownNameError: unknown rule or divergence.
+        FsdError: a parameter that is unknown, given twice, missing, of the wrong type, or out of range.
     """
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, str):
         raise FsdError(f"a rule is a Rule or text like 'fuzzy:js:0.3', not {type(rule).__name__}.")
     name, *parts = _split(rule)
-    made = RULES.get(name)
-    parameters = parameters_of(made)
-    keys = {parameter.alias or key: key for key, parameter in parameters.items()} | {key: key for key in parameters}
+    rule_class = RULES.get(name)
+    parameters = parameters_of(rule_class)
+    keys = {parameter.range.alias or key: key for key, parameter in parameters.items()}
+    keys |= {key: key for key in parameters}
     usage = f"{name} takes {', '.join(parameters) or 'no parameters'}"
     order = iter(parameters)
     values: dict[str, Any] = {}
@@ -49,21 +50,21 @@ def parse_rule(rule: str | Rule) -> Rule:
     missing = [key for key in required if key not in values]
     if missing:
         raise FsdError(f"rule {rule!r}: {', '.join(missing)} is missing; {usage}.")
-    return made(**values)
+    return rule_class(**values)
 
 
 def parse_rules(rules: RuleLike) -> list[Rule]:
-    """One rule, or one per prompt; errors as of :func:`parse_rule`."""
+    """Return one rule, or one per prompt. Raises as :func:`parse_rule`."""
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Sequence):
         rules = [rules]
-    found = [parse_rule(rule) for rule in rules]
-    if not found:
+    parsed = [parse_rule(rule) for rule in rules]
+    if not parsed:
         raise FsdError("no rules: give one, or one per prompt.")
-    return found
+    return parsed
 
 
 def _split(text: str) -> list[str]:
-    """Parts at colons, a top-k divergence's own parameter left attached to it."""
+    """Split at colons, but keep a top-k divergence and its parameter together."""
     parts: list[str] = []
     for part in text.split(":"):
         if parts and part.isascii() and part.isdigit() and parts[-1].rpartition("=")[2].startswith("top_k_"):

@@ -1,8 +1,8 @@
-"""Phases of a text: what stands between two marker tokens, where alone a rule with ``only_in`` is lossy.
+"""Phases of a text: the spans between two marker tokens. A rule with ``only_in`` is lossy inside a phase alone.
 
-A phase is written ``think`` for what stands between ``<think>`` and ``</think>``, or ``OPENING..CLOSING``. A token is
-in it if the last marker before it, in prompt, answer and draft, is the opening one: the closing marker itself is, the
-opening one is not.
+``think`` names the spans between ``<think>`` and ``</think>``, ``OPENING..CLOSING`` any other pair. A token is in a
+phase if the last marker before it, in prompt, answer and draft, is the opening one. So the closing marker is inside,
+the opening one is not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsd_infer.tree import DraftTree
 if TYPE_CHECKING:
     from fsd_infer.rules.texts import Texts
 
-Markers = Mapping[str, tuple[int, int]]  # of phases: opening and closing token
-NOWHERE = (-1, -1)  # a phase that no text has
+Markers = Mapping[str, tuple[int, int]]  # phase -> opening and closing token
+NOWHERE = (-1, -1)  # markers of a phase that no text has
 
 
 def markers(phase: str) -> tuple[str, str]:
-    """The opening and closing token of a phase, as texts. Raises FsdError unless it is written as above."""
+    """Return a phase's opening and closing token, as text. Raises FsdError for any other notation."""
     if re.fullmatch(r"[\w-]+", phase):
         return f"<{phase}>", f"</{phase}>"
     opening, dots, closing = phase.partition("..")
@@ -39,28 +39,28 @@ def markers(phase: str) -> tuple[str, str]:
 
 
 def markers_of(rules: Sequence[Any], tokenizer: Any) -> dict[str, tuple[int, int]]:
-    """The marker tokens of all phases that rules name.
+    """Return the marker tokens of all phases that rules name.
 
-    Raises FsdError: no tokenizer, or one to which a marker is not one token: its rule would never be lossy.
+    Raises FsdError if there is no tokenizer, or if a marker is not a single token: its rule would never be lossy.
     """
-    found: dict[str, tuple[int, int]] = {}
+    by_phase: dict[str, tuple[int, int]] = {}
     for phase in {rule.only_in for rule in rules if rule.only_in is not None}:
         if tokenizer is None:
-            raise FsdError(f"only_in={phase}: the target has no tokenizer that knows the markers: add its files.")
+            raise FsdError(f"only_in={phase}: the target has no tokenizer to look the markers up. Add its files.")
         vocabulary = tokenizer.get_vocab()
         ids = [vocabulary.get(marker, -1) for marker in markers(phase)]
         if min(ids) < 0:
             unknown = markers(phase)[ids.index(-1)]
             raise FsdError(
-                f"only_in={phase}: {unknown!r} is no token of the target's, so its texts have no such phase. Name "
+                f"only_in={phase}: {unknown!r} is not a token of the target, so its texts have no such phase. Name "
                 "another pair, OPENING..CLOSING, or leave only_in out."
             )
-        found[phase] = ids[0], ids[1]
-    return found
+        by_phase[phase] = ids[0], ids[1]
+    return by_phase
 
 
 def inside(texts: Texts, tree: DraftTree, opening: int, closing: int) -> Tensor:
-    """[B, N] bool; is the token after each node in the phase."""
+    """[B, N] bool; whether the token after each node is in the phase."""
     text, depths = texts.tokens, tree.depths
     places = torch.arange(1, text.shape[1] + 1, device=text.device)
     opened, closed = (pad(places * (text == token), (1, 0)).amax(1, keepdim=True) for token in (opening, closing))

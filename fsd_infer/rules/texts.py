@@ -1,4 +1,4 @@
-"""The texts so far, prompt and answer, as rules see them, and the drafted tokens that would complete a known n-gram."""
+"""The texts so far, prompt and answer, as rules see them, and the drafts that complete a known n-gram."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PADDING = -1
 
 
 class Texts:
-    """Each row's prompt and what it has emitted so far; the last token is the next tree's root.
+    """Each row's prompt and answer so far; the last token is the next tree's root.
 
     Args:
-        answers: per row the list of its tokens. The lists may grow from round to round, at their ends; only what is new
-            is read then, and nothing at all until a rule asks.
+        answers: per row the list of its tokens. The caller may append to the lists between rounds. They are read when a
+            rule asks, and then only the new tokens.
         prompts: per row; None for empty ones.
-        device: where :attr:`tokens` is wanted.
+        device: of :attr:`tokens`.
         markers: opening and closing token of the phases that rules name.
     """
 
@@ -41,7 +41,7 @@ class Texts:
 
     @property
     def tokens(self) -> Tensor:
-        """[B, L] on the device, each row from its first token on, padded with -1 to the longest."""
+        """[B, L] on the device, padded at the end with -1."""
         longest = max((len(prompt) + len(tail) for prompt, tail in zip(self._prompts, self._answers)), default=0)
         if longest > self._buffer.shape[1]:
             room = torch.full((len(self._answers), 2 * longest - self._buffer.shape[1]), _PADDING)
@@ -55,7 +55,7 @@ class Texts:
         return to_device(self._buffer[:, :longest], self._device)
 
     def last(self, count: int) -> Tensor:
-        """[B, count] on the device: the last tokens of each text in order, -1 before its beginning."""
+        """Return the last tokens of each text in order, [B, count] on the device, -1 before its beginning."""
         tails = [[*prompt[-count:], *answer[-count:]][-count:] for prompt, answer in zip(self._prompts, self._answers)]
         padded = [[_PADDING] * (count - len(tail)) + tail for tail in tails]
         return to_device(torch.tensor(padded, dtype=torch.long).view(len(padded), count), self._device)
@@ -69,15 +69,12 @@ class Texts:
 
 
 def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:
-    """[B, N, count] the last tokens of text and path at each node, the node's own last; -1 before the beginning.
-
-    count: at least 1.
-    """
+    """[B, N, count] the last tokens of text and path at each node, the node's own last; -1 before the beginning."""
     batch, nodes = tree.tokens.shape
     # [B, count + N]: the tokens that precede the root, then the tree's
     tokens = torch.cat([texts.last(count + 1)[:, :-1], tree.tokens], 1)
     at = torch.arange(count + nodes, device=tokens.device).expand(batch, -1)
-    before = torch.cat([(at[:, : count + 1] - 1).clamp_min(0), tree.parents[:, 1:] + count], 1)  # who precedes whom
+    before = torch.cat([(at[:, : count + 1] - 1).clamp_min(0), tree.parents[:, 1:] + count], 1)  # index of predecessor
     columns, at = [], at[:, count:]
     for _ in range(count):
         columns.append(tokens.gather(1, at))
@@ -86,32 +83,32 @@ def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:
 
 
 def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
-    """[B, N] bool; does the node's token complete an n-gram that text and path had before it."""
+    """[B, N] bool; whether the node's token completes an n-gram that text and path had before it."""
     ends = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
-    found = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
+    completes = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
     tokens = texts.tokens
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)[:, None]  # [B, 1, L - n + 1, n]
         same = ends[:, :, None, 0] == windows[..., 0]
         for i in range(1, n):
             same &= ends[:, :, None, i] == windows[..., i]
-        found = found | same.any(-1)
-    return found & (tree.depths > 0)
+        completes = completes | same.any(-1)
+    return completes & (tree.depths > 0)
 
 
 def known_tokens(texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
-    """[R, V] bool; which tokens would complete an n-gram that text and path already have, after these R nodes."""
+    """[R, V] bool; which tokens would complete a known n-gram of text and path after these R nodes."""
     count = rows.shape[0]
-    found = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # the last column is nobody's
+    known = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # last column: misses
     last = last_tokens(texts, tree, n)
     begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
     same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
-    found.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
+    known.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
     tokens = texts.tokens[rows]
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
-        found.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
-    return found[:, :-1]
+        known.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
+    return known[:, :-1]

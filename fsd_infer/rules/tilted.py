@@ -1,8 +1,8 @@
-"""The optimal lossy rule: of all laws that cost as much, the one under which most drafts are accepted.
+"""The optimal lossy rule: of all laws with the same cost, the one that accepts most drafts.
 
-A nat of divergence is worth ``price`` accepted drafts. p is known at every node before anything is emitted, so the most
-that accepted drafts - price · KL(law || p) can reach in expectation from a node on, and the law that reaches it, have a
-closed form. Derivations: docs/optimal-rule.md.
+A nat of divergence is worth ``price`` accepted drafts. p is known at every node before a token is emitted. Hence the
+law that maximises E[accepted drafts] - price · KL(law || p) from a node on has a closed form. docs/optimal-rule.md
+derives it.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
 from fsd_infer.rules.evidence import Contexts, Evidence
-from fsd_infer.rules.gates import check_gate, divergence_gate
+from fsd_infer.rules.fuzzy import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_PRICE = 1e-3
-FIRST_PRICE = 2.0  # of a learned price, before anything is spent
-HEAT = 0.3  # of a learned price
-RARE = 100.0  # the floor of a learned price: drafts that a hot sample takes this much less often than the best token
-LIKELY = 16  # tokens that a hot sample is drawn from; leaving the others out allows less, never more
-GREEDY_SHARPNESS = 2.0  # at temperature 0 drafts are accepted about as under a draw from a law tilted so much more
+FIRST_PRICE = 2.0  # a learned price before any spending
+HEAT = 0.3  # the default heat of a learned price
+RARE = 100.0  # the floor of a learned price: a hot sample takes such a token this many times less often than the best
+LIKELY = 16  # a hot sample is drawn from this many tokens; fewer tokens allow less, never more
+GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
 
 
 @RULES.register("tilted")
 @dataclass(frozen=True)
 class Tilted(LossyRule):
-    """r(y) ∝ p(y)·e^(v(y)/price), v(y) the accepted drafts that y is worth: no rule accepts more for its divergence.
-    Exact at price = inf.
+    """r(y) ∝ p(y)·e^(v(y)/price), where v(y) is the number of accepted drafts y is worth. Exact at price = inf.
 
-    On a tree v(c) = 1 + V(c) for a child c and 0 for every other token. With the children C of a node n,
-    V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)), and 0 at leaves; at temperature 0
-    V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain r = clip(q, p/Z, p·e^(1/price)/Z), and drafts are
-    tested against r. A draft that is no novel n-gram counts as not drafted: nothing beyond it is looked at, unless, at
-    temperature 0, it is what the target would say. Needs no q on trees. As the price falls to 0, p given that the walk
-    takes one of the tree's deepest paths.
+    No rule accepts more drafts for its divergence. On a tree v(c) = 1 + V(c) for a child c and 0 for every other token.
+    For a node n with children C, V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)); V is 0 at leaves. At temperature 0,
+    V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain, drafts are tested against
+    r = clip(q, p/Z, p·e^(1/price)/Z). Trees need no q. As the price falls to 0, r becomes p conditioned on the walk
+    taking one of the tree's deepest paths.
 
-    Without a price the rule learns one: it spends about what the target's own samples would. At each emitted token
-    a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat), would cost some nats on average. What
-    was spent beyond their sum so far raises the price, and what was left over lowers it (drift plus penalty: Neely,
-    2010), so spending follows that sum within a few nats. Sure texts allow little, loose ones more.
+    A draft that is not novel counts as not drafted, together with the nodes below it. The exception: at temperature 0,
+    a draft that is the target's own choice.
+
+    Without a price the rule learns one, and spends about what the target's own samples would. At each emitted token, a
+    hot sample costs some nats on average: a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat). The
+    sum of these costs is the allowance. Spending beyond it raises the price; unspent allowance lowers it (drift plus
+    penalty: Neely, 2010). So spending follows the allowance within a few nats.
 
     Args:
-        price: accepted drafts that a nat is worth, 0.001 or more: rounding would decide at lower ones. None: learned.
-        floor: drafts below this share of the likeliest token's probability count as not drafted: nothing favours them.
-            None: 0.25, or with a learned price what a sample at that heat takes 100 times less often than the best.
-        gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. What lies ahead is valued as
-            if all gates were open. None: everywhere, also where no q is known.
-        divergence: a name of :data:`fsd_infer.divergence.DIVERGENCES`.
-        heat: with a learned price, see above; by default 0.3, which allows about 0.04 nats per token of a chat and
-            0.015 of a worked sum.
+        price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: learned.
+        floor: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
+            learned price, the share a hot sample takes 100 times less often than the likeliest token.
+        gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
+            None: tilt everywhere, even where no q is known.
+        divergence: a name in :data:`fsd_infer.divergence.DIVERGENCES`.
+        heat: the heat of a learned price (default: 0.3, about 0.04 nats per token of chat and 0.015 of a worked sum).
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -80,7 +80,7 @@ class Tilted(LossyRule):
 
     @property
     def learned_heat(self) -> float | None:
-        """The heat by which the price is learned; None where a price is given."""
+        """The heat of a learned price; None if a price is given."""
         return (HEAT if self.heat is None else self.heat) if self.price is None else None
 
     @property
@@ -97,7 +97,7 @@ class Tilted(LossyRule):
         return FIRST_PRICE if self.price is None else self.price
 
     def prices(self, evidence: Evidence) -> Tensor:
-        """[B, 1] of every row."""
+        """[B, 1] the current price of each row."""
         overspent = evidence.round.overspent
         first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_price
         if self.price is not None or overspent is None:
@@ -117,13 +117,13 @@ class Tilted(LossyRule):
         return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
 
     def _lift(self, evidence: Evidence) -> Tensor:
-        """[B, N] v(c)/price of every draft."""
+        """[B, N] v(c)/price of each draft."""
         price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
         regret = evidence.regret.to(price.dtype)
         novel = ~evidence.known(self.novel) if self.novel else evidence.is_draft
         favoured = novel & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
         if evidence.greedy:
-            copied = ~novel & (regret == 0)  # by the target itself: such a draft has no siblings
+            copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
             value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret, open)
         else:
@@ -133,7 +133,7 @@ class Tilted(LossyRule):
         return ((1 + value) / price).masked_fill(~favoured, 0.0)
 
     def _gain(self, at: Contexts) -> Tensor:
-        """[R, V] the same of each token as the draft of a sampled chain, which is worth 1 or 0."""
+        """[R, V] v/price of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.prices(at.evidence))[at.rows].float().repeat(1, at.log_p.shape[1])
         if self.least_share:
             gain.masked_fill_(at.log_p < at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share), 0.0)
@@ -148,10 +148,10 @@ class Tilted(LossyRule):
 
 
 def sampling_cost(scores: Tensor, heat: float, greedy: bool) -> Tensor:
-    """[..., V] scores -> [...] nats that a hot sample costs on average.
+    """Return the mean cost of a hot sample: [..., V] scores -> [...] nats.
 
-    At temperature 0 its mean regret, E[max(scores) - scores] under softmax(scores/heat). Above, the divergence
-    KL(p^(1/(1+heat)) || p) from p = softmax(scores). Both are of the ``LIKELY`` likeliest tokens.
+    At temperature 0 the cost is the mean regret, E[max(scores) - scores] under softmax(scores/heat). Above, it is
+    KL(p^(1/(1+heat)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
     """
     top, _ = ops.likeliest(scores, min(LIKELY, scores.shape[-1]))
     regret = top[..., :1] - top
@@ -162,9 +162,9 @@ def sampling_cost(scores: Tensor, heat: float, greedy: bool) -> Tensor:
 
 
 def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:
-    """[B, N, N] at [n, m] the sum of ``weights`` [B, N] on the path from n (left out) down to m.
+    """[B, N, N] at [n, m] the sum of ``weights`` [B, N] on the path from n (excluded) down to m.
 
-    -inf where m is neither n nor below it, or where a node on the way is not in ``open`` [B, N].
+    -inf if m is not in the subtree of n, or if a node on the path is not in ``open`` [B, N].
     """
     path = ancestors.to(weights.dtype)
     sums = (path @ weights.masked_fill(~open, 0.0)[..., None]).squeeze(-1)
@@ -174,23 +174,24 @@ def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:
 
 
 def best_path(ancestors: Tensor, gains: Tensor, open: Tensor) -> Tensor:
-    """[B, N] V(n) = max(0, max over children c in ``open`` of gains(c) + V(c)), at all nodes at once.
+    """[B, N] V(n) = max(0, max over children c in ``open`` of gains(c) + V(c)).
 
-    That is the largest sum of gains [B, N] on any way down from n: shortest paths, of which trees have one per pair.
+    V(n) is the largest sum of gains [B, N] on a path down from n. One matrix of path sums gives it at all nodes.
     """
     return _sums_down(ancestors, gains, open).amax(-1)
 
 
 def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) -> Tensor:
-    """[B, N] U(n) = ln(rest(n) + Σ over children c in ``open`` of e^(logs(c) + U(c))), at all nodes at once.
+    """[B, N] U(n) = ln(rest(n) + Σ over children c in ``open`` of e^(logs(c) + U(c))).
 
-    e^U is linear in the children's, so it is the sum over n and all nodes m below it of rest(m) times e to the sum of
-    ``logs`` on the way to m. With ``logs`` = ln p(c) + 1/λ and ``rest`` the chance that exact decoding goes no further
-    than m, it is the mean of e^(accepted drafts/λ) under exact decoding from n on.
+    e^U is linear in the children's e^U. So it is the sum, over n and all nodes m below n, of rest(m)·e^(path sum of
+    ``logs`` to m). Take ``logs`` = ln p(c) + 1/λ, and let ``rest`` be the probability that exact decoding ends at m.
+    Then e^U is the mean of e^(accepted drafts/λ) under exact decoding from n on.
 
     Args:
         ancestors: [B, N, N] of a :class:`DraftTree`.
-        logs, open: [B, N]; what is not open is not looked at, and nothing below it either.
-        rest: [B, N]; below 0 counts as 0.
+        logs: [B, N].
+        open: [B, N] bool; other nodes are ignored, with their subtrees.
+        rest: [B, N]; negative values count as 0.
     """
     return (_sums_down(ancestors, logs, open) + rest.clamp_min(0.0).log()[:, None]).logsumexp(-1)

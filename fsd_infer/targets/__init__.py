@@ -1,1 +1,1 @@
-"""The target model: what decoding asks of it, and loading it by a built-in name, a directory or a hub id."""
+"""The target model: loading it by a built-in name, a directory or a hub id, and the operations decoding needs."""

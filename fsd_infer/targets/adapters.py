@@ -1,7 +1,7 @@
 """LoRA adapters as peft writes them: W + scale · B · A (arXiv 2106.09685), merged into their base model's weights.
 
-Where weights cannot take them up, because they are quantised or because each request names its own adapter, layers of
-peft's compute them beside the weights.
+Quantised weights, and requests that each name an adapter, do not allow merging. There peft's layers compute the adapter
+beside the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsd_infer.files import open_safetensors, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# values of these settings under which an adapter is more than W + scale · B · A
+# allowed values of these settings: with any other, an adapter is more than W + scale · B · A
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -37,16 +37,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def is_adapter(directory: str | Path) -> bool:
-    """Is this a directory with a LoRA adapter (rather than a whole model)?"""
+    """Whether this is a directory with a LoRA adapter rather than a whole model."""
     return os.path.isfile(os.path.join(os.path.expanduser(directory), ADAPTER_CONFIG))
 
 
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
-    """The settings of an adapter.
+    """Read the settings of an adapter.
 
     Raises:
         CheckpointError: malformed, or without the name of the base model.
-        ModelLoadError: an adapter that cannot be merged as a plain LoRA.
+        ModelLoadError: an adapter that is not a plain LoRA.
     """
     path = Path(directory).expanduser() / ADAPTER_CONFIG
     config = read_json(path, "Copy or export the adapter again.", CheckpointError)
@@ -73,7 +73,7 @@ def _positive(value: Any) -> bool:
 
 
 def base_of(directory: str | Path) -> str:
-    """The base model that an adapter's config names; a relative path is looked for beside the adapter first.
+    """Return the base model that an adapter's config names; a path relative to the adapter takes precedence.
 
     Raises as :func:`read_adapter_config`.
     """
@@ -83,7 +83,7 @@ def base_of(directory: str | Path) -> str:
 
 
 def adapter_digest(directory: str | Path) -> str:
-    """16 hexadecimal digits of an adapter's weights and scale; for `Target.weights_digest`."""
+    """Return 16 hexadecimal digits of an adapter's weights and scale, for `Target.weights_digest`."""
     config = read_adapter_config(directory)
     digest = hashlib.sha256(json.dumps([config["r"], config["lora_alpha"], config.get("use_rslora")]).encode())
     for name, tensor in sorted(adapter_tensors(directory).items()):
@@ -93,7 +93,7 @@ def adapter_digest(directory: str | Path) -> str:
 
 
 def add_adapter(model: Any, directory: str | Path, merge: bool) -> None:
-    """Make a base model the adapted one, merged or beside the weights, and note which adapter that is.
+    """Apply an adapter to a base model, merged or beside the weights, and record its digest in the config.
 
     Raises as :func:`merge_adapter` and :func:`put_beside`.
     """
@@ -106,31 +106,31 @@ def add_adapter(model: Any, directory: str | Path, merge: bool) -> None:
 
 
 def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
-    """Load adapters beside a model's weights, by name; none of them computes until :func:`adapted`.
+    """Load adapters beside a model's weights, by name; all are inactive until :func:`adapted`.
 
-    Raises ModelLoadError: peft is not installed, or does not take the adapter.
+    Raises ModelLoadError: peft is not installed, or refuses the adapter.
     """
     for name, directory in adapters.items():
         try:
             model.load_adapter(str(Path(directory).expanduser()), adapter_name=name)
-        except Exception as error:  # peft reads files and makes layers from them: anything can be wrong
+        except Exception as error:  # peft builds layers from files: any kind of error may occur
             raise ModelLoadError(f"the adapter {name}={directory} cannot be loaded: {shortened(error)}") from error
     _use(model, None)
     model.requires_grad_(False)
 
 
 def beside(model: nn.Module) -> list[Any]:
-    """peft's layers in a model: those that compute an adapter beside a weight."""
+    """Return peft's layers in a model, which compute an adapter beside a weight."""
     return [part for part in model.modules() if hasattr(part, "adapter_layer_names") and hasattr(part, "base_layer")]
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """The adapters beside a model's weights."""
+    """Return the names of the adapters beside a model's weights."""
     return sorted({name for part in beside(model) for name in part._get_available_adapters()})
 
 
 def beside_digest(model: nn.Module) -> str:
-    """16 hexadecimal digits of the adapters that compute beside a model's weights now; "" if none does."""
+    """Return 16 hexadecimal digits of the active adapters beside a model's weights; "" if none is active."""
     digest, active = hashlib.sha256(), False
     for part in beside(model):
         names = [] if part.disable_adapters else part.active_adapters
@@ -150,7 +150,7 @@ def _use(model: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def adapted(model: nn.Module, name: str) -> Iterator[None]:
-    """Compute with the adapter of that name, "none": with the base weights alone; then as before.
+    """Activate the adapter of that name within the block; "none" activates the base weights alone.
 
     Raises ModelLoadError: there is no such adapter beside the weights.
     """
@@ -174,9 +174,9 @@ def adapted(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model of transformers inside peft's wrapper, whose layers hold the adapters; others as they are.
+    """Return the transformers model inside a peft wrapper, whose layers hold the adapters; other models pass through.
 
-    Raises ModelLoadError: what was learned is no part of the layers (prompt and prefix tuning).
+    Raises ModelLoadError: prompt or prefix tuning, whose parameters lie outside the layers.
     """
     configs = getattr(model, "peft_config", None)
     if not callable(getattr(model, "get_base_model", None)) or not isinstance(configs, Mapping):
@@ -184,8 +184,8 @@ def unwrapped(model: Any) -> Any:
     kinds = [str(config.peft_type) for config in configs.values() if getattr(config, "is_prompt_learning", False)]
     if kinds:
         raise ModelLoadError(
-            f"{', '.join(kinds)}: what was learned is no part of the layers, so drafts cannot be verified with it. "
-            "Use a LoRA."
+            f"{', '.join(kinds)}: its trained parameters are no part of the layers, so drafts cannot be verified with "
+            "it. Use a LoRA."
         )
     return model.get_base_model()
 
@@ -194,7 +194,7 @@ def unwrapped(model: Any) -> Any:
 def merge_adapter(model: nn.Module, directory: str | Path) -> None:
     """Add a LoRA adapter to the weights of its base model, in place.
 
-    Products and sums are formed in fp32 and rounded once, to the weight's dtype.
+    Computes in fp32 and rounds once, to the weight's dtype.
 
     Args:
         model: the base model as transformers loads it.
@@ -208,20 +208,16 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
     config = read_adapter_config(directory)
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    tensors = adapter_tensors(directory)
+    tensors: dict[str, Any] = adapter_tensors(directory)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     while tensors:
         name = next(iter(tensors))
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
         prefix = f"base_model.model.{module}"
         down, up = (tensors.pop(f"{prefix}.lora_{part}.weight", None) for part in "AB")  # [r, in], [out, r]
-        weight = layers[module].weight if module in layers else None
-        if (
-            down is None
-            or up is None
-            or weight is None
-            or ([*up.shape, *down.shape] != [weight.shape[0], rank, rank, weight.shape[1]])
-        ):
+        weight: Any = layers[module].weight if module in layers else None
+        missing = any(part is None for part in (up, down, weight))
+        if missing or [*up.shape, *down.shape] != [len(weight), rank, rank, weight.shape[1]]:
             raise CheckpointError(
                 f"{directory / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG} (r={rank}) and base model "
                 f"{config['base_model_name_or_path']!r}, first at {name!r}: use the files as they were trained."
@@ -231,7 +227,7 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
 
 
 def adapter_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
-    """An adapter's weights by name. Raises CheckpointError: missing or damaged."""
+    """Read an adapter's weights by name. Raises CheckpointError: missing or damaged."""
     path = Path(directory).expanduser() / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter.")

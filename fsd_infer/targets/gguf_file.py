@@ -1,6 +1,6 @@
-"""Read GGUF files: facts and tensors as the file has them, by a memory map. A header of 50,000 tokens takes 0.1 s.
+"""Read facts and tensors of GGUF files by a memory map. A header of 50,000 tokens takes 0.1 s.
 
-gguf-py's reader makes several objects of every token, which takes seconds.
+gguf-py's own reader creates several objects per token, which takes seconds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Stored:
     """A tensor of a GGUF file.
 
     Attributes:
-        kind: its type.
-        shape: as torch has it, the last dimension contiguous.
-        data: [rows, bytes] uint8, read-only, in the mapped file.
+        kind: its ggml type.
+        shape: in torch's order, the last dimension contiguous.
+        data: [rows, bytes] uint8, a read-only view of the mapped file.
     """
 
     kind: GGMLQuantizationType
@@ -36,19 +36,19 @@ class Stored:
     data: np.ndarray
 
     def values(self) -> np.ndarray:
-        """Its numbers in fp32. Raises ModelLoadError for types that gguf-py does not know to read."""
+        """Return the values in fp32. Raises ModelLoadError for types that gguf-py does not support."""
         try:
-            found = dequantize(self.data, self.kind)
+            values = dequantize(self.data, self.kind)
         except NotImplementedError as error:
             raise ModelLoadError(f"tensors of type {self.kind.name} cannot be read ({error}).") from error
-        return np.array(found, dtype=np.float32).reshape(self.shape)
+        return np.array(values, dtype=np.float32).reshape(self.shape)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """The facts of a GGUF file by their names, and its tensors.
+    """Read a GGUF file's facts and its tensors, both by name.
 
     Raises:
-        ModelLoadError: no GGUF file, cut, or malformed.
+        ModelLoadError: no GGUF file, truncated, or malformed.
     """
     try:
         return _Reader(np.asarray(np.memmap(path, np.uint8, "r"))).read()
@@ -58,7 +58,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
 
 
 class _Reader:
-    """Goes through a file's header."""
+    """A cursor in a file's header."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.view, self.at = data, data.data, 0
@@ -84,15 +84,15 @@ class _Reader:
         return known, {name: self._stored(name, sizes, kind, start + at) for name, sizes, kind, at in listed}
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(form, self.view, self.at)
+        numbers = struct.unpack_from(form, self.view, self.at)
         self.at += struct.calcsize(form)
-        return found
+        return numbers
 
     def _number(self, form: str) -> Any:
         return self._numbers("<" + form)[0]
 
     def _check(self, count: int) -> None:
-        """Raise ValueError if fewer than ``count`` bytes are left."""
+        """Raise ValueError if fewer than ``count`` bytes remain."""
         if count > len(self.data) - self.at:
             raise ValueError("it is cut or malformed")
 
@@ -114,15 +114,15 @@ class _Reader:
         return self._strings(count) if of == _STRING else [self._value(of) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """Read ``count`` strings in a third of the time of as many calls of :meth:`_string`."""
-        size_at, view, at, found = struct.Struct("<Q").unpack_from, self.view, self.at, []
+        """Read ``count`` strings, three times as fast as by :meth:`_string`."""
+        size_at, view, at, strings = struct.Struct("<Q").unpack_from, self.view, self.at, []
         for _ in range(count):
             start = at + 8
             at = start + size_at(view, at)[0]
-            found.append(str(view[start:at], "utf-8"))
+            strings.append(str(view[start:at], "utf-8"))
         self._check(at - self.at)
         self.at = at
-        return found
+        return strings
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, count = self._string(), self._number("I")

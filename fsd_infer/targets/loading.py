@@ -1,10 +1,9 @@
-"""Load a target: a built-in one, or anything transformers loads from a directory or the hub, unchanged."""
+"""Load a target: a built-in one, or any causal LM that transformers loads from a directory or the hub."""
 
 from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
-from fsd_infer.files import open_safetensors, read_json, read_weight_map, usable_name
+from fsd_infer.files import usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
 from fsd_infer.targets.builtin import (
     BUILTIN_TARGETS,
@@ -34,6 +33,7 @@ from fsd_infer.targets.builtin import (
     is_gguf,
     shipped_drafter,
 )
+from fsd_infer.targets.checks import check_directory, check_loaded, check_size
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "adapter_of",
     "attention_for",
     "builtin_dir",
-    "check_safetensors",
     "explained",
     "is_builtin",
     "load_config",
@@ -53,7 +52,7 @@ __all__ = [
     "shipped_drafter",
 ]
 
-# Their attention (soft-capped scores; sinks) is only complete in the eager implementation.
+# Only the eager implementation has their attention (soft-capped scores; sinks).
 EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
 
 _DTYPES = {
@@ -66,9 +65,9 @@ _DTYPES = {
 }
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+")
 _HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-_OURS = {  # arguments of transformers that :func:`load_target` gives itself
+_OURS = {  # arguments of transformers that load_target sets itself
     "torch_dtype": "give dtype",
-    "config": "change the model that transformers made and hand it over as an object",
+    "config": "load the model with transformers, change it, and pass the object",
     "use_safetensors": "other formats are not loaded, because they can run code",
     "output_loading_info": "leave it out",
 }
@@ -76,14 +75,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def attention_for(config: PretrainedConfig) -> str:
-    """Attention implementation that takes our tree masks and gives the model's own results: "sdpa", else "eager"."""
+    """Return the attention implementation that supports tree masks for a family: "sdpa", else "eager"."""
     if config.model_type in EAGER_FAMILIES or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "eager"
     return "sdpa" if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False) else "eager"
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
-    """ "bf16", "fp16", "fp32" or torch's own names -> torch.dtype; None is bf16. Raises UnknownNameError."""
+    """Return the dtype named "bf16", "fp16", "fp32" or by torch's own name; None is bf16. Raises UnknownNameError."""
     if dtype is None:
         return torch.bfloat16
     if isinstance(dtype, torch.dtype):
@@ -95,32 +94,32 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 def parse_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name; None: the first CUDA device where there is one, else the CPU.
+    """Return the device of that name; None: the first CUDA device if there is one, else the CPU.
 
     Raises:
-        ModelLoadError: no device has this name, or it is not there.
+        ModelLoadError: no device has this name, or this machine lacks it.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usable = f"use cpu{', cuda' if torch.cuda.is_available() else ''} or leave it out"
     try:
-        found = torch.device(device)
+        place = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ModelLoadError(f"device {device!r} has no such name: {usable}.") from error
-    if found.type in ("cpu", "meta") and found.index:
-        raise ModelLoadError(f"device {str(found)!r}: there is one {found.type} only: {usable}.")
+    if place.type in ("cpu", "meta") and place.index:
+        raise ModelLoadError(f"device {str(place)!r}: there is one {place.type} only: {usable}.")
     try:
-        torch.empty(0, device=found)
-        if found.type == "meta":
+        torch.empty(0, device=place)
+        if place.type == "meta":
             raise RuntimeError("tensors there have no values")
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(f"device {str(found)!r} cannot be used here ({reason}): {usable}.") from error
-    return found
+        raise ModelLoadError(f"device {str(place)!r} cannot be used here ({reason}): {usable}.") from error
+    return place
 
 
 def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
-    """The directory of the LoRA adapter that ``name_or_dir`` stands for; None for a target without one."""
+    """Return the directory of the LoRA adapter that ``name_or_dir`` names; None for a target without one."""
     name = os.fspath(name_or_dir)
     if is_builtin(name):
         return builtin_adapter(name)
@@ -128,14 +127,18 @@ def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True, subfolder: str | None = None) -> str:
-    """What should be loaded for ``name_or_dir``: a local directory, a GGUF file, or a hub id.
+    """Return what transformers should load for ``name_or_dir``: a local directory, a GGUF file, or a hub id.
 
-    For an adapter that is its base model, whose config and tokenizer are the adapted one's too. ``subfolder`` is where
-    in a local directory the model lies.
+    An adapter resolves to its base model, which has the config and the tokenizer.
+
+    Args:
+        name_or_dir: as in :func:`load_target`.
+        progress: report on stderr while a built-in target is fetched.
+        subfolder: of a local directory, in which the model lies.
 
     Raises:
         UnknownNameError: neither a built-in name, nor a directory, nor of the form owner/model.
-        ModelLoadError: neither text nor a path, a directory without a model in it, or the built-in target cannot be
+        ModelLoadError: neither text nor a path, a directory without a model, or a built-in target that cannot be
             fetched.
         CheckpointError: a truncated or malformed safetensors file in the directory.
     """
@@ -146,14 +149,14 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         usable_name(name, "target")
     if is_builtin(name):
         return str(builtin_dir(name, progress=progress))
-    directory = Path(os.path.expanduser(name))  # pathlib's raises an error for users that are not there
+    directory = Path(os.path.expanduser(name))  # pathlib's expanduser raises an error for unknown users
     if name and is_adapter(directory):
         return _resolve_base(directory, progress)
     if is_gguf(name):
         return str(directory)
     if name and os.path.isdir(directory):
         directory = directory / (subfolder or "")
-        _check_directory(directory)
+        check_directory(directory)
         return str(directory)
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
         return name
@@ -170,7 +173,7 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
 def _resolve_base(adapter: Path, progress: bool) -> str:
     base = base_of(adapter)
     if is_adapter(base):
-        raise ModelLoadError(f"{adapter}: its base model {base} is an adapter too. Merge that one into its base first.")
+        raise ModelLoadError(f"{adapter}: its base model {base} is an adapter too. Merge {base} into its base first.")
     try:
         return resolve_target(base, progress=progress)
     except FsdError as error:
@@ -180,72 +183,8 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
         ) from error
 
 
-def _check_directory(directory: Path) -> None:
-    """Find the usual damage before transformers does, with the file's name in the message."""
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        shards = [directory / name for name in sorted(set(read_weight_map(index, "Copy the model again.").values()))]
-    else:
-        shards = sorted(directory.glob("*.safetensors"))
-    if not shards:
-        raise ModelLoadError(
-            f"{directory} has no safetensors weights. Other formats are not loaded, because they can run code; "
-            "convert them with save_pretrained of transformers."
-        )
-    for shard in shards:
-        if not shard.is_file():
-            raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
-    _check_layers(directory / "config.json", sum(map(check_safetensors, shards)))
-
-
-def _check_layers(path: Path, tensors: int) -> None:
-    """Raise CheckpointError if a config is no object, or has more layers than there are tensors.
-
-    transformers builds the layers before it looks at the weights, and a billion of them take all memory.
-    """
-    config = read_json(path, "Copy the model again.", CheckpointError)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for name, value in (pair for part in parts for pair in part.items()):
-        if "layer" in name and isinstance(value, (int, float)) and value > tensors:
-            raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
-        if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
-            raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
-
-
-def _check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
-    """Raise CheckpointError if a directory's config asks for far more weights than its files hold.
-
-    transformers fills up what is missing, in memory, before it says so.
-    """
-    if not os.path.isdir(source):
-        return
-    stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
-    with torch.device("meta"):
-        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    wanted = sum(parameter.numel() for parameter in planned.parameters())
-    if wanted > 4 * stored:  # weights of 2 bits are the smallest
-        raise CheckpointError(
-            f"{source}: config.json asks for {wanted:.3g} weights, but the files hold {stored:.3g} bytes; "
-            "copy the model again."
-        )
-
-
-def check_safetensors(path: Path) -> int:
-    """Read the header of a safetensors file and compare it with the file's size; returns its number of tensors.
-
-    Raises:
-        CheckpointError: truncated or malformed.
-    """
-    with open_safetensors(path, "Copy or fetch it again.") as file:
-        return len(file.keys())
-
-
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
-    """A target's config alone; names, options of the hub and errors as of :func:`load_target`."""
+    """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
     source, options = _located(name_or_dir, hub)
     with explained(name_or_dir):
         if is_gguf(source):
@@ -256,7 +195,7 @@ def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedCo
 
 
 def load_tokenizer(name_or_dir: str | os.PathLike[str], **hub: Any) -> PreTrainedTokenizerBase | None:
-    """A target's tokenizer alone, None for a local directory without one; otherwise as :func:`load_config`."""
+    """Load a target's tokenizer alone, as :func:`load_config`; None for a local directory without one."""
     source, options = _located(name_or_dir, hub)
     with explained(name_or_dir):
         return _tokenizer(source, **options)
@@ -265,7 +204,7 @@ def load_tokenizer(name_or_dir: str | os.PathLike[str], **hub: Any) -> PreTraine
 def _located(
     name_or_dir: str | os.PathLike[str], given: dict[str, Any], progress: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """What transformers loads, and those of the ``given`` keywords that say where it lies."""
+    """Return what transformers loads, and the ``given`` keywords that say where it lies."""
     options = {name: given[name] for name in ("revision", *_HUB_OPTIONS) if given.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
     if os.path.isdir(source):
@@ -275,7 +214,7 @@ def _located(
 
 @contextmanager
 def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Whatever transformers makes of a model's files, as one of our errors."""
+    """Convert any error of transformers about a model's files to one of ours."""
     name = os.fspath(name_or_dir)
     try:
         yield
@@ -285,7 +224,7 @@ def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
     except (FsdError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException as error:  # a config can make any part of transformers fail, and its Rust parts panic
+    except BaseException as error:  # a bad config can make any part of transformers fail, and its Rust parts panic
         raise ModelLoadError(
             f"target {name!r} cannot be loaded: {shortened(error)} "
             f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
@@ -303,18 +242,18 @@ def load_target(
     expand: bool = True,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a target by transformers, unchanged, in eval mode and without gradients.
+    """Load a target with transformers, unchanged, in eval mode and without gradients.
 
-    A LoRA adapter is merged into the weights of its base model, so that the target runs as fast as the base. Where the
-    base is quantised it stays beside the weights, and peft computes it.
+    A LoRA adapter is merged into the weights of its base model, so the target runs as fast as the base. If the base is
+    quantised, the adapter stays beside the weights, and peft computes it.
 
     Args:
         name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter), a GGUF file or a hub id.
             Weights must be safetensors or GGUF.
-        dtype: of the weights, or of what is not quantised; default bf16.
-        device: default CUDA where available, else CPU.
-        trust_remote_code: let a model bring its own Python code. Off: such models are refused.
-        attn_implementation: default ``attention_for(config)``.
+        dtype: of all weights that are not quantised (default: bf16).
+        device: default: CUDA where available, else CPU.
+        trust_remote_code: run the model's own Python code; if False, such models are refused.
+        attn_implementation: default: ``attention_for(config)``.
         progress: say on stderr when a built-in target is being fetched.
         expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
             (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
@@ -323,12 +262,13 @@ def load_target(
             too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
 
     Returns:
-        (model, tokenizer). The tokenizer is None for a local directory that holds none.
+        (model, tokenizer). The tokenizer is None for a local directory without one.
 
     Raises:
-        UnknownNameError, ModelLoadError, CheckpointError: see ``resolve_target``; also ModelLoadError for whatever
-            transformers refuses, for quantised weights that this device cannot compute with, and for weights that do
-            not fill the model.
+        UnknownNameError: see :func:`resolve_target`.
+        CheckpointError: see :func:`resolve_target`.
+        ModelLoadError: also for an error of transformers, for quantised weights that this device does not support, and
+            for weights that do not fill the model.
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
@@ -342,7 +282,7 @@ def load_target(
     options = {name: value for name, value in model_kwargs.items() if name not in _HUB_OPTIONS and name != "revision"}
     with explained(name_or_dir):
         config = AutoConfig.from_pretrained(source, **where)
-        _check_size(source, config, trust_remote_code)
+        check_size(source, config, trust_remote_code)
         if "quantization_config" in options:
             options["quantization_config"] = quantization_config(options["quantization_config"])
         stored = method_of(config) is not None
@@ -362,7 +302,7 @@ def load_target(
         )
         tokenizer = _tokenizer(source, **where)
     model: PreTrainedModel = loaded[0]
-    _check_loaded(source, model, loaded[1])
+    check_loaded(source, model, loaded[1])
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
@@ -392,22 +332,6 @@ def _load_gguf(
     return model if keep else model.to(place), tokenizer
 
 
-def _check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise ModelLoadError if weights are missing, warn of those that have no place."""
-    missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
-    if missing:
-        raise ModelLoadError(
-            f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "
-            "they would be random. Check that config.json belongs to these weights."
-        )
-    if unused:
-        warnings.warn(
-            f"{len(unused)} tensors of {source} have no place in {type(model).__name__}, first {unused[0]!r}: check "
-            "that config.json belongs to these weights.",
-            stacklevel=3,
-        )
-
-
 def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
     if is_gguf(source):
@@ -417,5 +341,5 @@ def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
-    tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed one may load, and fail at every request
+    tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed tokenizer may load, and fail at every request
     return tokenizer

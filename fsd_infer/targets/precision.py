@@ -1,6 +1,6 @@
-"""Quantised targets: what records call them, what computes with them, and which a CPU cannot run.
+"""Quantised targets: their names in records, and the methods that a CPU does not support.
 
-transformers quantises at load, or loads what is quantised; nothing here imports a library of quantisation.
+transformers quantises at load, or loads quantised weights. This module imports no quantisation library.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from fsd_infer.errors import ModelLoadError
 
 PLAIN = "unquantised weights"
 NEED_GPU = ("aqlm", "eetq", "fbgemm_fp8", "fouroversix", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")  # no CPU kernels
-_EXPANDED = ("fp8", "mxfp4", "mxfp8")  # on a CPU transformers expands stored ones; it does not make them there
+_EXPANDED = ("fp8", "mxfp4", "mxfp8")  # a CPU can expand stored weights of these methods, but not quantise to them
 
 
 def method_of(config: Any) -> str | None:
-    """The method of a quantisation config (an object of transformers' or a dict), or of a model's config; None if there
-    is none."""
-    found = _quantization(config)
-    if not found:
+    """Return the method of a quantisation config (transformers' object or a dict) or of a model's config, or None."""
+    quantization = _quantization(config)
+    if not quantization:
         return None
-    method = found.get("quant_method")
-    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        return "bitsandbytes"  # older configs do not say
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        return "bitsandbytes"  # older configs do not name it
     return None if method is None else str(getattr(method, "value", method))
 
 
 def quantization_config(given: Any) -> Any:
-    """A quantisation config as transformers takes it: of torchao's a dict may name the type alone,
-    ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``."""
+    """Return a quantisation config as transformers takes it.
+
+    A torchao dict may name its type alone, ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``.
+    """
     if isinstance(given, Mapping) and method_of(given) == "torchao" and isinstance(given.get("quant_type"), str):
         kind = {"_type": given["quant_type"], "_version": 2, "_data": dict(given.get("quant_type_kwargs") or {})}
         given = {**given, "quant_type": {"default": kind}}
@@ -42,7 +43,7 @@ def quantization_config(given: Any) -> Any:
 
 
 def _quantization(config: Any) -> Mapping[str, Any]:
-    """A quantisation config as a dict, empty where there is none."""
+    """Return a quantisation config as a dict; empty if there is none."""
     if hasattr(config, "get_text_config"):
         config = getattr(config, "quantization_config", None)
     if hasattr(config, "to_dict"):
@@ -51,17 +52,17 @@ def _quantization(config: Any) -> Mapping[str, Any]:
 
 
 def check_quantization(config: Any, device: torch.device, stored: bool = True) -> None:
-    """Raise ModelLoadError for weights that this device has no products for.
+    """Raise ModelLoadError for quantised weights that this device does not support.
 
     Args:
-        config: as of :func:`method_of`.
+        config: as in :func:`method_of`.
         device: of the target.
         stored: the weights are quantised in their files, not at load.
     """
-    method, found = method_of(config), _quantization(config)
+    method, quantization = method_of(config), _quantization(config)
     if device.type != "cpu" or method is None:
         return
-    if method == "torchao" and _torchao_kind(found.get("quant_type")) == "Int4WeightOnlyConfig":
+    if method == "torchao" and _torchao_kind(quantization.get("quant_type")) == "Int4WeightOnlyConfig":
         raise ModelLoadError(
             "torchao's Int4WeightOnlyConfig has products for GPUs only, and the target is on a CPU: use "
             "IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)), or another device."
@@ -73,8 +74,8 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         )
     if method in _EXPANDED and not stored:
         raise ModelLoadError(
-            f"weights are quantised by {method!r} on a GPU only; on a CPU use torchao, bitsandbytes or quanto, or a "
-            f"model that is stored in {method}, which is expanded to bf16 here."
+            f"weights are quantised by {method!r} on a GPU only. On a CPU use torchao, bitsandbytes or quanto, or a "
+            f"model stored in {method}, which is expanded to bf16."
         )
 
 
@@ -97,9 +98,9 @@ def ready(model: Any) -> None:
 
 
 def precision_of(model: Any) -> str:
-    """What the linear layers of a model compute with, in words: "" for plain weights, else "bitsandbytes nf4" …
+    """Return a name for the precision of a model's linear layers: "" for plain weights, else "bitsandbytes nf4" …
 
-    Two targets of one precision have the same text, whatever made them.
+    Targets of equal precision have equal names.
     """
     found = _quantization(getattr(model, "config", None))
     method = method_of(found)
@@ -109,7 +110,7 @@ def precision_of(model: Any) -> str:
 
 
 def _kind(method: str, config: Mapping[str, Any]) -> str:
-    """What of a method's config the numbers depend on most."""
+    """The part of a method's config that matters most for the numbers."""
     if method == "bitsandbytes":
         return str(config.get("bnb_4bit_quant_type", "fp4")) if config.get("load_in_4bit") else "int8"
     if method == "quanto":
@@ -132,14 +133,14 @@ def _torchao_kind(quant_type: Any) -> str:
 
 
 def _scheme(group: Mapping[str, Any]) -> str:
-    """ "W4A16" and the like, as compressed-tensors calls them."""
+    """The scheme's name in compressed-tensors, such as "W4A16"."""
     weights, inputs = ((group.get(name) or {}) for name in ("weights", "input_activations"))
     float8 = weights.get("type") == "float" and weights.get("num_bits") == 8
     return "FP8" if float8 else f"W{weights.get('num_bits')}A{inputs.get('num_bits', 16)}"
 
 
 def _odd_weights(decoder: nn.Module) -> set[str]:
-    """The types of what is no plain weight among a decoder's matrices."""
+    """The types of a decoder's matrices other than plain weights."""
     odd = [part for part in decoder.modules() if isinstance(part, nn.Linear) and not is_plain(part)]
     weights = [getattr(part, "weight", None) for part in odd]
-    return {type(weight).__name__ for weight in weights if not hasattr(weight, "full_tensor")}  # not: shared out
+    return {type(weight).__name__ for weight in weights if not hasattr(weight, "full_tensor")}  # not sharded ones

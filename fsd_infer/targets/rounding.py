@@ -1,9 +1,9 @@
 """Weights rounded to a few bits by least squares, for drafters that are copies of their target.
 
-In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1. Scale s and zero z of a group
-minimise its squared error: from several starts, the range shrunk by as many factors, n = round((w - z)/s) and the
-linear regression of w on n take turns (as in HQQ, half-quadratic quantization, which minimises another norm), and the
-start that ends best wins.
+In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1. Scale s and zero z minimise a
+group's squared error. From several starts (the range, shrunk by several factors), two steps alternate: rounding
+n = round((w - z)/s), and linear regression of w on n. The best result wins. HQQ (half-quadratic quantization)
+alternates likewise but minimises another norm.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from torch import Tensor
 GROUP = 64
 SHRINKING = (1.0, 0.9, 0.8, 0.7, 0.6)
 TURNS = 4
-_AT_ONCE = 2**19  # numbers, so that they stay in a CPU's cache
+_AT_ONCE = 2**19  # numbers per block, to fit a CPU's cache
 
 
 def round_weight(weight: Tensor, bits: int) -> Tensor:
-    """The weight [..., in], each group of its inputs rounded to 2^bits values, in its own type."""
+    """Return the weight [..., in] with each group of inputs rounded to 2^bits values, in the same dtype."""
     width = weight.shape[-1]
     group = math.gcd(width, GROUP)
     groups = weight.reshape(-1, group if group >= GROUP // 4 else width)
-    made = torch.empty_like(groups)
-    for part, out in zip(*(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, made)), strict=True):
+    rounded = torch.empty_like(groups)
+    for part, out in zip(
+        *(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, rounded)), strict=True
+    ):
         out.copy_(_rounded(part.float(), 2**bits - 1))
-    return made.view(weight.shape)
+    return rounded.view(weight.shape)
 
 
 def _rounded(groups: Tensor, most: int) -> Tensor:
-    """[G, n] in fp32 -> the same rounded; n from 0 to ``most``."""
+    """Round [G, n] in fp32, with n from 0 to ``most``."""
     low, high = (end[:, None] for end in groups.aminmax(dim=1))
     mean, least = groups.mean(1, keepdim=True), torch.finfo(torch.float32).tiny
     best, least_error = groups, torch.full_like(mean, math.inf)
@@ -46,8 +48,8 @@ def _rounded(groups: Tensor, most: int) -> Tensor:
             slope = (deviations * (groups - mean)).sum(1, keepdim=True) / spread.clamp_min(least)
             scale = torch.where(spread > 0, slope, scale).clamp_min(least)
             zero = mean - scale * centre
-        made = numbers * scale + zero
-        error = (made - groups).square().sum(1, keepdim=True)
-        best = torch.where(error < least_error, made, best)
+        rounded = numbers * scale + zero
+        error = (rounded - groups).square().sum(1, keepdim=True)
+        best = torch.where(error < least_error, rounded, best)
         least_error = torch.minimum(least_error, error)
     return best

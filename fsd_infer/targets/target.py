@@ -1,4 +1,4 @@
-"""The target: a transformers causal LM, unchanged, seen through the few operations decoding needs."""
+"""The target: a transformers causal LM, unchanged, behind the few operations that decoding needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from fsd_infer.device.lock import RequestLock
 from fsd_infer.device.rows import additive
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
+from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.masks import layer_windows, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.token_ids import eos_ids
@@ -31,21 +33,20 @@ _DIGEST_ROWS = 1024
 class Target:
     """A frozen causal LM with its tokenizer.
 
-    ``features`` are what drafters read, [B, M, F]. The first H columns are the final features, what enters the LM head
-    (the last hidden state after the final norm); then come the outputs of the layers given to :meth:`watch`, H columns
-    each, in ascending order of layers: transformers' ``hidden_states``, where the last layer's is after the final norm.
-    Nobody watching, F = H.
+    Drafters read ``features`` [B, M, F]. The first H columns are the final features, the input of the LM head (the last
+    hidden state after the final norm). The outputs of captured layers follow, H columns each, in ascending order of
+    layers, as in transformers' ``hidden_states``; see :meth:`capture_layers`. Without such layers F = H.
 
-    Forwards leave nothing on the target, so several threads may run them at once, each with a cache of its own.
+    Forwards store nothing on the target, so several threads may run them at once, each with its own cache.
 
     Args:
-        model: any decoder-only ``PreTrainedModel`` with a language-model head, on one device or, by transformers'
-            ``tp_plan``, on one per process.
+        model: any decoder-only ``PreTrainedModel`` with an LM head, on one device or, by transformers' ``tp_plan``, on
+            one per process.
         tokenizer: its tokenizer, or None (then only token ids can be decoded).
-        name: how the target was asked for; kept in records of runs.
+        name: the name in records of runs.
 
     Raises:
-        ModelLoadError: no model of that kind, or its layers lie on several devices.
+        ModelLoadError: the model is no causal LM, takes no positions, or lies on several devices.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
@@ -53,66 +54,43 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-        self._head: nn.Module | None = model.get_output_embeddings()
-        if self._head is None:
-            raise ModelLoadError(f"{type(model).__name__} has no language-model head: a causal LM is needed as target.")
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.watched: tuple[int, ...] = ()
+        check_decodable(model, self.name)
         self.decoder: nn.Module = model.get_decoder()
-        if self.decoder is model or self.decoder is None:
-            raise ModelLoadError(f"{type(model).__name__} does not say which module is its decoder (`get_decoder`).")
-        if not any("position_ids" in inspect.signature(part.forward).parameters for part in (model, self.decoder)):
-            raise ModelLoadError(
-                f"{type(model).__name__} takes no positions (it keeps a state, or counts its cache); a token tree "
-                "can be verified in one forward only where siblings share a position. Use another target."
-            )
-        if hasattr(self.config, "altup_num_inputs"):  # Gemma 3n
-            raise ModelLoadError(
-                f"{type(model).__name__}: its hidden states are of several streams, so there are no features that "
-                "enter its LM head. Use another target."
-            )
-        places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-        if len(places) > 1:
-            raise ModelLoadError(
-                f"{self.name} lies on several devices ({', '.join(sorted(places))}), layer by layer; a cache lies on "
-                'one: load it on one, or by tp_plan="auto" on one per process (docs/scaling.md).'
-            )
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
         self._eager = self.config._attn_implementation == "eager"
         self.graphs: Graphs | None = None
-        self.prefixes: PrefixCache | None = None  # what earlier requests read, see FuzzyDecoder.from_pretrained
+        self.prefixes: PrefixCache | None = None  # see FuzzyDecoder.from_pretrained
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Target:
-        """Load a built-in name, a local directory or a hub id; options and errors as of :func:`load_target`."""
+        """Load a built-in name, a local directory or a hub id; options and errors as in :func:`load_target`."""
         model, tokenizer = load_target(name, **options)
         return cls(model, tokenizer, name=str(name))
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None) -> Target:
-        """A model in memory as it is, in eval mode; of peft's wrapper the model inside, adapters included.
+        """Wrap a model in memory, set to eval mode. A peft wrapper gives the model inside, with its adapters.
 
-        Raises ModelLoadError: no causal LM, or an adapter that is no part of the model's layers (prompt tuning).
+        Raises ModelLoadError: no causal LM, or an adapter outside the model's layers (prompt tuning).
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        made = cls(unwrapped(model), tokenizer)
+        target = cls(unwrapped(model), tokenizer)
         for parameter in trained:
             parameter.requires_grad_()
-        return made
+        return target
 
     # facts ---------------------------------------------------------------------------------------------------------
 
     @property
     def lock(self) -> RequestLock:
-        """Held for a request: threads that decode with one model take turns. The model's, so that all its wrappers
-        share it.
-        """
+        """The lock that a request holds, shared by all targets of one model: threads take turns, request by request."""
         lock: RequestLock = vars(self.model).setdefault("_fsd_lock", RequestLock())
         return lock
 
     def without_gradients(self) -> AbstractContextManager[Any]:
-        """What a request runs under: torch's inference mode; no_grad where weights are quantised, since tensors of some
-        libraries refuse the former."""
+        """Return inference mode, or no_grad for quantised weights, since some libraries' tensors refuse the former."""
         return torch.no_grad() if self.precision else torch.inference_mode()
 
     @property
@@ -124,21 +102,21 @@ class Target:
         return self.model.dtype
 
     @property
-    def is_shared_out(self) -> bool:
-        """Does each of several processes hold a part of the weights (``tp_plan`` of transformers, FSDP)?
+    def is_sharded(self) -> bool:
+        """Whether each of several processes holds a shard of the weights (``tp_plan`` of transformers, FSDP).
 
-        They decode as one does, if all are asked the same at the same time.
+        All processes must then run the same requests in the same order.
         """
         return any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits (may exceed the tokenizer's length by padding rows)."""
+        """Width of the logits; padding rows may make it exceed the tokenizer's length."""
         return ops.table_size(self.model.get_output_embeddings())[0]
 
     @property
     def hidden_size(self) -> int:
-        """Width of the features."""
+        """H, the width of the final features."""
         return ops.table_size(self.model.get_output_embeddings())[1]
 
     @property
@@ -152,25 +130,12 @@ class Target:
     @property
     def layer_windows(self) -> dict[str, int | None]:
         """Attention window by layer type (None: full), e.g. {"full_attention": None, "sliding_attention": 4096}."""
-        window = getattr(self.config, "sliding_window", None)
-        if hasattr(self.config, "use_sliding_window") and not self.config.use_sliding_window:
-            window = None
-        types = getattr(self.config, "layer_types", None)
-        if types is None and "local" in getattr(self.config, "attention_layers", ()):
-            types = ["local"]  # GPT-Neo's windows count slots
-        if types is None:
-            return {"all": window}
-        unknown = set(types) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise ModelLoadError(
-                f"{self.config.model_type} has layers of type {', '.join(sorted(unknown))}; a token tree "
-                "can be verified in one forward only through full or sliding-window attention. Use another target."
-            )
-        return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(set(types))}
+        return layer_windows(self.config)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a drafter checkpoint must match: family, hidden size, vocabulary size and the tokenizer's table; and the
-        precision of quantised weights, which it was trained for and need not match.
+        """Return the facts that a drafter checkpoint must match: family, hidden size, vocabulary size and its digest.
+
+        The precision of quantised weights is recorded, too, but need not match.
         """
         digest = None
         if self.tokenizer is not None:
@@ -186,16 +151,16 @@ class Target:
 
     @cached_property
     def precision(self) -> str:
-        """See :func:`precision_of`: "" for plain weights."""
+        """The precision of quantised weights, see :func:`precision_of`; "" for plain weights."""
         return precision_of(self.model)
 
     def weights_digest(self) -> str:
-        """16 hexadecimal digits that tell this target's weights from another's of the same shape.
+        """Return 16 hexadecimal digits that distinguish this target's weights from others of the same shape.
 
-        They come from the final norm and about a thousand rows each of embeddings and LM head, which a target without
-        its layers (:func:`fsd_train.models.slim.load_slim`) has too, from the adapter that was merged into it, if
-        any, and from the precision of quantised layers. Any other fine-tuned copy that left all of these alone has the
-        same digest. Values are rounded to bf16, so dtype, device and packing of the weights do not matter.
+        The digest covers the final norm, about a thousand rows each of embeddings and LM head, the merged adapter and
+        the precision of quantised layers. A target without its layers (:func:`fsd_train.models.slim.load_slim`) has
+        the same digest, and so does a fine-tuned copy that changed none of these. Values are rounded to bf16, so dtype,
+        device and packing do not matter.
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
         tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -212,13 +177,13 @@ class Target:
     # operations ----------------------------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] -> input embeddings [..., H_embed], as the target's first layer sees them before any scaling."""
+        """Return the input embeddings [..., H_embed] of ids [...], before any scaling by the model."""
         return self.model.get_input_embeddings()(ids)
 
     def lm_logits(self, features: Tensor, head: nn.Module | None = None) -> Tensor:
-        """features [..., H] -> logits [..., V], with the family's scale and soft cap.
+        """Return the logits [..., V] of final features [..., H], with the family's scale and soft cap.
 
-        ``head``, a linear layer of chosen rows of the LM head (see :meth:`reduced_lm_head`), gives [..., Vd] instead.
+        A ``head`` of chosen rows of the LM head (see :meth:`reduced_lm_head`) gives [..., Vd] instead.
         """
         logits = (head or self.model.get_output_embeddings())(features)
         scale = getattr(self.config, "logit_scale", None)  # cohere multiplies
@@ -233,7 +198,7 @@ class Target:
         return logits
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd], or the whole head."""
+        """Return (weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd]; None: for all ids."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         weight = ops.weight_rows(head, ids).to(self.dtype)
@@ -241,14 +206,17 @@ class Target:
 
     @torch.no_grad()
     def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Features [B, M, F] of right-padded sequences ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
+        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
         out = self.decoder(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(self.watched)
+            input_ids=ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            output_hidden_states=bool(self.captured_layers),
         )
-        return self._joined(out.last_hidden_state, self._watched_of(out.hidden_states))
+        return self._joined(out.last_hidden_state, self._captured_of(out.hidden_states))
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
-        """The rows ids [Vd] of the LM head as a frozen linear layer."""
+        """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
         weight, bias = self.lm_head_rows(ids)
         head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         head.weight = nn.Parameter(weight, requires_grad=False)
@@ -258,7 +226,7 @@ class Target:
 
     @torch.no_grad()
     def check_lm_head(self) -> None:
-        """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits (drafters rely on it)."""
+        """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits, as draft heads require."""
         if not self._lm_head_is_plain:
             raise ModelLoadError(
                 f"{self.config.model_type}: the LM head does more than a linear map, a scale and a soft cap, so a "
@@ -274,47 +242,47 @@ class Target:
             ours = self.lm_logits(features).float()
         return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
-    def watch(self, layers: Sequence[int]) -> None:
-        """Add the outputs of these decoder layers (numbers from 0) to the features. Raises ModelLoadError."""
+    def capture_layers(self, layers: Sequence[int]) -> None:
+        """Append the outputs of these decoder layers, counted from 0, to the features. Raises ModelLoadError."""
         self.layers(layers)
-        before, self.watched = self.watched, tuple(sorted({*self.watched, *layers}))
-        if self.watched != before and self.graphs is not None:
+        before, self.captured_layers = self.captured_layers, tuple(sorted({*self.captured_layers, *layers}))
+        if self.captured_layers != before and self.graphs is not None:
             self.graphs.forget()
 
     def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
-        """These decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
+        """Return these decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
         count = int(self.config.num_hidden_layers)
         lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
-        found = next((modules for modules in lists if len(modules) == count), None)
+        layers: Any = next((modules for modules in lists if len(modules) == count), [])
         for number in numbers:
-            if found is None or not 0 <= number < count:
+            if not 0 <= number < len(layers):
                 raise ModelLoadError(f"{self.name} has no layer {number}: give numbers from 0 to {count - 1}.")
-        return [] if found is None else [found[number] for number in numbers]
+        return [layers[number] for number in numbers]
 
     def features_of(self, features: Tensor, layers: Sequence[int] = ()) -> Tensor:
-        """The columns [..., H·(1 + len(layers))] of features [..., F]: the final features, then those of ``layers``."""
-        if tuple(layers) == self.watched:
+        """Return the final features and those of ``layers``, [..., H·(1 + len(layers))], of features [..., F]."""
+        if tuple(layers) == self.captured_layers:
             return features
         width = self.hidden_size
-        parts = [0, *(1 + self.watched.index(number) for number in sorted(layers))]
+        parts = [0, *(1 + self.captured_layers.index(number) for number in sorted(layers))]
         return torch.cat([features[..., part * width : (part + 1) * width] for part in parts], dim=-1)
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
-        """An empty key-value cache with room for ``slots`` tokens per row."""
+        """Return an empty KV cache with ``slots`` slots per row."""
         return new_cache(self.graphs, self.config, batch, slots)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of earlier requests' caches that :meth:`new_cache` takes from."""
+        """Bytes of earlier requests' caches that :meth:`new_cache` may reuse."""
         return 0 if self.graphs is None else self.graphs.held
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """What :meth:`new_cache` takes."""
+        """Return the bytes that :meth:`new_cache` takes."""
         return batch * slots_taken(self.graphs, slots) * self.cache_bytes_per_token
 
     @cached_property
     def cache_bytes_per_token(self) -> int:
-        """What a token takes in the cache, by a forward over one: configs of families do not agree on it."""
+        """Bytes per token in the cache, measured by a forward over one token, since configs do not agree on it."""
         cache = SlotCache(self.config, 1, 1)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache.set_write_slots(zero, 0, 1)
@@ -326,26 +294,21 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        cache: SlotCache,
-        keep: int = 0,
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: SlotCache, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """One forward over new tokens that see chosen cache slots.
+        """Run the model over new tokens, each of which attends to chosen cache slots.
 
         Args:
-            tokens: [B, M] new token ids, written to the slots the cache was given.
+            tokens: [B, M] new token ids, written to the cache's write slots.
             positions: [B, M] their positions.
-            visible: [B, M, S] bool, slot s may be attended by token i (window not yet applied).
+            visible: [B, M, S] bool; token i may attend to slot s (sliding windows are applied here).
             cache: after :meth:`SlotCache.set_write_slots`.
-            keep: logits of the last ``keep`` tokens only (0: all).
+            keep: return logits of the last ``keep`` tokens only (0: of all).
 
         Returns:
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
-        scattered = cache.positions is not None and any(self.layer_windows.values())  # a recording does not know where
+        scattered = cache.positions is not None and any(self.layer_windows.values())  # not an input of recordings
         if self.graphs is not None and not keep and not scattered:
             logits, features = self.graphs(cache, visible, tokens, positions)
             return logits, features
@@ -355,7 +318,7 @@ class Target:
     def adapted(self, adapter: str | None) -> Iterator[None]:
         """Compute with the adapter of that name (None: as the model is); see :func:`.adapted`. Hold :attr:`lock`.
 
-        What earlier requests read, and recorded graphs, are the model's without: they are not used within.
+        Kept prefixes and recorded graphs belong to the model without the adapter, so the block does not use them.
         """
         if adapter is None:
             yield
@@ -369,18 +332,20 @@ class Target:
                 self.graphs, self.prefixes = kept
 
     def use_graphs(self, recorder: Recorder) -> None:
-        """Record forwards over trees and replay them, see :class:`Graphs`."""
+        """Record forwards over trees as CUDA graphs and replay them, see :class:`Graphs`."""
         self.graphs = Graphs(self._forward, recorder)
 
     def _forward(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
-        masks = self._windowed(visible, positions, cache)
+        masks = windowed(visible, positions, cache, self.layer_windows)
         stack = ops.stack_of(self.decoder)
         if stack is not None and stack.takes(visible) and self._lm_head_is_plain:
             kinds = getattr(self.config, "layer_types", None) or ["all"] * self.config.num_hidden_layers
             of_layers = [masks[kind] for kind in kinds]
-            final, others = stack(self.embed(tokens), positions, of_layers, cache, self.decoder.norm, self.watched)
+            final, others = stack(
+                self.embed(tokens), positions, of_layers, cache, self.decoder.norm, self.captured_layers
+            )
             return self.lm_logits(final[:, -keep:]), self._joined(final, others)  # [-0:] is all
         given = {kind: self._for_attention(mask) for kind, mask in masks.items()}
         extra: dict[str, Any] = {"logits_to_keep": keep} if keep and self._takes_logits_to_keep else {}
@@ -393,31 +358,17 @@ class Target:
             output_hidden_states=True,
             **extra,
         )
-        return out.logits[:, -keep:], self._joined(out.hidden_states[-1], self._watched_of(out.hidden_states))
+        return out.logits[:, -keep:], self._joined(out.hidden_states[-1], self._captured_of(out.hidden_states))
 
-    def _watched_of(self, states: Sequence[Tensor] | None) -> list[Tensor]:
-        """The outputs of watched layers among what enters the first layer and each layer's output."""
-        return [] if states is None else [states[number + 1] for number in self.watched]
+    def _captured_of(self, states: Sequence[Tensor] | None) -> list[Tensor]:
+        """The outputs of captured layers among transformers' ``hidden_states``."""
+        return [] if states is None else [states[number + 1] for number in self.captured_layers]
 
     def _joined(self, final: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Final features [B, M, H] and the outputs of watched layers -> [B, M, F]."""
+        """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
-    def _windowed(self, visible: Tensor, positions: Tensor, cache: SlotCache) -> dict[str, Tensor]:
-        """[B, M, S] masks by layer type; windows count positions, not slots (tree siblings share a position)."""
-        masks = {}
-        for kind, window in self.layer_windows.items():
-            mask = visible
-            if window is not None:
-                at = cache.positions
-                if at is None:
-                    counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
-                    at = counted.scatter(1, cache.slots, positions)  # the text's tokens lie in the slots of theirs
-                mask = mask & (positions[:, :, None] - at[:, None, :] < window)
-            masks[kind] = mask
-        return masks
-
     def _for_attention(self, mask: Tensor) -> Tensor:
-        """[B, M, S] bool -> [B, 1, M, S] as the model's own attention takes it: additive where it is eager."""
+        """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
         mask = mask[:, None]
         return additive(mask, self.dtype) if self._eager else mask

@@ -1,4 +1,4 @@
-"""Lists of token ids as transformers' ``generate`` wants them, and what its configs say about them."""
+"""Padding of token ids for transformers' ``generate``, and the special ids in its configs."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from fsd_infer.errors import FsdError
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> list[list[int]]:
-    """Rows of any lengths, padded on the left to one length."""
+    """Pad rows on the left to one length."""
     longest = max(len(row) for row in rows)
     return [[pad] * (longest - len(row)) + list(row) for row in rows]
 
 
 def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """:func:`left_padded` as ids and mask [B, T] on a device."""
+    """Return ids and mask [B, T] of left-padded rows on a device."""
     tokens, mask = left_padded(rows, pad), left_padded([[1] * len(row) for row in rows], 0)
     return to_device(torch.tensor(tokens), device), to_device(torch.tensor(mask), device)
 
 
 def pad_id(config: GenerationConfig) -> int:
-    """The token that pads: the config's own, else the first that ends an answer, else 0. Raises FsdError as eos_ids."""
+    """Return the config's padding token, else its first EOS token, else 0. Raises as :func:`eos_ids`."""
     named = [*_ids("pad_token_id", config.pad_token_id), *_ids("eos_token_id", config.eos_token_id)]
     return named[0] if named else 0
 
 
 def eos_ids(config: GenerationConfig | None) -> set[int]:
-    """The tokens that end an answer; none without a config. Raises FsdError if they are no whole numbers."""
+    """Return the EOS tokens; none without a config. Raises FsdError if they are no whole numbers."""
     return set() if config is None else set(_ids("eos_token_id", config.eos_token_id))
 
 
 def _ids(name: str, value: Any) -> list[int]:
-    """One id, several, or None."""
-    found = value.tolist() if isinstance(value, Tensor) else value
-    found = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
-    if any(isinstance(one, bool) or not isinstance(one, Integral) for one in found):
+    """Return a list for one id, several, or None."""
+    ids = value.tolist() if isinstance(value, Tensor) else value
+    ids = list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
+    if any(isinstance(one, bool) or not isinstance(one, Integral) for one in ids):
         raise FsdError(f"{name} of the generation config must be a token id, or a list of them, got {value!r:.60}.")
-    return [int(one) for one in found]
+    return [int(one) for one in ids]

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train cache-features`."""
     args = _arguments(argv)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
-    target.watch(args.layers or (default_fused_layers(target) if args.eagle3 else []))
+    target.capture_layers(args.layers or (default_fused_layers(target) if args.eagle3 else []))
     target.check_lm_head()  # training with cached features has no layers to check it with
     with tempfile.TemporaryDirectory() as scratch:
         paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]

@@ -72,7 +72,7 @@ class Doctor:
         self.target, self.head = target, head.to(target.device)
         count = int(target.config.num_hidden_layers)
         near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
-        target.watch([number for number in sorted(near) if 0 <= number < count])
+        target.capture_layers([number for number in sorted(near) if 0 <= number < count])
         self.rows: list[Row] = []
         self.feeding = Feeding(target, self.head, self.rows)
         for place, values in enumerate(rows, start=1):
@@ -235,7 +235,7 @@ class Doctor:
 
         def fresh(shift: int = 0, move: int = 0) -> Tensor:
             layers = [min(max(number + move, 0), self.feeding.layers - 1) for number in store.layers]
-            self.target.watch(layers)
+            self.target.capture_layers(layers)
             parts = [self.target.features_of(self.target.features(row.ids), layers)[0].roll(shift, 0) for row in rows]
             return torch.cat(parts).float().cpu()
 

@@ -203,11 +203,12 @@ def _opened(directory: Path, target: Target) -> FeatureStore:
     header = directory / "index.json"
     if not header.exists():
         write_json(
-            header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.watched)}
+            header,
+            {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.captured_layers)},
         )
     held = FeatureStore(directory)
     held.check_target(target)
-    _check_layers(held, target.watched)
+    _check_layers(held, target.captured_layers)
     return held
 
 
@@ -354,7 +355,7 @@ def _check_layers(store: FeatureStore, layers: Sequence[int]) -> None:
 
 
 def token_bytes(target: Target) -> int:
-    return 2 * target.hidden_size * (1 + len(target.watched))
+    return 2 * target.hidden_size * (1 + len(target.captured_layers))
 
 
 def check_disk(directory: Path, needed: int) -> None:

@@ -167,14 +167,14 @@ class EagleModule(DistillationModule):
         wanted = self.head_options.capture_layers(target)
         if cached is None:
             if not any(parameter.is_meta for parameter in target.model.parameters()):
-                target.watch(wanted)
+                target.capture_layers(wanted)
         elif missing := sorted(set(wanted) - set(cached)):
             raise DataError(
                 f"the head reads inner layers {wanted}, and the cached features lack {missing}: cache them again with "
                 f"`--layers {' '.join(map(str, wanted))}`."
             )
         else:
-            target.watched = tuple(cached)
+            target.captured_layers = tuple(cached)
 
     # steps ---------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class EagleModule(DistillationModule):
             self._frozen.reference = reference.requires_grad_(False)
             if self._frozen.reference.lm_head is not None:
                 raise DataError(f"the reference head {directory} has an LM head of its own: use one without.")
-            if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.watched)):
+            if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.captured_layers)):
                 raise DataError(
                     f"the reference head {directory} reads inner layers {lacking}, which the trained head does not: "
                     "add them to head.fused_layers, or use another reference."

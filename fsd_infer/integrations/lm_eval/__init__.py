@@ -1,11 +1,11 @@
-"""EleutherAI's lm-evaluation-harness: a model class ``fsd``, and tasks that are read from local files.
+"""EleutherAI's lm-evaluation-harness: a model class ``fsd``, and tasks on local files.
 
     lm_eval --model fsd --model_args target=smollm2-135m,rule=fuzzy:js:0.3 --apply_chat_template \\
         --tasks "$(python -m fsd_infer.integrations.lm_eval)/svamp.yaml" --metadata '{"data": "folder/of/svamp"}'
 
-A task file given by its path imports this package before the harness looks for the model, so that the harness's own
-command knows ``fsd``. With tasks of the harness, by name, write ``python -m fsd_infer.integrations.lm_eval`` for
-``lm_eval``. Needs the extra ``lm-eval``.
+A task file given by its path imports this package, which registers ``fsd`` with the harness's own command. With the
+harness's tasks, given by name, run ``python -m fsd_infer.integrations.lm_eval`` instead of ``lm_eval``. Needs the extra
+``lm-eval``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The harness's command with the model ``fsd`` registered; without arguments, the folder of our task files."""
+"""The harness's command with the model ``fsd`` registered; without arguments it prints the folder of our tasks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The model class ``fsd`` of lm-evaluation-harness: answers by speculative decoding under any rule."""
+"""The model class ``fsd`` of lm-evaluation-harness: speculative decoding under any rule."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.errors import FsdError
-from fsd_infer.numerals import MOST_SEED, read_float, read_int
+from fsd_infer.registry import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
 
-NEW_TOKENS = 256  # where a task does not say (the harness's own default)
-HARNESS_DEVICE = "cuda:0"  # what the harness asks for if nobody does
+NEW_TOKENS = 256  # the harness's default
+HARNESS_DEVICE = "cuda:0"  # the harness's default
 TOTALS = ("new_tokens", "target_forwards", "verified_tokens", "divergence_spent", "seconds", "cut")
 
 
 class FsdLM(TemplateLM):
     """A target, a drafter and a rule, as ``--model_args target=…,drafter=…,rule=…``.
 
-    Generated answers are the rule's; log-likelihoods are the target's own. What the answers took is in the harness's
-    results under ``config``: ``fsd``.
+    The rule generates answers; log-likelihoods are the target's. The harness's results hold statistics of the answers
+    under ``config``: ``fsd``.
 
     Args:
-        target, drafter, dtype, device, tree: as on the command line of ``fsd-infer``; a tree is written 8x2x16, since
-            the harness cuts its arguments at commas.
+        target: as on the command line of ``fsd-infer``.
+        drafter: as on the command line of ``fsd-infer``.
         rule: as text, "tilted:2" or "fuzzy:js:0.3:budget=4".
-        seed: of the draws, with each batch's number added.
-        batch_size: prompts that are decoded together.
+        dtype: as on the command line of ``fsd-infer``.
+        device: as on the command line of ``fsd-infer``.
+        tree: as on the command line of ``fsd-infer``, but written 8x2x16, since the harness splits at commas.
+        seed: of the draws, plus the batch's number.
+        batch_size: prompts decoded together.
         max_batch_size: ignored.
 
     Raises:
-        FsdError: and its subclasses, for whatever cannot be loaded or decoded.
+        FsdError: a target, drafter or option that cannot be used.
     """
 
     def __init__(
@@ -62,15 +65,11 @@ class FsdLM(TemplateLM):
         if device == HARNESS_DEVICE and not torch.cuda.is_available():
             device = None
         self.decoder = FuzzyDecoder.from_pretrained(
-            target,
-            drafter,
-            dtype=parse_dtype(dtype),
-            device=parse_device(device),
-            tree=parse_tree(tree),
+            target, drafter, dtype=parse_dtype(dtype), device=parse_device(device), tree=parse_tree(tree)
         )
         self.tokenizer = self.decoder.tokenizer
         if self.tokenizer is None:
-            raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, tasks are text.")
+            raise FsdError(f"target {target} has no tokenizer, but tasks are text: add its tokenizer files.")
         self.totals: dict[str, float] = dict.fromkeys(("answers", *TOTALS), 0)
         self._templated = False
         self._batches = 0
@@ -86,7 +85,7 @@ class FsdLM(TemplateLM):
         return str(self.decoder.target.name).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text; an answer's beginning that a task gives stays open."""
+        """Return the conversation as text; without a generation prompt the last message stays open."""
         self._templated = True
         return str(
             self.tokenizer.apply_chat_template(
@@ -98,7 +97,7 @@ class FsdLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """A chat template has written special tokens itself; other text gets the tokenizer's."""
+        """Encode text, with the tokenizer's special tokens unless a chat template has added them already."""
         special = not self._templated if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
 
@@ -110,11 +109,11 @@ class FsdLM(TemplateLM):
         longest = self.decoder.target.max_positions
         pairs = []
         for _, context, continuation in requests:
-            # what does not fit is cut off at the left, as the harness's other models do
+            # truncate at the left, as the harness's other models do
             context = context if longest is None else context[-max(longest - len(continuation), 1) :]
             pairs.append((context, continuation))
-        found = log_likelihoods(self.decoder.target, pairs)
-        return [(total, likeliest == len(answer)) for (total, likeliest), (_, answer) in zip(found, pairs)]
+        sums = log_likelihoods(self.decoder.target, pairs)
+        return [(total, likeliest == len(answer)) for (total, likeliest), (_, answer) in zip(sums, pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         target = self.decoder.target
@@ -131,10 +130,10 @@ class FsdLM(TemplateLM):
     # answers -------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """One answer per request, cut before the first text of its ``until``.
+        """Return one answer per request, cut before the first text of its ``until``.
 
         Raises:
-            FsdError: an option of generation that speculative decoding does not honour.
+            FsdError: a generation option that speculative decoding does not support.
         """
         answers = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
@@ -159,21 +158,21 @@ class FsdLM(TemplateLM):
             room = max(limit - options["max_new_tokens"], 1)
             ids = [one[-room:] for one in ids]
         start = time.perf_counter()
-        made = self.decoder.generate(
+        generation = self.decoder.generate(
             ids, self.rule, seed=self.seed + self._batches, stop_strings=until or None, **options
         )
         self._batches += 1
-        rows = made.stats.rows
+        rows = generation.stats.rows
         self.totals["answers"] += len(rows)
         self.totals["seconds"] += time.perf_counter() - start
         self.totals["cut"] += sum(row.finish_reason == "length" for row in rows)
         self.totals["verified_tokens"] += sum(row.new_tokens - 1 for row in rows)
         for name in ("new_tokens", "target_forwards", "divergence_spent"):
-            self.totals[name] += getattr(made.stats, name)
-        return [cut_before(text, until) for text in made.texts]
+            self.totals[name] += getattr(generation.stats, name)
+        return [cut_before(text, until) for text in generation.texts]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Added to the results: rule, drafter, and per answer what generation took (means)."""
+        """Return facts for the results: rule, drafter, and means per answer."""
         answers, forwards = self.totals["answers"], self.totals["target_forwards"]
         facts: dict[str, Any] = {
             "target": self.decoder.target.name,
@@ -194,9 +193,9 @@ class FsdLM(TemplateLM):
 
 
 def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """(texts to stop at, arguments of ``FuzzyDecoder.generate``) from a task's ``generation_kwargs``.
+    """Convert a task's ``generation_kwargs`` to (stop strings, arguments of ``FuzzyDecoder.generate``).
 
-    Raises FsdError for values that are no numbers or texts.
+    Raises FsdError for values of the wrong type.
     """
     options = dict(asked)
     until = options.pop("until", None) or []
@@ -220,7 +219,7 @@ def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:
-    """``text`` up to where the first of ``until`` begins."""
+    """Return ``text`` up to the first occurrence of a text of ``until``."""
     return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]
 
 

@@ -1,4 +1,4 @@
-"""Documents and scores of our tasks: prompt files and matchers as everywhere in this package."""
+"""Documents and scores of our tasks, from this package's prompt files and matchers."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import DataError
 
-DATA = "FSD_TASKS"  # an environment variable: the folder of the data files, if --metadata does not name it
-SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # that a program under test may take
+DATA = "FSD_TASKS"  # environment variable: folder of the data files, if --metadata does not name it
+SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # limits of a program under test
 
 
 def rows(file: str, data: str | None = None, category: str = "", score: str = "auto", **_: Any) -> dict[str, Any]:
-    """The documents of a prompt file that have a reference: {"test": dataset of ``prompt`` and ``row`` (JSON)}.
+    """Return the documents of a prompt file that have a reference: {"test": dataset of ``prompt`` and ``row`` (JSON)}.
 
     Args:
         file: its name.
-        data: its folder; default the environment's ``FSD_TASKS``, else "data".
+        data: its folder (default: the environment's ``FSD_TASKS``, else "data").
         category: only rows of this ``category``.
         score: kind of reference, see :mod:`fsd_bench.score`.
-        _: whatever else the harness hands over.
+        _: other arguments of the harness, ignored.
 
     Raises:
         DataError: no such file, a malformed row, no row with a reference.
     """
-    found = [row for row in _read(file, data) if not category or row.row.get("category") == category]
-    pairs = [(row, reference) for row, reference in zip(found, read_references(found, score)) if reference is not None]
+    kept = [row for row in _read(file, data) if not category or row.row.get("category") == category]
+    pairs = [(row, reference) for row, reference in zip(kept, read_references(kept, score)) if reference is not None]
     return _documents(file, [row for row, _ in pairs])
 
 
 def programs(file: str, data: str | None = None, **_: Any) -> dict[str, Any]:
-    """As :func:`rows`, of programming problems with ``prompt``, ``test`` and ``entry_point``."""
-    found = list(_read(file, data))
-    for row in found:
+    """Return documents as :func:`rows`, of programming problems with ``prompt``, ``test`` and ``entry_point``."""
+    problems = list(_read(file, data))
+    for row in problems:
         if not all(isinstance(row.row.get(name), str) for name in ("prompt", "test", "entry_point")):
             raise DataError(f"{row.file}:{row.line}: expected texts in prompt, test and entry_point.")
-    return _documents(file, found)
+    return _documents(file, problems)
 
 
 def _read(file: str, data: str | None) -> Iterator[PromptRow]:
@@ -59,17 +59,17 @@ def _read(file: str, data: str | None) -> Iterator[PromptRow]:
     return read_prompts(path)
 
 
-def _documents(file: str, found: Sequence[PromptRow]) -> dict[str, Any]:
-    if not found:
+def _documents(file: str, rows: Sequence[PromptRow]) -> dict[str, Any]:
+    if not rows:
         raise DataError(f"{file}: no row has a reference that can be scored.")
-    made = [
-        {"prompt": row.messages[-1]["content"], "row": json.dumps(dict(row.row)), "line": row.line} for row in found
+    documents = [
+        {"prompt": row.messages[-1]["content"], "row": json.dumps(dict(row.row)), "line": row.line} for row in rows
     ]
-    return {"test": datasets.Dataset.from_list(made)}
+    return {"test": datasets.Dataset.from_list(documents)}
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") -> dict[str, float]:
-    """``score`` of the answer, and ``copied_4grams`` and ``repeated_4grams`` of its words."""
+    """Return ``score`` of the answer, and ``copied_4grams`` and ``repeated_4grams`` of its words."""
     values = json.loads(doc["row"])
     messages = [{"role": "user", "content": doc["prompt"]}]
     row = PromptRow("", messages, "", "task", doc["line"], values)  # type: ignore[arg-type]
@@ -86,10 +86,10 @@ def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") ->
 
 
 def passes(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Does the completed program pass its tests? It is run; the harness asks for consent first.
+    """Run the completed program with its tests, and return whether they pass; the harness asks for consent first.
 
-    In a process of its own with Python's isolated mode, no inherited environment, an empty folder that is removed
-    afterwards, and limits on time, memory, file size and processes. That stops accidents, not attacks.
+    It runs in its own process in Python's isolated mode: no inherited environment, a temporary folder, and limits on
+    time, memory and file size. That stops accidents, not attacks.
     """
     row = json.loads(doc["row"])
     program = f"{row['prompt']}{results[0]}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
@@ -97,7 +97,7 @@ def passes(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def run_limited(program: str) -> bool:
-    """Does a Python program end without an error within the limits?"""
+    """Return whether a Python program ends without an error within the limits."""
     with tempfile.TemporaryDirectory(prefix="fsd-task-") as folder:
         try:
             done = subprocess.run(
@@ -111,7 +111,7 @@ def run_limited(program: str) -> bool:
 
 
 def _limit() -> None:
-    """In the child, before the program starts."""
+    """Set the limits, in the child process."""
     for what, most in (
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_AS, MEMORY),

@@ -1,39 +1,38 @@
-"""The rounds of speculative beams: draft the next beams, read the forest in one forward, take the steps it allows."""
+"""The rounds of speculative beams: draft the next beams, read the forest in one forward, take all possible steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
-from fsd_infer.beams.forest import Begun, Forest, Node, lay_out
-from fsd_infer.beams.options import BeamOptions
-from fsd_infer.beams.plan import Planner, most_nodes
-from fsd_infer.beams.proposers import needs_features, proposer_of
-from fsd_infer.beams.sampling import Draw, draw
-from fsd_infer.beams.search import Beam, Hypothesis, Search, Terms
-from fsd_infer.beams.width import chances_of_width, dynamic_width, guesses_of
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.rows import padded
 from fsd_infer.device.transfer import lists, to_device
-from fsd_infer.drafters.base import Drafter, NoDrafter
-from fsd_infer.drafters.shape import of_device
-from fsd_infer.engine import Request
+from fsd_infer.drafters.base import Drafter
+from fsd_infer.engine import Outcome, Request
+from fsd_infer.engine.beams.forest import Begun, Forest, Node, lay_out
+from fsd_infer.engine.beams.options import BeamOptions, check_beam_request, filled
+from fsd_infer.engine.beams.plan import Planner, most_nodes
+from fsd_infer.engine.beams.proposers import needs_features, proposer_of
+from fsd_infer.engine.beams.sampling import Draw, draw
+from fsd_infer.engine.beams.search import Beam, Hypothesis, Search, Terms
+from fsd_infer.engine.beams.width import chances_of_width, dynamic_width, guesses_of
 from fsd_infer.engine.stats import GenerationStats, RowRecord
-from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_infer.errors import NonFiniteLogitsError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
+from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
-# A CPU pays for every node, a GPU hardly. Measured on training prompts with 2 and 4 beams of smollm2-135m.
-DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.0, nodes=8), "cuda": BeamOptions(depth=6, spread=3.0)}
-SUCCESSORS = 64  # of a node, looked at where beams are sampled; others are drawn only if one of them arrives
-# Processors that leave log-probabilities at most 0. Others, and custom ones, may lift them.
+NO_ANSWER = -1e9  # score of an answer that a search did not find, as in transformers
+SUCCESSORS = 64  # listed successors of a node in beam sampling; others are drawn only if one of them arrives
+# Processors that keep log-probabilities at most 0. Others, and custom ones, may raise them.
 _NEVER_LIFT = {
     *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
     *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization"),
@@ -44,70 +43,65 @@ _NEVER_LIFT = {
 }
 
 
-@dataclass
-class BeamRequest:
-    """A batch to decode with beams.
-
-    Attributes:
-        request: see there. ``on_tokens``, ``on_end`` and ``generator``'s device do not matter here.
-        beams: W.
-        length_penalty, early_stopping: as in ``GenerationConfig``.
-        options: see there.
-    """
-
-    request: Request
-    beams: int
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    options: BeamOptions = field(default_factory=BeamOptions)
-
-
-@dataclass
-class BeamOutcome:
-    """The up to W best answers of each prompt, best first, and statistics with a row per prompt, of its best answer."""
-
-    answers: list[list[Hypothesis]]
-    records: list[RowRecord]
-    stats: GenerationStats
-
-
 @torch.inference_mode()
-def search_beams(target: Target, drafter: Drafter, asked: BeamRequest) -> BeamOutcome:
-    """Beam search, or with ``greedy`` off beam sampling, as transformers' ``generate`` does it.
+def decode_beams(
+    target: Target,
+    drafter: Drafter,
+    rules: Sequence[Rule],
+    request: Request,
+    config: GenerationConfig,
+    options: BeamOptions | None = None,
+) -> Outcome:
+    """Decode with beam search, or above temperature 0 with beam sampling, as transformers' ``generate`` does.
+
+    Args:
+        target: the target.
+        drafter: of a kind that :func:`proposer_of` knows.
+        rules: `exact` for every prompt.
+        request: see there; ``on_round`` has no meaning with beams.
+        config: with ``num_beams``, ``num_return_sequences``, ``length_penalty`` and ``early_stopping``.
+        options: how beams are drafted.
+
+    Returns:
+        the best ``num_return_sequences`` answers of each prompt with their scores. If a search finds fewer, because
+        its processors allow no more, the others are empty.
 
     Raises:
-        FsdError: options that do not go together, a drafter that cannot draft for beams, and what
-            :func:`fsd_infer.request.prompts.check_prompts` refuses.
+        FsdError: another rule, a streamer, incompatible options, a drafter that cannot draft for beams, and errors of
+            :func:`fsd_infer.request.prompts.check_prompts`.
         ContextLengthError: a prompt that leaves no room in the target's context.
-        CacheMemoryError: key-value caches that take more memory than is free or allowed; none is allocated then.
+        CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
         NonFiniteLogitsError: NaN or +inf among the target's processed log-probabilities.
     """
-    beams = _Beams(target, drafter, asked)
+    check_beam_request(rules, request)
+    beams = _Beams(target, drafter, request, config, options or BeamOptions())
     beams.prefill()
     while beams.searches:
         nodes = beams.draft()
         beams.read(nodes)
         beams.advance()
-    return beams.outcome()
+    return beams.outcome(config.num_return_sequences or 1)
 
 
 class _Beams:
-    """The searches of a batch. Trees, texts and scores are on the CPU, what models make is on their device."""
+    """The searches of a batch. Trees, texts and scores are on the CPU, the models' outputs on their device."""
 
-    def __init__(self, target: Target, drafter: Drafter, asked: BeamRequest) -> None:
-        request, self.beams = asked.request, asked.beams
+    def __init__(
+        self, target: Target, drafter: Drafter, request: Request, config: GenerationConfig, options: BeamOptions
+    ) -> None:
+        self.beams = config.num_beams or 1
         limits = check_prompts(target, request.prompts, request.max_new_tokens)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
-        self.options = _filled(asked, drafter, self.device)
+        self.options = filled(options, request, self.beams, drafter, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
         names = {type(processor).__name__ for processor in self.processors.processors}
         self.terms = Terms(
-            beams=asked.beams,
+            beams=self.beams,
             eos_token_ids=request.eos_token_ids,
-            length_penalty=asked.length_penalty,
-            early_stopping=asked.early_stopping,
+            length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
+            early_stopping=False if config.early_stopping is None else config.early_stopping,
             stops=self._stops if request.criteria else None,
             bounded=names <= _NEVER_LIFT,
             draw=self._draw if self.sampled else None,
@@ -124,9 +118,9 @@ class _Beams:
         self.prefill_seconds = 0.0
 
     def _allocate(self, limits: Sequence[int]) -> None:
-        """Forests and caches, or CacheMemoryError."""
+        """Allocate forests and caches. Raises CacheMemoryError."""
         prompts, options, request = self.request.prompts, self.options, self.request
-        # the nodes of a round beside those that are left of the last, and the spare slot
+        # the nodes of this round and of the last, and the spare slot
         extra = 2 * (most_nodes(options, self.beams) + self.beams) + 1
         slots = extra + max(
             len(prompt) + _kept_nodes(self.beams, limit, options.join_every)
@@ -137,7 +131,7 @@ class _Beams:
         if needs_features(self.drafter):  # the target's, and the head's own
             width = self.target.hidden_size
             element = torch.empty((), dtype=self.target.dtype).element_size()
-            self.cache_bytes += count * slots * width * (2 + len(self.target.watched)) * element
+            self.cache_bytes += count * slots * width * (2 + len(self.target.captured_layers)) * element
         held = self.target.held_bytes + self.drafter.held_bytes
         check_caches(self.cache_bytes, count, slots, self.device, request.max_cache_bytes, held)
         self.cache = self.target.new_cache(count, slots)
@@ -171,7 +165,7 @@ class _Beams:
         return nodes
 
     def read(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """One forward of the target over these nodes, [B] rows, at least one in each."""
+        """Run the target over these nodes, [B] rows, at least one node in each."""
         layout = lay_out(self.begun.forests, nodes, self.device)
         self.cache.set_write_slots(layout.slots, layout.start, layout.visible.shape[-1], layout.at)
         logits, features = self.target.forward(layout.tokens, layout.positions, layout.visible, self.cache)
@@ -183,7 +177,7 @@ class _Beams:
         self.clock.lap("target")
 
     def advance(self) -> None:
-        """Take every step that can be taken; put answers that are complete aside."""
+        """Take all possible steps, and drop finished searches."""
         grown: list[list[Node]] = []
         for search in self.searches:
             before = search.forest.shared
@@ -196,13 +190,19 @@ class _Beams:
         self._put_aside()
         self.clock.lap("search")
 
-    def outcome(self) -> BeamOutcome:
+    def outcome(self, count: int) -> Outcome:
+        """Return the best ``count`` answers of each prompt; statistics and records are of the best."""
         seconds = self.clock.seconds
+        rows = [
+            record.finish(self.prefill_seconds, prompt, self.drafter.proposers)
+            for record, prompt in zip(self.records, self.request.prompts, strict=True)
+        ]
+        if self.request.measure_log_likelihood:
+            for row, answers in zip(rows, self.answers, strict=True):
+                if answers:
+                    row.mean_log_likelihood = answers[0].score * row.new_tokens ** (self.terms.length_penalty - 1.0)
         stats = GenerationStats(
-            rows=[
-                record.finish(self.prefill_seconds, prompt, self.drafter.proposers)
-                for record, prompt in zip(self.records, self.request.prompts, strict=True)
-            ],
+            rows=rows,
             rule={"rule": "beams", "beams": self.beams, "sampled": self.sampled},
             drafter=self.drafter.describe(),
             seconds=seconds,
@@ -210,13 +210,17 @@ class _Beams:
             phases=self.clock.phases(),
             cache_bytes=self.cache_bytes,
         )
-        return BeamOutcome(self.answers, self.records, stats)
+        best = [(answers + [Hypothesis(NO_ANSWER, [], False)] * count)[:count] for answers in self.answers]
+        flat = [answer for answers in best for answer in answers]
+        return Outcome([answer.tokens for answer in flat], self.records, stats, [answer.score for answer in flat])
 
     # parts -----------------------------------------------------------------------------------------------------------
 
     def _take(self, nodes: Sequence[Sequence[Node]], logits: Tensor) -> None:
-        """Note where the target's logits [B, M, V] at these nodes lie. Where no processor reads the text, look at all
-        at once; but on a CPU with processors only where the search does: there their work costs more than a wait.
+        """Attach the target's logits [B, M, V] to these nodes.
+
+        Unless a processor reads the text, also list the successors of all nodes at once. On a CPU with processors the
+        search lists them on demand, since processing all nodes costs more than a sync.
         """
         for row, wanted in enumerate(nodes):
             for place, node in enumerate(wanted):
@@ -231,18 +235,18 @@ class _Beams:
         self.proposer.observe(nodes)
 
     def look(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """Fill in ``likely`` and ``rest`` of nodes that the target has read, [B] rows, each at one depth."""
+        """Set ``likely`` and ``rest`` of nodes that the target has read, [B] rows, each at one depth."""
         for search, wanted in zip(self.searches, nodes, strict=True):
             self._look_at(search.row, wanted)
 
     def _look_at(self, row: int, nodes: Sequence[Node]) -> None:
-        """:meth:`look` at nodes of one prompt, by its number in the request."""
+        """:meth:`look` at nodes of one prompt, given by its index in the request."""
         unseen = [node for node in nodes if node.likely is None]
         if unseen:
             self._fill([row], [unseen], *self._largest(self._processed(row, unseen)[None]))
 
     def _largest(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Processed log-probabilities [B, M, V] -> values, tokens and rests as in :meth:`_fill`."""
+        """Return values, tokens and rests, as in :meth:`_fill`, of processed log-probabilities [B, M, V]."""
         values, tokens = scores.topk(self.successors)
         return values, tokens, scores.double().exp().sum(-1) - values.double().exp().sum(-1)
 
@@ -250,7 +254,7 @@ class _Beams:
     def _fill(
         prompts: Sequence[int], nodes: Sequence[Sequence[Node]], values: Tensor, tokens: Tensor, rests: Tensor
     ) -> None:
-        """Log-probabilities, falling, and tokens of likely successors, both [B, M, C], and the rest's sums [B, M]."""
+        """Set ``likely`` and ``rest`` from log-probabilities (descending) and tokens [B, M, C], and sums [B, M]."""
         count = values.shape[-1]
         for row, (of_values, of_tokens, of_rests) in enumerate(
             zip(*lists(values.flatten(1), tokens.flatten(1), rests), strict=True)
@@ -258,7 +262,7 @@ class _Beams:
             for place, node in enumerate(nodes[row]):
                 part = slice(place * count, (place + 1) * count)
                 known, ids = of_values[part], of_tokens[part]
-                if not known[0] < math.inf:  # NaN counts as the largest number
+                if not known[0] < math.inf:  # NaN sorts as the largest number
                     raise NonFiniteLogitsError(
                         f"the target's log-probabilities in row {prompts[row]} are NaN or +inf. Check its weights "
                         "and dtype (fp16 overflows; bf16 or fp32 do not), and the request's logits processors."
@@ -268,7 +272,7 @@ class _Beams:
                 node.likely, node.rest = (known, ids[: len(known)]), max(of_rests[place], 0.0)
 
     def _processed(self, row: int, nodes: Sequence[Node]) -> Tensor:
-        """The target's processed log-probabilities [M, V], fp32, at nodes of one depth of a request's row."""
+        """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth of one prompt."""
         logits = torch.stack([node.logits[0][node.logits[1]] for node in nodes if node.logits is not None])
         scores = logits.float().log_softmax(-1)
         if not self.processors:
@@ -278,7 +282,7 @@ class _Beams:
         return self.processors.texts(scores, self._texts(row, [node.text() for node in nodes]), row)
 
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
-        """[M, T] a prompt with M texts of one length after it, as ``generate`` shows them."""
+        """Return a prompt followed by each of M texts of one length, [M, T], as ``generate`` would."""
         prompts = self.request.padded_prompts or self.request.prompts
         return to_device(torch.tensor([[*prompts[row], *text] for text in texts]), self.device)
 
@@ -292,7 +296,7 @@ class _Beams:
         return draw(nodes, scores, count, lambda node: self._processed(row, [node])[0].double().exp().cpu())
 
     def _width(self, live: Sequence[Beam]) -> int:
-        """The dynamic width of a step, see :mod:`fsd_infer.beams.width`."""
+        """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.width`."""
         assert self.options.confidence is not None
         chances = chances_of_width(
             [beam.score for beam in live],
@@ -305,7 +309,7 @@ class _Beams:
         return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
 
     def _put_aside(self) -> None:
-        """Keep the answers of searches that are done, and their rows no longer."""
+        """Record the answers of finished searches, and drop their rows."""
         going = [place for place, search in enumerate(self.searches) if not search.done]
         if len(going) == len(self.searches):
             return
@@ -332,27 +336,8 @@ class _Beams:
             record.finish_reason = "stop" if search.finished[0].stopped else "length"
 
 
-def _filled(asked: BeamRequest, drafter: Drafter, device: torch.device) -> BeamOptions:
-    """With the defaults of the device where nothing was given. Raises FsdError for options that mean nothing here."""
-    options, default = asked.options, of_device(DEFAULTS, device)
-    depth = default.depth if options.depth is None else options.depth
-    depth = 0 if isinstance(drafter, NoDrafter) else depth
-    if asked.request.greedy and (options.confidence is not None or options.join_every is not None):
-        raise FsdError(
-            "confidence and join_every change which beams go on, and beam search is transformers' to the token: sample "
-            "(do_sample=True, or a temperature above 0), or leave them out."
-        )
-    if options.confidence is not None and not depth:
-        raise FsdError("confidence compares the target with a drafter, and nothing is drafted: leave it out.")
-    if (options.min_width or 1) > asked.beams:
-        raise FsdError(f"min_width {options.min_width} is more than the {asked.beams} beams: lower it.")
-    nodes = default.nodes if options.given().keys().isdisjoint(("depth", "spread", "nodes")) else options.nodes
-    spread = default.spread if options.spread is None else options.spread
-    return replace(options, depth=depth, spread=spread, nodes=nodes)
-
-
 def _kept_nodes(beams: int, limit: int, join_every: int | None) -> int:
-    """Slots for the new tokens of all live beams."""
+    """Return the number of slots for the new tokens of all live beams."""
     if join_every is None or join_every >= limit:
         return beams * limit
     return limit + beams * join_every
@@ -363,10 +348,10 @@ def _where(generator: torch.Generator | None) -> torch.device:
 
 
 def _between(before: Node, now: Node) -> list[Node]:
-    """The nodes after one up to and including another below it."""
-    found: list[Node] = []
+    """Return the nodes below ``before`` on the path to ``now``, which is included."""
+    path: list[Node] = []
     while now is not before:
-        found.append(now)
+        path.append(now)
         assert now.parent is not None
         now = now.parent
-    return found[::-1]
+    return path[::-1]

@@ -1,10 +1,10 @@
-"""Dynamic width of beam sampling: how many beams a step keeps, from what target and drafter find likely there.
+"""Dynamic width of beam sampling: the number of beams that a step keeps.
 
-A search goes on within a forward as long as all beams that a step keeps were drafted. So a step keeps the most beams
-that are all drafted with a given chance. The chance is that of new races: it is estimated by running a fixed set of
-them, with the target's weights and the drafter's, through the very choice of nodes that drafting makes. These races are
-the same for every step and every seed and have nothing to do with those that draw the beams, so the width is a function
-of the two models' distributions alone, and given the width the draws have the law of beam sampling with that width.
+A search continues within a forward as long as all beams that a step keeps were drafted. So a step keeps the most beams
+that are all drafted with a given probability. A fixed set of simulated races estimates that probability. A race has
+arrival times by the target's and by the drafter's weights, and chooses nodes as drafting does. The races are the same
+for every step and seed, and independent of the draws of beams. So the width is a function of the two models'
+distributions. Given the width, the draws have the law of beam sampling with that width.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Guess, Node
+from fsd_infer.engine.beams.forest import Guess, Node
 
 RACES = 64
 
 
 @lru_cache(maxsize=64)
 def _log_exponentials(size: int) -> Tensor:
-    """ln of independent exponentials, [races, size] fp64, always the same."""
+    """ln of independent exponentials, [races, size] fp64, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.empty(size, RACES, dtype=torch.double).exponential_(generator=generator).log().T.contiguous()
 
@@ -37,14 +37,15 @@ def chances_of_width(
     per_beam: int,
     ends: Collection[int] = (),
 ) -> list[float]:
-    """The chances that all beams that a step of width n keeps are drafted, for n from 1 to ``width``.
+    """Return the probability that all beams of a step of width n are drafted, for n from 1 to ``width``.
 
     Args:
         scores: of the live beams, ln of their weights.
-        target, drafter: of each what the two find likely next.
+        target: the target's likely successors of each beam.
+        drafter: the drafter's likely successors of each beam.
         width: W, most beams.
-        breadth: nodes that are drafted.
-        per_beam: K, a step of width n draws K·n candidates.
+        breadth: number of drafted nodes.
+        per_beam: K; a step of width n draws K·n candidates.
         ends: tokens that end an answer; they need no node.
     """
     highest = max(scores)
@@ -53,7 +54,7 @@ def chances_of_width(
     log_e = _log_exponentials(size)
     drawn = min(per_beam * width, size)
 
-    # nodes, as Planner chooses them: candidates that the drafter expects to arrive early and to rank high
+    # nodes as chosen by Planner: candidates that arrive early and rank high by the drafter's weights
     first = min(2 * per_beam * width, size)
     order = (log_e - of_drafter).topk(first, largest=False).indices
     ranks = of_drafter[order].argsort(descending=True, stable=True).argsort()
@@ -64,22 +65,22 @@ def chances_of_width(
     drafted.scatter_(1, order.gather(1, best.indices), best.values < math.inf)
 
     arrived = (log_e - of_target).topk(drawn, largest=False).indices
-    found = of_target[arrived].masked_fill(~going[arrived], -math.inf)
-    ready = drafted.gather(1, arrived) | (found == -math.inf)
+    ranked = of_target[arrived].masked_fill(~going[arrived], -math.inf)
+    ready = drafted.gather(1, arrived) | (ranked == -math.inf)
     chances = []
     for n in range(1, width + 1):
-        kept = found[:, : per_beam * n].topk(min(n, drawn)).indices
+        kept = ranked[:, : per_beam * n].topk(min(n, drawn)).indices
         chances.append(float(ready.gather(1, kept).all(1).double().mean()))
     return chances
 
 
 def dynamic_width(chances: Sequence[float], confidence: float, fewest: int) -> int:
-    """max(fewest, largest n whose chance is at least ``confidence``)."""
+    """Return max(fewest, largest n whose probability is at least ``confidence``)."""
     return max([fewest, *(n for n, chance in enumerate(chances, 1) if chance >= confidence)])
 
 
 def guesses_of(nodes: Sequence[Node]) -> tuple[list[Guess], list[Guess]]:
-    """What the target and the drafter find likely after these nodes, all read; where it was not asked, the target's."""
+    """Return the target's and the drafter's likely successors of these read nodes; the target's if not proposed."""
     target = [node.likely or ([], []) for node in nodes]
     return target, [node.proposed or known for node, known in zip(nodes, target)]
 
@@ -87,7 +88,7 @@ def guesses_of(nodes: Sequence[Node]) -> tuple[list[Guess], list[Guess]]:
 def _aligned(
     scores: Sequence[float], target: Sequence[Guess], drafter: Sequence[Guess], ends: Collection[int]
 ) -> tuple[Tensor, Tensor]:
-    """Scores [2, beams · C] of the candidates by target and drafter, -inf where not listed, and which go on."""
+    """Return scores [2, beams · C] of the candidates by target and drafter (-inf if not listed), and which continue."""
     tokens = [list(dict.fromkeys([*known[1], *guess[1]])) for known, guess in zip(target, drafter)]
     most = max(map(len, tokens))
     rows = []

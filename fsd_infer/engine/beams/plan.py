@@ -1,9 +1,9 @@
-"""What to draft: a rehearsal of the search's next steps with the drafter's probabilities.
+"""The choice of nodes: simulate the search's next steps with the drafter's probabilities.
 
-A step can be taken from a forward if that has read the beams that the step before left. So what has to be drafted are
-not each beam's likeliest continuations but the beams of the next steps: candidates of all beams compete by the sum of
-the beam's real score and the drafter's log-probabilities, step by step, and the best of each step become nodes. Where
-the target has read a node in an earlier round, its own log-probabilities take part.
+A forward allows a step if it has read all beams that the step before kept. So drafts must be the beams of the next
+steps, not each beam's likeliest continuations. In each simulated step, candidates of all beams compete by the beam's
+score plus the drafter's log-probabilities, and the best become nodes. A node that the target has read in an earlier
+round uses the target's log-probabilities.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fsd_infer.beams.forest import Node
-from fsd_infer.beams.options import BeamOptions
-from fsd_infer.beams.proposers import Proposer
-from fsd_infer.beams.sampling import arrivals
-from fsd_infer.beams.search import Beam, Search, Terms
+from fsd_infer.engine.beams.forest import Node
+from fsd_infer.engine.beams.options import BeamOptions
+from fsd_infer.engine.beams.proposers import Proposer
+from fsd_infer.engine.beams.sampling import arrivals
+from fsd_infer.engine.beams.search import Beam, Search, Terms
 
 Look = Callable[[Sequence[Sequence[Node]]], None]
 
 
 def most_nodes(options: BeamOptions, beams: int) -> int:
-    """Nodes of a round at most, besides the beams' own; ``options`` with ``depth`` and ``spread`` given."""
+    """Return the most nodes of a round, besides the beams' own. ``options`` need ``depth`` and ``spread``."""
     assert options.depth is not None and options.spread is not None
     return options.depth * math.ceil(options.spread * beams) if options.nodes is None else options.nodes
 
 
 class Planner:
-    """Chooses the nodes of each round.
+    """The choice of each round's nodes.
 
     Args:
         terms: of the request.
-        options: with ``depth`` and ``spread`` given.
-        proposer: the drafter at work.
-        look: fills in ``likely`` of nodes that the target has read, [B] rows.
-        successors: how many successors of a node are looked at.
+        options: with ``depth`` and ``spread``.
+        proposer: of the drafter.
+        look: sets ``likely`` of nodes that the target has read, [B] rows.
+        successors: how many successors of a node are listed.
     """
 
     def __init__(self, terms: Terms, options: BeamOptions, proposer: Proposer, look: Look, successors: int) -> None:
@@ -44,16 +44,16 @@ class Planner:
         self.nodes = most_nodes(options, terms.beams)
 
     def breadth_of(self, width: int) -> int:
-        """Nodes for a step that keeps ``width`` beams."""
+        """Return the number of nodes for a step that keeps ``width`` beams."""
         return math.ceil(self.spread * width)
 
     @property
     def most(self) -> int:
-        """Nodes of a round at most."""
+        """The most nodes of a round."""
         return self.terms.beams + self.nodes
 
     def plan(self, searches: Sequence[Search]) -> list[list[Node]]:
-        """The nodes that the target is to read for each search: beams that it has not read, then drafts, placed."""
+        """Choose and place the nodes that the target reads for each search: unread beams, then drafts."""
         new: list[list[Node]] = []
         for search in searches:
             live = [beam.node for beam in search.live]
@@ -66,7 +66,7 @@ class Planner:
         frontiers = [list(search.live) for search in searches]
         for level in range(1, self.depth + 1):
             for row, search in enumerate(searches):
-                # after the last step nothing is read, so the last but one reads the last nodes
+                # the last step needs no further reading
                 if search.length + level >= search.limit or len(new[row]) - missing[row] >= self.nodes:
                     frontiers[row] = []
             if not any(frontiers):
@@ -84,31 +84,31 @@ class Planner:
         return new
 
     def _ask(self, frontiers: Sequence[Sequence[Beam]]) -> None:
-        """Have ``likely`` or ``proposed`` of all these nodes filled in."""
+        """Set ``likely`` or ``proposed`` of all these nodes."""
         self.look([[beam.node for beam in row if beam.node.logits is not None] for row in frontiers])
-        asked = [[beam.node for beam in row if beam.node.logits is None] for row in frontiers]
-        for nodes, guesses in zip(asked, self.proposer.propose(asked, self.successors), strict=True):
+        unread = [[beam.node for beam in row if beam.node.logits is None] for row in frontiers]
+        for nodes, guesses in zip(unread, self.proposer.propose(unread, self.successors), strict=True):
             for node, guess in zip(nodes, guesses, strict=True):
                 node.proposed = guess
 
     def next_beams(self, frontier: Sequence[Beam], width: int) -> list[Beam]:
-        """The likely beams of the step after these, which keeps ``width``."""
+        """Return the likely beams of the next step, which keeps ``width``."""
         lists = [beam.node.likely or beam.node.proposed or ([], []) for beam in frontier]
-        found = [
+        candidates = [
             (beam.score + value, place, token)
             for place, (beam, guess) in enumerate(zip(frontier, lists, strict=True))
             for value, token in zip(*guess)
         ]
-        found.sort(key=lambda draw: -draw[0])
-        if self.terms.draw is not None and found:
+        candidates.sort(key=lambda draw: -draw[0])
+        if self.terms.draw is not None and candidates:
             times = arrivals([beam.node for beam in frontier], [beam.score for beam in frontier], lists).tolist()
             columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
-            found.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
+            candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
             drawn = self.terms.candidates * width
-            del found[2 * drawn :]
-            early = {draw[1:]: place / drawn for place, draw in enumerate(found)}
-            found.sort(key=lambda draw: -draw[0])
-            late = {draw[1:]: place / width for place, draw in enumerate(found)}
-            found.sort(key=lambda draw: max(early[draw[1:]], late[draw[1:]]))
-        going = [draw for draw in found if draw[2] not in self.terms.eos_token_ids][: self.breadth_of(width)]
+            del candidates[2 * drawn :]
+            early = {draw[1:]: place / drawn for place, draw in enumerate(candidates)}
+            candidates.sort(key=lambda draw: -draw[0])
+            late = {draw[1:]: place / width for place, draw in enumerate(candidates)}
+            candidates.sort(key=lambda draw: max(early[draw[1:]], late[draw[1:]]))
+        going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids][: self.breadth_of(width)]
         return [Beam(frontier[place].node.child(token), score) for score, place, token in going]

@@ -1,7 +1,7 @@
-"""The bookkeeping of one prompt's beam search, as transformers' ``_beam_search`` keeps it, step by step.
+"""One prompt's beam search, step by step as in transformers' ``_beam_search``.
 
-A step needs what follows each live beam. A beam that the target has not read yet does not always stop it: whatever
-follows that beam is no likelier than the beam itself, so candidates of other beams that beat it are beyond doubt.
+A step needs the successors of each live beam. It is sometimes possible although the target has not read a beam. Its
+successors are no likelier than the beam itself, so candidates of other beams above its score are certain.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsd_infer.beams.forest import Forest, Node
-from fsd_infer.beams.sampling import Draw
+from fsd_infer.engine.beams.forest import Forest, Node
+from fsd_infer.engine.beams.sampling import Draw
 
 
 class Beam(NamedTuple):
-    """A text that is still growing, and the sum of its processed log-probabilities."""
+    """An unfinished text, and the sum of its processed log-probabilities."""
 
     node: Node
     score: float
@@ -28,24 +28,25 @@ class Hypothesis(NamedTuple):
 
     score: float
     tokens: list[int]
-    stopped: bool  # by an end-of-sequence token or a stopping criterion, else by its length
+    stopped: bool  # by an EOS token or a stopping criterion, else by its length
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a request asks of its beam searches.
+    """The parameters that a request's beam searches share.
 
     Attributes:
         beams: W.
         eos_token_ids: tokens that end an answer.
-        length_penalty, early_stopping: as in ``GenerationConfig``.
-        stops: whether answers end by other criteria, [K] for the texts (tokens after the prompt) of K candidates of
-            a prompt, by its number; None: there are no others.
-        bounded: no processor can lift a log-probability above 0.
-        draw: how candidates are drawn where beams are sampled, in order: ``draw(prompt's number, live beams, count)``;
-            None: the likeliest are taken.
-        width: dynamic width: how many beams the step after these live ones keeps; None: W.
-        join_every: every so many steps one beam alone goes on; None: never.
+        length_penalty: as in ``GenerationConfig``.
+        early_stopping: as in ``GenerationConfig``.
+        stops: ``stops(prompt's index, texts)`` -> [K], whether stopping criteria end each of K texts (tokens after the
+            prompt); None: there are no criteria.
+        bounded: no processor can raise a log-probability above 0.
+        draw: for beam sampling, ``draw(prompt's index, live beams, count)`` -> ordered candidates; None: take the
+            likeliest.
+        width: dynamic width of the next step, given the live beams; None: W.
+        join_every: keep one beam alone after every this many steps; None: never.
     """
 
     beams: int
@@ -60,7 +61,7 @@ class Terms:
 
     @property
     def candidates(self) -> int:
-        """K of each step per beam: so many that, whatever ends, W go on."""
+        """K, candidates per step and beam: enough that W continue even if all EOS tokens are among them."""
         return max(2, 1 + len(self.eos_token_ids))
 
 
@@ -71,13 +72,13 @@ class Search:
         terms: of the request.
         forest: the prompt's.
         limit: most new tokens.
-        row: the prompt's number in the request.
+        row: the prompt's index in the request.
 
     Attributes:
         live: the beams, best first.
         finished: the best W finished answers so far, best first.
         length: new tokens of the live beams.
-        done: nothing can change any more.
+        done: whether the search has ended.
     """
 
     def __init__(self, terms: Terms, forest: Forest, limit: int, row: int) -> None:
@@ -88,7 +89,7 @@ class Search:
         self.done = False
 
     def step(self) -> bool:
-        """Take one step, if what the target has read suffices for it; did it?"""
+        """Take one step if the target has read enough nodes; return whether it did."""
         if self.terms.draw and any(beam.node.likely is None for beam in self.live):
             return False
         width = self._width()
@@ -105,7 +106,7 @@ class Search:
                 return False
             if not hit:
                 going.append(candidate)
-            elif place < width:  # as in transformers, others only make room
+            elif place < width:  # as in transformers, which drops other finished candidates
                 ended.append(candidate)
         else:
             if sure < len(candidates) or (sure < count and any(beam.node.likely is None for beam in self.live)):
@@ -120,7 +121,7 @@ class Search:
         return True
 
     def most_kept(self, step: int) -> int:
-        """Most beams that this step keeps; steps count from 1."""
+        """Return the most beams that this step keeps; steps count from 1."""
         joins = self.terms.join_every is not None and step % self.terms.join_every == 0
         return 1 if joins and step < self.limit else self.terms.beams
 
@@ -131,27 +132,28 @@ class Search:
         return self.terms.width(self.live)
 
     def _likeliest(self, count: int) -> tuple[list[Draw], int]:
-        """The best candidates, and how many of them are so whatever follows the beams that are not read yet."""
+        """Return the best candidates, and how many of them no successor of an unread beam can beat."""
         bound = -math.inf
-        found: list[Draw] = []
+        candidates: list[Draw] = []
         for place, beam in enumerate(self.live):
             if beam.node.likely is None:
                 bound = max(bound, beam.score if self.terms.bounded else math.inf)
                 continue
             values, tokens = beam.node.likely
             scores = array("f", [beam.score + value for value in values])  # sums in fp32, as in transformers
-            found += [(score, place, token) for score, token in zip(scores, tokens)]
-        found.sort(key=lambda draw: -draw[0])  # stable: at equal scores the better beam goes first
-        del found[count:]
-        return found, next((place for place, draw in enumerate(found) if draw[0] <= bound), len(found))
+            candidates += [(score, place, token) for score, token in zip(scores, tokens)]
+        candidates.sort(key=lambda draw: -draw[0])  # stable: at equal scores the better beam is first
+        del candidates[count:]
+        sure = (place for place, draw in enumerate(candidates) if draw[0] <= bound)
+        return candidates, next(sure, len(candidates))
 
     def _drawn(self, count: int) -> tuple[list[Draw], int]:
         assert self.terms.draw is not None
-        found = self.terms.draw(self.row, self.live, count)
-        return found, len(found)
+        candidates = self.terms.draw(self.row, self.live, count)
+        return candidates, len(candidates)
 
     def _ends(self, candidates: Sequence[Draw], last: bool) -> list[bool]:
-        """Which candidates end an answer."""
+        """Return which candidates end an answer."""
         ends = [last or token in self.terms.eos_token_ids for _, _, token in candidates]
         if self.terms.stops is None or not candidates:
             return ends
@@ -172,7 +174,7 @@ class Search:
         del self.finished[self.terms.beams :]
 
     def _decided(self) -> bool:
-        """Do the finished answers stand, by the rules of ``early_stopping``?"""
+        """Whether the finished answers are final, by the rules of ``early_stopping``."""
         if len(self.finished) < self.terms.beams:
             return False
         if self.terms.early_stopping is True:

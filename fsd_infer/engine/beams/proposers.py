@@ -1,8 +1,8 @@
-"""What drafters say follows the nodes of a forest, by kind of drafter.
+"""Proposers: a drafter's likely successors of the nodes of a forest, by kind of drafter.
 
-A :class:`Drafter` of the engine grows a tree under each of B texts. Beams need something simpler and more shared: the
-likely successors of any nodes of a forest, asked level by level. A drafter with a model keeps one cache row per prompt,
-whose slots are the forest's own; a table is looked up by each node's last tokens.
+A :class:`Drafter` of the engine grows a tree under each of B texts. Beams need the likely successors of any nodes of a
+forest, level by level. A drafter with a model keeps one cache row per prompt, with the forest's slots. A table is
+looked up by each node's last tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from fsd_infer.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.cpu import ops
 from fsd_infer.device.rows import at_nodes, padded
 from fsd_infer.device.transfer import lists, to_device
@@ -34,44 +33,45 @@ from fsd_infer.drafters.free import Options, Table
 from fsd_infer.drafters.lm import warn_context
 from fsd_infer.drafters.lookup import TextIndex
 from fsd_infer.drafters.recycle import Recycled
+from fsd_infer.engine.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
 
 
 class Proposer:
-    """A drafter at work on the forests of one batch of prompts. This one proposes nothing."""
+    """A drafter's state for the forests of one batch. The base class proposes nothing."""
 
     def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        """The up to ``count`` likeliest successors of each node: [B] rows of nodes, some of them empty.
+        """Return up to ``count`` likely successors of each node: [B] rows of nodes, some of them empty.
 
-        All are placed, the target has read none of them, and their parents were read by it or asked about.
+        All nodes are placed and unread by the target. Their parents were read by the target, or proposed for.
         """
         return [[([], []) for _ in row] for row in nodes]
 
     def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """The target has read these nodes, [B] rows. Ignored by default."""
+        """Learn that the target has read these nodes, [B] rows. The default does nothing."""
 
     def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """What all beams share grew by these nodes, [B] rows, one below the other in each. Ignored by default."""
+        """Extend the text that all beams share by these nodes, [B] rows of paths. The default does nothing."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these prompts [B'], ascending, on the CPU."""
+        """Keep these prompts [B'] (ascending, on the CPU)."""
 
 
 def needs_features(drafter: Drafter) -> bool:
-    """Does a drafter, or one that it is made of, read the target's features?"""
+    """Whether a drafter, or one of its parts, reads the target's features."""
     return isinstance(drafter, EagleDrafter) or any(map(needs_features, drafter.parts))
 
 
 @singledispatch
 def proposer_of(drafter: Drafter, begun: Begun) -> Proposer:
-    """A drafter at work on a batch. Further kinds of drafters are added with ``proposer_of.register``.
+    """Return a drafter's proposer for a batch; ``proposer_of.register`` adds further kinds of drafters.
 
-    Raises FsdError for a kind that is not known.
+    Raises FsdError for an unknown kind.
     """
     raise FsdError(
         f"drafter {drafter.name or type(drafter).__name__!r} cannot draft for beams: choose another, or register a "
-        "Proposer for it with fsd_infer.beams.proposer_of."
+        "Proposer for it with fsd_infer.engine.beams.proposer_of."
     )
 
 
@@ -84,7 +84,7 @@ def _(drafter: NoDrafter, begun: Begun) -> Proposer:
 
 
 class _ModelProposer(Proposer, ABC):
-    """A drafter with a model, which has to read a node, and all before it, to say what follows."""
+    """A drafter with a model, which has to read a node and its ancestors first."""
 
     def __init__(self, begun: Begun) -> None:
         self.forests = begun.forests
@@ -101,11 +101,11 @@ class _ModelProposer(Proposer, ABC):
 
     @abstractmethod
     def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens, [B, M, count] each: M the longest row's; what fills up others means nothing."""
+        """Return log-probabilities and tokens, [B, M, count] each, with M of the longest row; others are padded."""
 
 
 def _unread(nodes: Sequence[Node], known: int) -> list[Node]:
-    """The nodes, and those of their ancestors that are read less than ``known``, parents first."""
+    """Return the nodes and those of their ancestors with ``read`` below ``known``, parents first."""
     found: dict[Node, None] = {}
     for node in nodes:
         path = []
@@ -118,7 +118,7 @@ def _unread(nodes: Sequence[Node], known: int) -> list[Node]:
 
 
 class _HeadProposer(_ModelProposer):
-    """An EAGLE-style head. It reads a node from its parent's feature: the target's where it is known, else its own."""
+    """An EAGLE-style head. It reads a node with its parent's feature: the target's if known, else its own estimate."""
 
     def __init__(self, drafter: EagleDrafter, begun: Begun) -> None:
         super().__init__(begun)
@@ -164,7 +164,7 @@ class _HeadProposer(_ModelProposer):
         return self.begun.features
 
     def _read(self, nodes: Sequence[Sequence[Node]], known: bool) -> None:
-        """Read nodes from their parents' features: known ones, or the head's estimates."""
+        """Read nodes with their parents' features: known ones, or the head's estimates."""
         if not any(nodes):
             return
         if self.vocabulary is not None:
@@ -185,11 +185,11 @@ class _HeadProposer(_ModelProposer):
             node.read = 2 if known else 1
 
     def _of_target(self, features: Tensor) -> Tensor:
-        """Of the target's features what the head reads."""
+        """Pick the columns of the target's features that the head reads."""
         return self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
 
     def _keep(self, slots: Tensor, outputs: Tensor) -> None:
-        """Remember outputs [B, M, H] by slot."""
+        """Store outputs [B, M, H] by slot."""
         if self.outputs is None:
             self.outputs = outputs.new_zeros(len(outputs), self.features.shape[1], outputs.shape[-1])
         self.outputs.scatter_(1, slots[..., None].expand_as(outputs), outputs)
@@ -201,7 +201,7 @@ def _(drafter: EagleDrafter, begun: Begun) -> Proposer:
 
 
 class _LMProposer(_ModelProposer):
-    """A small LM. It reads a node once and for all."""
+    """A small LM, which reads each node once."""
 
     def __init__(self, drafter: LMDrafter, begun: Begun) -> None:
         super().__init__(begun)
@@ -211,7 +211,7 @@ class _LMProposer(_ModelProposer):
         limit = self.model.max_positions
         self.limit = math.inf if limit is None else limit
         if int(begun.lengths.max()) > self.limit:
-            self.limit = 0  # it cannot read all prompts, so none
+            self.limit = 0  # a prompt exceeds its context, so it proposes nothing
             warn_context(self.model.name, limit)
         else:
             read_prompts(self.model, self.cache, begun.tokens, begun.lengths)

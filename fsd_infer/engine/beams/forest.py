@@ -1,8 +1,8 @@
-"""The texts of all beams of one prompt as one tree of tokens, in one row of the key-value cache.
+"""The texts of all beams of one prompt as one tree of tokens, in one row of the KV cache.
 
-The prompt lies in the cache's first slots. Behind it every token of any beam, and every draft, has a slot of its own,
-wherever one is free, and a mask says which slots it may attend to: the prompt, its ancestors and itself. So what beams
-share is read and stored once, reordering beams moves nothing, and one forward over M tokens of one row reads them all.
+The prompt occupies the cache's first slots. Each token of a beam, and each draft, takes any free slot after it. A mask
+limits attention to the prompt, the token's ancestors and itself. So tokens that beams share are read and stored once,
+reordering beams moves nothing, and one forward over M tokens of one row reads all beams.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from torch import Tensor
 from fsd_infer.device.transfer import to_device
 
 GOLDEN, WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
-Guess = tuple[list[float], list[int]]  # log-probabilities, falling, and their tokens
+Guess = tuple[list[float], list[int]]  # log-probabilities, descending, and their tokens
 
 
 class Node:
     """A token of a beam's text, or a draft of one.
 
     Attributes:
-        token, parent, children: the tree; children by their token. The root, the prompt's last token, has no parent.
+        token: its id.
+        parent: None at the root, the prompt's last token.
+        children: by their token.
         position: in the text.
-        slot: in the cache; -1 where it has none yet.
-        sees: bit s is set iff slot s after the prompt may be attended to.
-        key: names the path from the root, in 64 bits.
-        logits: where the target's logits lie, (tensor [M, V], row); None: the target has not read the token.
-        likely: the target's processed log-probabilities of its likeliest successors, falling, and their tokens; None:
-            not looked at yet. The request's processors are applied, in its context.
-        rest: sum of the exponentials of the processed log-probabilities that are not in ``likely``.
-        proposed: a drafter's guess of ``likely``; None: not asked.
-        read: what a drafter's model has read of it: 0 nothing, 1 with the estimated feature of its parent, 2 with all
-            that it will ever know.
+        slot: in the cache; -1 before it is placed.
+        sees: bit s is set if the token may attend to slot s after the prompt.
+        key: a 64-bit hash of the path from the root.
+        logits: (tensor [M, V], row) of the target's logits; None: the target has not read the token.
+        likely: the target's processed log-probabilities of its likeliest successors, and their tokens; None: not
+            listed yet.
+        rest: total probability of the successors that are not in ``likely``.
+        proposed: the drafter's guess of ``likely``; None: not asked.
+        read: how a drafter's model has read it: 0 not at all, 1 with the parent's estimated feature, 2 with its final
+            one.
     """
 
     __slots__ = (
@@ -55,12 +57,12 @@ class Node:
         self.read = 0
 
     def child(self, token: int) -> Node:
-        """The node of this successor, made if there is none."""
-        found = self.children.get(token)
-        if found is None:
+        """Return the node of this successor, created on first use."""
+        child = self.children.get(token)
+        if child is None:
             key = mixed((self.key + GOLDEN * (token + 1)) & WORD)
-            found = self.children[token] = Node(token, self, self.position + 1, key)
-        return found
+            child = self.children[token] = Node(token, self, self.position + 1, key)
+        return child
 
     @property
     def slot_before(self) -> int:
@@ -69,23 +71,23 @@ class Node:
 
     @property
     def follows_read(self) -> bool:
-        """Has the target read the token before this one?"""
+        """Whether the target has read the token before this one."""
         return self.parent is None or self.parent.logits is not None
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root, upwards."""
+        """Yield this node and its ancestors, without the root, upwards."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def text(self) -> list[int]:
-        """The tokens after the prompt up to this one."""
+        """Return the tokens after the prompt up to this one."""
         return [node.token for node in self.path()][::-1]
 
 
 def mixed(key: int) -> int:
-    """A one-to-one map of 64-bit numbers that looks random (the finalizer of splitmix64, Steele et al. 2014)."""
+    """Hash a 64-bit number one-to-one (the finalizer of splitmix64, Steele et al. 2014)."""
     key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & WORD
     return key ^ (key >> 31)
@@ -96,7 +98,7 @@ class Forest:
 
     Args:
         prompt: its token ids.
-        slots: of its row of the cache, the prompt's included. The last one is spare: nothing ever attends to it.
+        slots: of its cache row, the prompt's included. The last slot is spare: no token attends to it.
         key: of the root.
     """
 
@@ -104,19 +106,19 @@ class Forest:
         self.prompt, self.base = list(prompt), len(prompt)
         self.root = Node(prompt[-1], None, len(prompt) - 1, key)
         self.root.slot = len(prompt) - 1
-        self.positions = torch.arange(slots)  # of what lies in each slot
-        self.used = len(prompt)  # slots from 0 on that have ever been taken
+        self.positions = torch.arange(slots)  # of the token in each slot
+        self.used = len(prompt)  # number of slots, from 0, that were ever taken
         self.shared = self.root  # the last node that all live beams share
         self._free: list[int] = []
         self.spare = slots - 1
 
     @property
     def room(self) -> int:
-        """How many nodes can still be placed."""
+        """The number of nodes that can still be placed."""
         return self.spare - self.used + len(self._free)
 
     def place(self, node: Node) -> None:
-        """Give it a slot: the first that is free."""
+        """Assign the first free slot to a node."""
         if self._free:
             node.slot = heappop(self._free)
         else:
@@ -128,7 +130,7 @@ class Forest:
         node.sees = node.parent.sees | 1 << (node.slot - self.base)
 
     def drop(self, node: Node) -> None:
-        """Forget a node and all below it."""
+        """Remove a node and its subtree."""
         assert node.parent is not None
         del node.parent.children[node.token]
         waiting = [node]
@@ -139,11 +141,11 @@ class Forest:
                 heappush(self._free, gone.slot)
 
     def prune(self, before: Sequence[Node], now: Sequence[Node]) -> None:
-        """After a step of the search: drop what no live beam descends from, but nothing below a live beam.
+        """After a search step, drop nodes that are neither ancestors of live beams nor below them.
 
         Args:
-            before: the beams that were live.
-            now: the beams that are; children of those.
+            before: the live beams before the step.
+            now: the live beams, children of those.
         """
         alive = set(now)
         for beam in before:
@@ -157,7 +159,7 @@ class Forest:
             (self.shared,) = self.shared.children.values()
 
     def trim(self, live: Sequence[Node]) -> None:
-        """Drop what is below live beams."""
+        """Drop the nodes below live beams."""
         for node in live:
             for child in list(node.children.values()):
                 self.drop(child)
@@ -165,14 +167,14 @@ class Forest:
 
 @dataclass
 class Begun:
-    """What a proposer gets to know of a batch of B prompts.
+    """A batch of B prompts, as proposers see it.
 
     Attributes:
-        forests: of the prompts that are being answered; whoever made the list takes finished ones out.
-        slots: of a row of the cache.
+        forests: of the unfinished prompts; the engine removes finished ones.
+        slots: per cache row.
         tokens: [B, M] of the prompts, right-padded, on the CPU.
-        lengths: [B] how many of them are real, on the CPU.
-        features: [B, slots, F] the target's, by slot, filled in as it reads; None where no drafter asks for them.
+        lengths: [B] of the prompts, on the CPU.
+        features: [B, slots, F] of the target, by slot, filled as it reads; None if no drafter reads features.
     """
 
     forests: list[Forest]
@@ -184,15 +186,16 @@ class Begun:
 
 @dataclass
 class Layout:
-    """New tokens of all rows as a forward takes them, on the model's device.
+    """The arguments of a forward over new tokens of all rows, on the model's device.
 
     Attributes:
-        tokens, positions, slots: [B, M]. Rows with fewer tokens repeat their last, rows without any have a token in the
-            spare slot.
-        visible: [B, M, S] bool, which of the first S slots each may attend to.
-        at: [B, S] positions of what lies in the slots.
+        tokens: [B, M]. Rows with fewer tokens repeat their last; empty rows have a token in the spare slot.
+        positions: [B, M].
+        slots: [B, M].
+        visible: [B, M, S] bool, which of the first S slots each token may attend to.
+        at: [B, S] positions of the tokens in the slots.
         before: [B, M] slots of the tokens before these.
-        start: the first slot, if there is one row whose slots follow each other.
+        start: the first slot, if there is one row with consecutive slots.
     """
 
     tokens: Tensor
@@ -205,7 +208,7 @@ class Layout:
 
 
 def lay_out(forests: Sequence[Forest], nodes: Sequence[Sequence[Node]], device: torch.device) -> Layout:
-    """One forward over ``nodes``, some of each forest's, all of which are placed."""
+    """Return the arguments of one forward over ``nodes``, placed nodes of each forest."""
     most = max(map(len, nodes))
     used = max(forest.used for forest in forests)
     numbers: list[list[tuple[int, int, int, int]]] = []
@@ -227,7 +230,7 @@ def lay_out(forests: Sequence[Forest], nodes: Sequence[Sequence[Node]], device: 
 
 
 def _bits(masks: Sequence[int], count: int) -> Tensor:
-    """[M, count] bool: bit s of each mask."""
+    """[M, count] bool, the bits of each mask."""
     size = -(-count // 8)
     whole = bytearray(b"".join(mask.to_bytes(size, "little") for mask in masks))
     packed = torch.frombuffer(whole, dtype=torch.uint8).view(len(masks), size, 1)

@@ -1,0 +1,238 @@
+"""Lossy rules of other papers and engines, each restated as a law on draft trees.
+
+A draft *passes* if the rule accepts it whatever the exact test says. On a tree, p is restricted to the children that
+pass. At temperature 0, p is the target's distribution at temperature 1, and the likeliest passing child is emitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.transfer import wide
+from fsd_infer.errors import FsdError
+from fsd_infer.rules.base import RULES, LossyRule
+from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.laws import Law
+from fsd_infer.rules.parameters import parameter
+from fsd_infer.rules.tilted import best_path
+
+
+@RULES.register("lenient")
+@dataclass(frozen=True)
+class Lenient(LossyRule):
+    """Accept a draft with probability min(1, p/(lenience·q)). Exact at lenience = 1.
+
+    No token's probability exceeds p/lenience. A rejected sampled draft is replaced by a draw from (p - q)+. On a tree,
+    some child is emitted with probability min(1, p(C)/lenience). From Leviathan et al. (arXiv:2211.17192, appendix);
+    DistillSpec's lossy mode (arXiv:2310.08461).
+
+    Args:
+        lenience: in (0, 1].
+    """
+
+    lenience: float = parameter(above=0, high=1)
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.lenience == 1:
+            return Law.target(evidence)
+        return Law.passing(evidence, math.inf, lambda p: p / self.lenience)
+
+
+@RULES.register("typical")
+@dataclass(frozen=True)
+class Typical(LossyRule):
+    """Pass drafts with p(x) >= min(epsilon, delta·e^-H(p)), H the entropy. Exact at epsilon = delta = inf.
+
+    A sampled draft that does not pass takes the exact test. From Medusa (arXiv:2401.10774), with its defaults. Medusa
+    has no sampled drafts and is exact at temperature 0.
+
+    Args:
+        epsilon: the bound on p(x) where the target's entropy is low.
+        delta: the bound relative to e^-H.
+    """
+
+    epsilon: float = parameter(0.09, low=0, infinite=True)
+    delta: float = parameter(0.3, low=0, infinite=True)
+
+    def law(self, evidence: Evidence) -> Law:
+        log_epsilon, log_delta = (math.log(x) if x > 0 else -math.inf for x in (self.epsilon, self.delta))
+        return Law.passing(evidence, (log_delta - evidence.entropy).clamp_max(log_epsilon))
+
+
+@RULES.register("relaxed")
+@dataclass(frozen=True)
+class Relaxed(LossyRule):
+    """Pass drafts among the target's k likeliest tokens with p(x) >= p_max - delta. Exact at k = 0.
+
+    At temperature 0 it is exact at k = 1 and at delta = 0, too. A sampled draft that does not pass takes the exact
+    test. From TensorRT-LLM (`relaxed_topk`, `relaxed_delta`; greedy only), with the defaults it recommends for
+    reasoning.
+
+    Args:
+        k: how many of the target's likeliest tokens may pass.
+        delta: the largest accepted distance from p_max, in [0, 1].
+        relative: require p(x) >= delta·p_max instead.
+    """
+
+    k: int = parameter(10, low=0, high=2**31 - 1)
+    delta: float = parameter(0.6, low=0, high=1)
+    relative: bool = False
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.k == 0:
+            return Law.target(evidence)
+        best = evidence.best(self.k)
+        p_max = best[..., 0].exp()
+        near_best = (p_max * self.delta if self.relative else (p_max - self.delta).clamp_min(0.0)).log()
+        return Law.passing(evidence, torch.maximum(best[..., -1], near_best))
+
+
+@RULES.register("threshold")
+@dataclass(frozen=True)
+class Threshold(LossyRule):
+    """Pass drafts with p(x) >= single; test others exactly with p/acc in place of p. Exact at single = acc = 1.
+
+    Where no child of a tree passes, some child is emitted with probability min(1, p(C)/acc). From SGLang
+    (`--speculative-accept-threshold-single`, `-acc`). Its tree test accepts equally often but prefers earlier siblings,
+    and it ignores both thresholds at temperature 0.
+
+    Args:
+        single: in [0, 1]; 1 for no such threshold.
+        acc: in (0, 1].
+    """
+
+    single: float = parameter(1.0, low=0, high=1)
+    acc: float = parameter(1.0, above=0, high=1)
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.single == self.acc == 1:
+            return Law.target(evidence)
+        cutoff = math.log(self.single) if 0 < self.single < 1 else math.inf if self.single else -math.inf
+        return Law.passing(evidence, cutoff, lambda p: p / self.acc)
+
+
+@RULES.register("cascade-token")
+@dataclass(frozen=True)
+class CascadeToken(LossyRule):
+    """With A = {x: p(x) >= (1 - alpha)·p_max}, the law is q + η·p on A and η·p elsewhere, η = 1 - q(A).
+
+    Exact at alpha < 0, where A is empty. Exact at contexts without a q (n-gram lookup). At temperature 0 it emits the
+    drafter's likeliest token if A holds it, else the target's. From arXiv:2405.19261 (variant "token v3"), with the
+    default of github.com/chiatzenw-cur/lossy-token-eff. `fuzzy:js:inf` with the floor 1 - alpha tests drafts outside A
+    exactly.
+
+    Args:
+        alpha: at most 1, where A holds every token; at 0, A holds the target's likeliest token.
+    """
+
+    alpha: float = parameter(0.3, high=1)
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.alpha < 0:
+            return Law.target(evidence)
+        return Law.trusting(evidence, evidence.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf)
+
+
+@RULES.register("ensemble")
+@dataclass(frozen=True)
+class Ensemble(LossyRule):
+    """Decode exactly from the mixture weight·p + (1 - weight)·q. Exact at weight = 1.
+
+    Exact at contexts without a q (n-gram lookup). From transformers (`assistant_ensemble_weight`), after
+    arXiv:2604.07622.
+
+    Args:
+        weight: of the target, in (0, 1].
+    """
+
+    weight: float = parameter(above=0, high=1)
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.weight == 1:
+            return Law.target(evidence)
+        return Law.dense(evidence, lambda at: (self.weight * at.p + (1 - self.weight) * at.q).log())
+
+
+@RULES.register("fly")
+@dataclass(frozen=True)
+class Fly(LossyRule):
+    """Pass a mismatch where the target is unsure and agrees with the drafts that follow; temperature 0 only.
+
+    If the target's own choice is not drafted, a draft passes under two conditions. -Σ p ln p over the target's three
+    likeliest tokens is at least `entropy`, and the next window - 1 drafts below it are the target's own choices. Of
+    several, the likeliest is emitted. Exact at entropy = inf, and on trees shallower than the window. From
+    arXiv:2511.22972, with the defaults of its code.
+
+    Args:
+        window: how many drafts are examined, the mismatch included.
+        entropy: nats.
+    """
+
+    window: int = parameter(6, low=1, high=1024)
+    entropy: float = parameter(0.3, low=0, infinite=True)
+
+    def law(self, evidence: Evidence) -> Law:
+        if not evidence.greedy:
+            raise FsdError("rule 'fly' compares drafts with the target's likeliest tokens: it needs temperature 0.")
+        agrees = evidence.regret == 0
+        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.regret), agrees)
+        log_p = evidence.best(3)
+        unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
+        lift = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
+        return Law.lifted(evidence, lift).where(unsure & ~evidence.some(agrees))
+
+
+@RULES.register("cactus")
+@dataclass(frozen=True)
+class Cactus(LossyRule):
+    """Test against h, which favours the draft: h(x) = min(1, p(x) + √(2·delta·p(x)(1-p(x)))). Exact at delta = 0.
+
+    h scales all other tokens down. On a tree p(C) takes the place of p(x), and KL(h || p) <= ln(1 + 2·delta). At
+    temperature 0 the law's likeliest token is emitted. From arXiv:2604.04987, which sets no default.
+
+    Args:
+        delta: nats per token, approximately.
+    """
+
+    delta: float = parameter(low=0, high=1e6)
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.delta == 0:
+            return Law.target(evidence)
+        if evidence.sampled:  # the replacement of a rejected draft depends on the draft
+            return Law.dense(evidence, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
+        return Law.passing(evidence, math.inf, self._raised)
+
+    def _raised(self, p: Tensor) -> Tensor:
+        return (p + (2 * self.delta * p * (1 - p)).clamp_min(0.0).sqrt()).clamp_max(1.0)
+
+
+def _averaged(p: Tensor, q: Tensor, h: Tensor) -> Tensor:
+    """[R, V] the law of x ~ q, kept with probability min(1, h(x)/q(x)), else y ~ (h_x - q)+, normalised.
+
+    h_x is h(x) at x and s(x)·p elsewhere, s = (1 - h)/(1 - p). If x can be rejected, (h_x - q)+ is 0 at x, so only s(x)
+    matters. The tokens with s·p > q come first when sorted by q/p, and the x with s(x) > q/p when sorted by s. Sums
+    over them are cumulative sums.
+    """
+    narrow, dtype = p.dtype, wide(p.device)
+    p, q, h = (values.to(dtype) for values in (p, q, h))
+    ratio = torch.where(p > 0, q / p, torch.inf)
+    s = ((1 - h) / (1 - p).clamp_min(1e-30)).clamp(0.0, 1.0)
+    by_ratio, order = ratio.sort(-1)
+    before = torch.searchsorted(by_ratio, s)  # tokens with q/p < s(x)
+    total = s * _sum_of_first(p, order, before) - _sum_of_first(q, order, before)
+    # total is 0 where s = 0: such a draft is never rejected
+    weight = torch.where(total > 0, (q - h).clamp_min(0.0) / total.clamp_min(1e-30), 0.0)
+    by_s, order = s.sort(-1, descending=True)
+    before = torch.searchsorted(-by_s, -ratio)  # x with s(x) > q/p
+    drawn = p * _sum_of_first(weight * s, order, before) - q * _sum_of_first(weight, order, before)
+    return (torch.minimum(q, h) + drawn.clamp_min(0.0)).to(narrow)
+
+
+def _sum_of_first(values: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+    """[R, V] sums of the first ``counts`` [R, V] of ``values`` [R, V] in ``order`` [R, V]."""
+    return torch.nn.functional.pad(values.gather(-1, order).cumsum(-1), (1, 0)).gather(-1, counts)

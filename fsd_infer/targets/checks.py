@@ -1,0 +1,113 @@
+"""Checks of a model's files before transformers reads them, and of a loaded model before it serves as a target."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fsd_infer.errors import CheckpointError, ModelLoadError
+from fsd_infer.files import open_safetensors, read_json, read_weight_map
+
+
+def check_directory(directory: Path) -> None:
+    """Raise CheckpointError or ModelLoadError, with the file's name, for the usual damage of a model directory."""
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shards = [directory / name for name in sorted(set(read_weight_map(index, "Copy the model again.").values()))]
+    else:
+        shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise ModelLoadError(
+            f"{directory} has no safetensors weights. Other formats can run code and are not loaded; convert the "
+            "weights with save_pretrained of transformers."
+        )
+    for shard in shards:
+        if not shard.is_file():
+            raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
+    _check_layers(directory / "config.json", sum(map(check_safetensors, shards)))
+
+
+def _check_layers(path: Path, tensors: int) -> None:
+    """Raise CheckpointError for a config with more layers than tensors: transformers would build them all first."""
+    config = read_json(path, "Copy the model again.", CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for name, value in (pair for part in parts for pair in part.items()):
+        if "layer" in name and isinstance(value, (int, float)) and value > tensors:
+            raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
+        if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
+            raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
+
+
+def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    """Raise CheckpointError if a directory's config asks for far more weights than its files hold.
+
+    transformers allocates the missing weights before it reports them.
+    """
+    if not os.path.isdir(source):
+        return
+    stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = sum(parameter.numel() for parameter in planned.parameters())
+    if wanted > 4 * stored:  # the smallest weights have 2 bits
+        raise CheckpointError(
+            f"{source}: config.json asks for {wanted:.3g} weights, but the files hold {stored:.3g} bytes; "
+            "copy the model again."
+        )
+
+
+def check_safetensors(path: Path) -> int:
+    """Return the number of tensors of a safetensors file. Raises CheckpointError if it is truncated or malformed."""
+    with open_safetensors(path, "Copy or fetch it again.") as file:
+        return len(file.keys())
+
+
+def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise ModelLoadError if weights are missing; warn of weights that the model does not have."""
+    missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
+    if missing:
+        raise ModelLoadError(
+            f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "
+            "they would be random. Check that config.json belongs to these weights."
+        )
+    if unused:
+        warnings.warn(
+            f"{len(unused)} tensors of {source} have no place in {type(model).__name__}, first {unused[0]!r}: check "
+            "that config.json belongs to these weights.",
+            stacklevel=3,
+        )
+
+
+def check_decodable(model: Any, name: str) -> None:
+    """Raise ModelLoadError unless a model has an LM head, a decoder that takes positions, and a single device."""
+    kind, decoder = type(model).__name__, model.get_decoder()
+    if model.get_output_embeddings() is None:
+        raise ModelLoadError(f"{kind} has no language-model head: a causal LM is needed as target.")
+    if decoder is model or decoder is None:
+        raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
+    if not any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder)):
+        raise ModelLoadError(
+            f"{kind} takes no positions (it keeps a state, or counts its cache); verifying a token tree in one forward "
+            "needs siblings at one position. Use another target."
+        )
+    if hasattr(model.config.get_text_config(decoder=True), "altup_num_inputs"):  # Gemma 3n
+        raise ModelLoadError(
+            f"{kind}: its hidden states are of several streams, so no single feature enters its LM head. Use another "
+            "target."
+        )
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1:
+        raise ModelLoadError(
+            f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
+            'Load it on one device, or by tp_plan="auto" on one per process (docs/scaling.md).'
+        )

@@ -1,0 +1,45 @@
+"""Attention masks by layer type, for families that mix full and sliding-window attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.errors import ModelLoadError
+
+
+def layer_windows(config: Any) -> dict[str, int | None]:
+    """Return the attention window by layer type (None: full). Raises ModelLoadError for other kinds of layers."""
+    window = getattr(config, "sliding_window", None)
+    if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
+        window = None
+    types = getattr(config, "layer_types", None)
+    if types is None and "local" in getattr(config, "attention_layers", ()):
+        types = ["local"]  # GPT-Neo, whose windows count slots, not positions
+    if types is None:
+        return {"all": window}
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelLoadError(
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; verifying a token tree in "
+            "one forward needs full or sliding-window attention. Use another target."
+        )
+    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(set(types))}
+
+
+def windowed(visible: Tensor, positions: Tensor, cache: SlotCache, windows: dict[str, int | None]) -> dict[str, Tensor]:
+    """[B, M, S] masks by layer type; windows count positions, which tree siblings share, not slots."""
+    masks = {}
+    for kind, window in windows.items():
+        mask = visible
+        if window is not None:
+            at = cache.positions
+            if at is None:
+                counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
+                at = counted.scatter(1, cache.slots, positions)  # slot and position of the text's tokens are equal
+            mask = mask & (positions[:, :, None] - at[:, None, :] < window)
+        masks[kind] = mask
+    return masks
