@@ -13,6 +13,7 @@ from fsd_bench.base import Method, TimedRun, Turn
 from fsd_bench.runs import Job, RunFile
 
 WARMUP_TOKENS = 16
+UNSHAPED: dict[str, Any] = dict(top_p=None, top_k=None)  # nothing but temperature and rule shapes the law
 _T = TypeVar("_T")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
-from fsd_bench.paired import QUANTITIES, against, intervals, pooled
+from fsd_bench.paired import QUANTITIES, RATES, SUMS, against, intervals, pooled
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable, write_text
@@ -67,7 +67,7 @@ def build_record(
     where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
     the quantities of :mod:`fsd_bench.paired`; ``differences[BASELINE][METHOD]`` that of the method's less the
     baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; ``ratios[BASELINE][METHOD]`` also
-    those of answer lengths and of target forwards, ``{"ratio", "low", "high", "prompts"}``; and
+    those of answer lengths, of target forwards and of tau, ``{"ratio", "low", "high", "prompts"}``; and
     ``agreement[BASELINE][METHOD]`` the share of prompts with the baseline's final answer. What was not measured is not
     there.
 
@@ -100,7 +100,10 @@ def build_record(
         whole["categories"] = {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()}
         facts_by_name[name] = whole
     speeds = {other: _ratios(cells, other, seed) for other in compared}
-    paired = {other: {name: against(name, other, turns, seed) for name in speeds[other]} for other in compared}
+    paired = {
+        other: {name: against(name, other, turns, seed, {**SUMS, "tau": RATES["tau"]}) for name in speeds[other]}
+        for other in compared
+    }
 
     def table(key: str) -> dict[str, dict[str, Any]]:
         return {other: {name: facts[key] for name, facts in names.items()} for other, names in paired.items()}

@@ -133,7 +133,7 @@ def _measure(
         else:
             blocks = {group: group % settings.isolate for group in range(len(groups))}
             sessions = isolated(settings, specs, jobs, blocks)
-        prompts = encode_rows(rows, models)
+        prompts = encode_rows(rows, models, settings.raw)
         asked = Asked(
             [[prompts[index].ids for index in group] for group in groups], settings.max_new_tokens, settings.seed,
             settings.warmup,

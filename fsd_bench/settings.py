@@ -41,6 +41,7 @@ class Settings(ModelOptions):
         isolate: None: methods share this process and take turns prompt by prompt. A number: the prompts are divided
             into so many blocks; each method answers a block in a process of its own, with no other one alive, and
             methods take turns block by block.
+        raw: continue prompts without the chat template.
     """
 
     prompts: str | Path
@@ -58,6 +59,7 @@ class Settings(ModelOptions):
     baselines: Sequence[str] = ()
     score: str = AUTO
     isolate: int | None = None
+    raw: bool = False
 
     def check(self) -> None:
         """Raises FsdError for what can be refused before anything is loaded."""

@@ -11,7 +11,7 @@ from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.engine import EngineMethod
 from fsd_bench.environment import environment
 from fsd_bench.evidence.settings import SweepOptions
-from fsd_bench.jobs import Asked, Session, in_turns, run_jobs, turns_of
+from fsd_bench.jobs import UNSHAPED, Asked, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.measures import measure
 from fsd_bench.models import Models
@@ -84,8 +84,7 @@ def _run(
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
     prompts = [prompt.ids for prompt in encode_rows(rows, models, options.raw)]
-    sampling = dict(top_p=None, top_k=None)  # nothing but the rule shapes a law
-    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed, sampling=sampling)
+    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed, sampling=UNSHAPED)
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]

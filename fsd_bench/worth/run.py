@@ -1,4 +1,4 @@
-"""``fsd-infer worth``: models and prompts by name, the forecast, and a check of it by decoding."""
+"""``fsd-infer worth``: load models and prompts by name, forecast, and check the forecast by decoding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 from tqdm import tqdm
 
 from fsd_bench.environment import environment
+from fsd_bench.jobs import UNSHAPED, decoding
 from fsd_bench.models import ModelOptions
 from fsd_bench.runner import encode_row
-from fsd_bench.worth.forecasts import Forecast, Measured, Row, deep_drafter, forecast, request_options
+from fsd_bench.worth.forecasts import Forecast, Measured, Row, deep_drafter, forecast
 from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.growth import TreeDrafter
@@ -105,7 +106,7 @@ def measure(
         emitted = forwards = 0
         seconds = nats = 0.0
         for number, prompt in enumerate(prompts):
-            options = request_options(temperature, max_new_tokens)
+            options = decoding(temperature, max_new_tokens, **UNSHAPED)
             stats = decoder.generate([prompt], row.rule, drafter=shaped, seed=seed + number, **options).stats
             emitted += stats.new_tokens - 1
             forwards += stats.target_forwards
