@@ -1,4 +1,4 @@
-"""This package's engine as a method, under any rule with any drafter."""
+"""Measure this package's engine under any rule with any drafter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ from fsd_infer.tree import DraftTree
 
 
 class EngineMethod(Method):
-    """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``.
+    """This package's engine. Its prefill includes the drafter's, and time outside the loop is phase ``rest``.
 
-    ``traced``: answers have a trace, and requests a seed, so that trees follow from the text alone and not from the
-    clock. For one prompt at a time.
+    Args:
+        name: of the method.
+        decoder: target and engine.
+        rule: acceptance rule.
+        drafter: drafter.
+        beams: number of beams.
+        beam_options: options of beam search.
+        traced: give answers a trace, for one prompt at a time. Requests then have a seed, so trees do not depend on
+            the clock.
     """
 
     def __init__(
@@ -41,15 +48,15 @@ class EngineMethod(Method):
         self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, self.rounds or drafter
         self.beams, self.beam_options = beams, beam_options or BeamOptions()
         self.trees: Trees | None = None
-        self.drafted: dict[str, Any] | None = None  # its tree may be one for this rule and so many rows
+        self.drafted: dict[str, Any] | None = None  # the tree may depend on the rule and the batch
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        self.drafter.forget()  # a prompt that is repeated must not be answered from memory
+        self.drafter.forget()  # a repeated prompt must not be answered from memory
         if self.beams > 1:
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
         if self.rounds is not None:
             options = {**options, "seed": seed}
-        torch.manual_seed(seed)  # a request with a seed of its own would not choose its trees by the clock
+        torch.manual_seed(seed)  # a seed in the request would keep trees from following the clock
         start = time.perf_counter()
         generation = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
         seconds = time.perf_counter() - start
@@ -91,10 +98,10 @@ class EngineMethod(Method):
 
 
 class RoundSizes(WrappedDrafter):
-    """Any drafter, for one prompt at a time.
+    """A drafter that records the size of each round, for one prompt at a time.
 
     Attributes:
-        sizes: tokens that each round of the last answer could emit (the prefill is the first).
+        sizes: tokens that each round of the last answer could emit, the prefill first.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -120,7 +127,7 @@ class _Noting(WrappedSession):
 
 
 def clip_rounds(sizes: Sequence[int], tokens: int) -> list[int]:
-    """Tokens of each round that are in the answer: its end may lie within a round, and the last one may be unknown."""
+    """Clip the rounds' tokens to those in the answer, which may end within a round or after an unknown one."""
     clipped, left = [], tokens
     for count in sizes:
         if left:

@@ -1,4 +1,4 @@
-"""Another drafter's trees, observed: what measuring and recording have in common."""
+"""Wrap a drafter to observe its rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsd_infer.tree import DraftTree
 
 
 class WrappedDrafter(Drafter):
-    """Drafts as ``drafter`` does. A subclass opens a :class:`WrappedSession` of its own in ``start``."""
+    """A drafter that drafts as ``drafter`` does. A subclass opens its own :class:`WrappedSession` in ``start``."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.name, self.auto = drafter, drafter.name, drafter.auto
@@ -35,7 +35,7 @@ class WrappedDrafter(Drafter):
 
 
 class WrappedSession(DraftSession):
-    """Passes every call on to ``session``."""
+    """A session that forwards every call to ``session``."""
 
     def __init__(self, session: DraftSession) -> None:
         self.session = session

@@ -14,9 +14,10 @@ from fsd_bench import Answer, Method, TimedRun, build_record, run
 from fsd_bench.base import Turn
 from fsd_bench.intervals import interval
 from fsd_bench.jobs import Asked, Session, in_turns, run_jobs
+from fsd_bench.prompts import group_prompts
 from fsd_bench.record import BenchPrompt, write_record
 from fsd_bench.report import bench_table, fitted_tables, head_trees, short_names
-from fsd_bench.runner import group_prompts, partial_path
+from fsd_bench.runner import partial_path
 from fsd_bench.runs import Job, RunFile
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import encode_chat, read_prompts

@@ -137,8 +137,8 @@ def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperatures": [-1.0]}, "temperatures must be 0 or above"),
-        ({"temperatures": [0.5, 0.5]}, "a temperature is given twice"),
+        ({"temperatures": [-1.0]}, "temperature must be 0 or above"),
+        ({"temperatures": [0.5, 0.5]}, "at least one temperature, and none twice"),
         ({"limit": 0}, "limit must be at least 1"),
         ({"tree": "auto"}, "a sweep compares rules on named trees"),
     ],
