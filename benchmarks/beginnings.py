@@ -32,7 +32,7 @@ def beginnings(kind: str, count: int, seed: int = 0) -> list[str]:
 
 def tasks(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return ``count`` rows that ask for a story with three things in it, with IFEval's check of keywords."""
-    words, draw, found = WORDS["judge"], random.Random(seed), {}
+    words, draw, found = WORDS["judge"], random.Random(seed), dict[str, dict[str, Any]]()
     while len(found) < count:
         child, animal, thing = (draw.choice(words[slot]) for slot in ("child", "animal", "thing"))
         article = "an" if animal[0] in "aeiou" else "a"

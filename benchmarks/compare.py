@@ -1,9 +1,9 @@
-"""Measure this package beside transformers, vLLM, llama.cpp and OpenVINO on the same prompts: `make bench`.
+"""Compare this package with transformers, vLLM, llama.cpp and OpenVINO on the same prompts: `make bench`.
 
     python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY] [--gguf FILE]
 
-Writes benchmarks/results/compare-TARGET.json. Every method answers in a process of its own while no other one runs, and
-the methods take turns block by block. The other engines have environments of their own, made on the first run. An
+Writes benchmarks/results/compare-TARGET.json. Every method answers in its own process while no other one runs, and
+the methods take turns block by block. The other engines have their own environments, made on the first run. An
 engine that cannot be installed is left out with a line. The same command continues after an interruption.
 """
 

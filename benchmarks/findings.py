@@ -1,4 +1,4 @@
-"""Turn a sweep's file into a record: settings beside exact decoding, and beside random gates at equal τ.
+"""Turn a sweep's file into a record: settings compared with exact decoding and with random gates at equal τ.
 
     python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json [--judge smollm2-135m]
 

@@ -101,7 +101,7 @@ def within(differences: dict[str, Any]) -> bool:
 def forecast_of(
     args: argparse.Namespace, target: str, drafter: str, prompts: str, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return by rule: τ and nats forecast for the rung's chain, and the tokens per cost beside exact's best."""
+    """Return by rule: τ and nats forecast for the rung's chain, and tokens per cost / exact's best."""
     options = WorthOptions(
         target=target, drafter=drafter, tree=TreeShape.chain(args.depth), prompts=prompts, raw=args.raw,
         rules=[rule for rule in args.rules if rule not in (EXACT, ALONE)], temperature=args.temperature,

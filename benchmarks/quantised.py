@@ -79,7 +79,7 @@ def load(source: str, kind: str, dtype: torch.dtype, scratch: Path) -> Target:
 
 def compare_decoding(decoder: FuzzyDecoder, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Compare greedy answers of `exact` with the plain loop's: how far they agree, and how near a tie they part."""
-    options = {"max_new_tokens": tokens, "do_sample": False, "chat": False}
+    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "chat": False}
     none = decoder.load_drafter("none")
     plain = [decoder.generate([prompt], drafter=none, **options).sequences[0] for prompt in prompts]
     made = [decoder.generate([prompt], **options) for prompt in prompts]

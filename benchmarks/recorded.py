@@ -32,7 +32,7 @@ HELP = {
     "temperature": "0 is greedy",
     "seed": "seed of draws and of the bootstrap",
     "repeat": "runs per prompt",
-    "blocks": "blocks of prompts; each method answers a block in a process of its own",
+    "blocks": "blocks of prompts; each method answers a block in its own process",
     "threads": "torch threads",
     "json": "file of the record",
     "raw": "continue the prompts without the chat template",

@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         log_likelihood=True, baselines=list(methods)[:1],
     )  # fmt: skip
     found["settings"] |= {"target": Path(args.target).name, "methods": list(methods), "steps": args.steps}
-    return found
+    return {part: facts for part, facts in found.items() if part != "environment"}  # whose command has paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -94,8 +94,8 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
         for kind, of in places.items():
             best = max(fixed, key=lambda name: means[name][kind])
             # a ratio of harmonic means is one of sums of seconds per token
-            pairs = ([(1.0, 1 / rates[name][i]) for i in of] for name in (AUTO, best))
-            found = ratio_interval(*pairs)
+            auto, other = ([(1.0, 1 / rates[name][i]) for i in of] for name in (AUTO, best))
+            found = ratio_interval(auto, other)
             against[kind] = {"best": best, "ratio": found["ratio"], "interval": [found["low"], found["high"]]}
         summaries[rule] = {"rates": means, "auto_to_best": against}
     return summaries

@@ -49,4 +49,5 @@ def shown_command(module: str, argv: Sequence[str]) -> list[str]:
 
 def _shown(word: str) -> str:
     name, equals, path = word.rpartition("=")
-    return f"{name}{equals}{Path(path).name}" if os.sep in path and Path(path).exists() else word
+    is_path = os.sep in path and (Path(path).is_absolute() or Path(path).exists())
+    return f"{name}{equals}{Path(path).name}" if is_path else word

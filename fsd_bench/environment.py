@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from fsd_infer import __version__
 from fsd_infer.cpu.ops import kernel_kind
 from fsd_infer.device.cpuinfo import processor
 
@@ -27,7 +28,7 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
     """
     words = list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
-        "fsd_infer": _version(),
+        "fsd_infer": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -44,12 +45,6 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
-    from fsd_infer import __version__
-
-    return __version__
-
-
 def cpu_model() -> str:
     """Return the processor's name as the system reports it."""
     return processor("model name") or platform.processor() or platform.machine()
@@ -61,13 +56,8 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip() or None

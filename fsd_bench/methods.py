@@ -46,7 +46,7 @@ from fsd_infer.targets.loading import load_target
 
 __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 
-LOOKUP_TOKENS, MOST_LOOKUP, MOST_BEAMS = 8, 1024, 64
+LOOKUP_TOKENS, MOST_BEAMS = 8, 64
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 _SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
@@ -76,7 +76,7 @@ class Kind(ABC):
     """A kind of method.
 
     Attributes:
-        own_process: whether its methods always run in processes of their own.
+        own_process: whether its methods always run in their own processes.
         takes_drafter: whether "@" names a drafter, and perhaps a tree, as with rules.
     """
 
@@ -100,40 +100,38 @@ class _Plain(Kind):
         return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
 
 
+@dataclass(frozen=True)
 class _Generate(Kind):
-    def make(self, spec: Spec, models: Models) -> Method:
-        return GenerateMethod(spec.name, models.reference[0])
+    """transformers' ``generate`` with a whole number as argument ``name``."""
 
+    name: str = ""
+    least: int = 0
+    most: int = 0
+    default: int | None = None
 
-class _Lookup(Kind):
     def check(self, spec: Spec) -> None:
-        if spec.argument and not 1 <= (read_int(spec.argument) or 0) <= MOST_LOOKUP:
-            raise FsdError(
-                f"method {spec.text!r}: {spec.argument!r} must be a number of tokens, at most {MOST_LOOKUP}, e.g. "
-                f"hf-lookup:{LOOKUP_TOKENS}."
-            )
+        if not self.name:
+            super().check(spec)
+        elif spec.argument or self.default is None:
+            check_number(spec, self.least, self.most, self.default or self.least)
 
     def make(self, spec: Spec, models: Models) -> Method:
-        facts = {"prompt_lookup_num_tokens": int(spec.argument or LOOKUP_TOKENS)}
+        facts = {self.name: int(spec.argument or self.default or 0)} if self.name else {}
         return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
 
-class _HfBeams(Kind):
-    def check(self, spec: Spec) -> None:
-        if not 2 <= (read_int(spec.argument) or 0) <= MOST_BEAMS:
-            raise FsdError(f"method {spec.text!r}: give 2 to {MOST_BEAMS} beams, e.g. {spec.kind}:4.")
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        facts = {"num_beams": int(spec.argument)}
-        return GenerateMethod(spec.name, models.reference[0], facts, facts)
+def check_number(spec: Spec, least: int, most: int, example: int) -> None:
+    """Raise FsdError unless the parameter is a whole number from ``least`` to ``most``."""
+    if not least <= (read_int(spec.argument) or 0) <= most:
+        raise FsdError(f"method {spec.text!r}: give a number from {least} to {most}, e.g. {spec.kind}:{example}.")
 
 
-class _Beams(_HfBeams):
+class _Beams(Kind):
     takes_drafter = True
 
     def check(self, spec: Spec) -> None:
         beams, _, options = spec.argument.partition(":")
-        super().check(replace(spec, argument=beams))
+        check_number(replace(spec, argument=beams), 2, MOST_BEAMS, 4)
         if options:
             BeamOptions.parse(options)
 
@@ -195,8 +193,8 @@ class _Command(Kind):
 for _name, _kind in (
     ("plain", _Plain()),
     ("hf-generate", _Generate()),
-    ("hf-lookup", _Lookup()),
-    ("hf-beams", _HfBeams()),
+    ("hf-lookup", _Generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS)),
+    ("hf-beams", _Generate("num_beams", 2, MOST_BEAMS)),
     ("beams", _Beams()),
     ("hf-assisted", _Assisted()),
     ("server", _Server()),

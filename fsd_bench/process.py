@@ -1,4 +1,4 @@
-"""Measure a method in a process of its own, without anything else in its memory.
+"""Measure a method in its own process, without anything else in its memory.
 
 The process reads a JSON line per question from standard input and answers each with a line on standard output::
 

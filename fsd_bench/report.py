@@ -86,7 +86,7 @@ def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     answers = next(iter(record["methods"].values()))["answers"]
     blocks = (record.get("settings") or {}).get("isolate")
     unit = "prompt" if blocks is None else "block"
-    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in a process of its own")
+    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in its own process")
     note += f"; medians over {unit}s; tok/s counts prefill, ratios compare tok/s {unit} by {unit}"
     return "speed\n" + fitted_tables(headers, rows) + "\n" + note
 
@@ -157,7 +157,7 @@ def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequenc
 
 
 def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    """Return what needs no reference beside the first baseline, or "" if only that was measured."""
+    """Return the comparison with the first baseline that needs no reference, or "" if only that was measured."""
     methods, baseline = record["methods"], record["baseline"]
     against, agreement = record["ratios"].get(baseline, {}), record.get("agreement", {}).get(baseline, {})
     if not any("answer_tokens" in compared for compared in against.values()):

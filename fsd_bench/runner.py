@@ -174,7 +174,7 @@ def isolated(
 
 
 def _start(settings: Settings, spec: Spec) -> list[Method]:
-    """Start a method in a process of its own."""
+    """Start a method in its own process."""
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
         return [METHODS.get(spec.kind).make(spec, Models(settings))]
     values = json.dumps({**settings.to_dict(), "isolate": None})

@@ -36,7 +36,7 @@ class Settings(ModelOptions):
         baselines: names of the methods that the others are compared with. Default: hf-generate and plain, if measured.
         score: kind of reference that answers are scored against, see :mod:`fsd_bench.score`.
         isolate: None: methods share this process and take turns prompt by prompt. A number of blocks of prompts: each
-            method answers a block in a process of its own while no other one runs, and methods take turns by block.
+            method answers a block in its own process while no other one runs, and methods take turns by block.
         raw: continue prompts without the chat template.
     """
 

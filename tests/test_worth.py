@@ -20,9 +20,9 @@ from fsd_bench.worth.text import verdict, worth_text
 from fsd_bench.worth.watch import Watch, Watching
 from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.cli.main import main
-from fsd_infer.drafters import Drafter, LMDrafter, LookupDrafter
+from fsd_infer.drafters import Drafter, LMDrafter
 from fsd_infer.rules import Rule, parse_rule
-from tests.families import VOCAB, tiny_head, tiny_model
+from tests.families import tiny_head, tiny_model
 from tests.text_toys import save_tiny_chat_target, write_rows
 
 PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
@@ -208,11 +208,9 @@ def test_a_calibration_that_names_no_rules_gets_the_forecasts(folder: Path, monk
         forecast_rules(options)
 
 
-def test_a_forecast_needs_prompts_and_drafts(decoders: dict[str, FuzzyDecoder]) -> None:
+def test_a_forecast_needs_prompts(decoders: dict[str, FuzzyDecoder]) -> None:
     with pytest.raises(FsdError, match="no prompts"):
         forecast(decoders["lm"], [])
-    with pytest.raises(FsdError, match="not for drafter 'lookup'"):
-        forecast(decoders["lm"], PROMPTS, drafter=LookupDrafter(VOCAB))
 
 
 def test_a_learned_price_lies_between_fixed_ones() -> None:

@@ -1,4 +1,4 @@
-"""Measure other engines on the same prompts, each in an environment and a process of its own, for `make bench`.
+"""Measure other engines on the same prompts, each in its own environment and process, for `make bench`.
 
 ==========================  ==========================================================================================
 ``vllm``, ``vllm:ngram``    vLLM's offline ``LLM`` class in bf16, the second with n-gram speculation

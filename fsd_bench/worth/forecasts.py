@@ -186,7 +186,7 @@ def forecast(
     Args:
         decoder: target and drafter.
         prompts: as for :meth:`FuzzyDecoder.generate`, one after the other.
-        rules: rules to replay beside :data:`RULES`.
+        rules: rules to replay besides :data:`RULES`.
         drafter: a head or a small LM whose shape is cut; None: the decoder's. Without a requested shape it drafts
             :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
         temperature, max_new_tokens, chat: of the request.

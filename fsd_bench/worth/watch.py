@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fsd_bench.probe import Probe
 from fsd_bench.worth.replay import Evidence
-from fsd_bench.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -45,30 +44,47 @@ class Watch:
     contexts: int = 0
 
 
-class Watching(WrappedDrafter):
-    """A drafter of a fixed shape that is watched, for one prompt at a time."""
+class Watching(Drafter):
+    """A drafter of a fixed shape that is watched, for one prompt at a time. It drafts as ``drafter`` does."""
 
     def __init__(self, drafter: Drafter, watch: Watch) -> None:
-        super().__init__(drafter)
-        self.watch = watch
+        self.drafter, self.watch, self.name, self.auto = drafter, watch, drafter.name, drafter.auto
+
+    @property
+    def parts(self) -> tuple[Drafter]:
+        return (self.drafter,)
+
+    @property
+    def proposers(self) -> tuple[str, ...]:
+        return self.drafter.proposers
+
+    @property
+    def max_nodes(self) -> int:
+        return self.drafter.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         return _Session(self.drafter.start(first_tokens, request), self.watch, first_tokens)
 
 
-class _Session(WrappedSession):
+class _Session(DraftSession):
     def __init__(self, session: DraftSession, watch: Watch, first_tokens: Tensor) -> None:
-        super().__init__(session)
-        self.watch, self.text, self.emitted = watch, first_tokens.tolist(), 0
+        self.session, self.watch, self.text, self.emitted = session, watch, first_tokens.tolist(), 0
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.text += tokens[0, : int(counts[0])].tolist()
-        super().extend(tokens, features, counts)
+        self.session.extend(tokens, features, counts)
+
+    def select(self, rows: Tensor) -> None:
+        self.session.select(rows)
 
     def draft(self, roots: Tensor) -> DraftTree:
         _wait(roots.device)
         start = time.perf_counter()
-        tree = super().draft(roots)
+        tree = self.session.draft(roots)
         depth = tree.max_depth  # waits for the device
         self.watch.draft_seconds += time.perf_counter() - start
         self.watch.steps += depth
@@ -90,7 +106,7 @@ class _Session(WrappedSession):
                 Evidence(tree, logits, scores, greedy, watch.temperature, [*self.text], room, watch.generator)
             )
         self.emitted += count
-        super().observe(tree, logits, path, tokens, accepted)
+        self.session.observe(tree, logits, path, tokens, accepted)
 
 
 def _wait(device: torch.device) -> None:
