@@ -5,7 +5,7 @@
 
 A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of the target whose weight matrices are
 multiplied entry by entry with 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens and is one run of
-`fsd-infer bench` in batches, so its seconds say nothing. The rule ``alone`` is the drafter answering by itself.
+`fsd-infer bench` in batches, so its seconds say nothing. The rule ``alone`` is a small LM answering by itself.
 ``--forecast`` adds what `fsd-infer worth` forecasts for the rung. Finished rungs stay in ``--work``, where the same
 command continues.
 """
@@ -28,6 +28,8 @@ from benchmarks.workplace import Workplace
 from fsd_bench.worth.run import WorthOptions, worth
 from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters import TreeShape
+from fsd_infer.heads.hub import find_head, is_hub_id
+from fsd_infer.targets.builtin import is_builtin
 from fsd_infer.targets.target import Target
 
 ALONE, EXACT, NOISE = "alone", "exact", "noise:"
@@ -57,12 +59,18 @@ def drafter_of(rung: str, args: argparse.Namespace, work: Workplace) -> str:
     return directory.name
 
 
+def is_model(drafter: str) -> bool:
+    """Return whether the drafter is a whole model, which can answer alone."""
+    found = is_builtin(drafter) or is_hub_id(drafter) or (Path(drafter) / "config.json").is_file()
+    return found and find_head(drafter) is None
+
+
 def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: str, file: Path) -> dict[str, Any]:
     """Return the rung's facts, from its finished record if there is one."""
     shape = TreeShape.chain(args.depth)
     methods = [f"{EXACT}={EXACT}@{drafter}@{shape.text}"]
     methods += [f"{rule}@{drafter}@{shape.text}" for rule in args.rules if rule not in (EXACT, ALONE)]
-    if ALONE in args.rules:
+    if ALONE in args.rules and is_model(drafter):
         settings = json.dumps({"prompts": "", "methods": [], "target": drafter, "threads": args.threads})
         methods.append(f"{ALONE}=command:" + shlex.join([sys.executable, "-m", "fsd_bench.worker", settings, "plain"]))
     if not file.exists():
@@ -86,8 +94,10 @@ def rules_of(record: dict[str, Any]) -> dict[str, Any]:
         rule = name.partition("@")[0]
         kept = ("answers", "tau", "answer_tokens", "target_forwards", "divergence_spent", *BOUNDS)
         rules[rule] = {key: facts.get(key) for key in kept}
+        if rule == ALONE:  # its forwards are the drafter's
+            rules[rule] |= {"tau": None, "target_forwards": None}
         if name in differences:
-            gain = ratios[name]["tau"] if rule != ALONE else None  # alone, forwards are the drafter's
+            gain = ratios[name]["tau"] if rule != ALONE else None
             rules[rule] |= {"differences": differences[name], "gain": gain, "equal": within(differences[name])}
     return rules
 
@@ -151,8 +161,9 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
         axes.plot(x, y, color=f"C{number_}", label=rule)
         axes.scatter(x, y, edgecolors=f"C{number_}", c=[f"C{number_}" if same else "white" for same in equal], zorder=3)
     for name, regret in regrets.items():
-        axes.annotate(name, (regret, 1.0), rotation=40, fontsize=6, ha="right", va="top")
+        axes.annotate(name, (regret, 0.97), rotation=40, fontsize=6, ha="right", va="top")
     axes.axhline(1.0, color="grey", lw=0.8)
+    axes.set_ylim(bottom=0.7)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=130)
 

@@ -260,19 +260,13 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
         ServerError: a server cannot be reached.
     """
     specs = parse_methods(texts)
-    methods: dict[str, Method] = {}
-    for spec in specs:
-        if spec.kind == "server":
-            methods[spec.name] = METHODS.get(spec.kind).make(spec, models)
     drafters = [spec.drafter or models.options.drafter for spec in specs if _takes_drafter(spec.kind)]
     models.first_drafter = drafters[0] if drafters else "none"
-    for spec in specs:
-        if spec.name in methods:
-            continue
+    methods: dict[str, Method] = {}
+    for spec in sorted(specs, key=lambda spec: spec.kind != "server"):
         if spec.kind in METHODS:
             methods[spec.name] = METHODS.get(spec.kind).make(spec, models)
         else:
             rule = parse_rule(spec.text.partition("@")[0])
-            drafter = models.load(spec.drafter, spec.tree)
-            methods[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
+            methods[spec.name] = EngineMethod(spec.name, models.decoder, rule, models.load(spec.drafter, spec.tree))
     return [methods[spec.name] for spec in specs]

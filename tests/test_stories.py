@@ -76,6 +76,7 @@ def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeyp
 
 
 def test_quality_is_equal_within_the_bounds() -> None:
+    assert ladder.is_model("smollm2-135m-maths") and not ladder.is_model("shipped")
     same = {name: {"mean": 0.0} for name in ladder.BOUNDS}
     assert ladder.within(same) and ladder.within({"copied_4grams": {"mean": -0.5}})
     assert not ladder.within({**same, "copied_4grams": {"mean": 0.03}})
