@@ -1,10 +1,10 @@
-"""This package beside transformers, vLLM, llama.cpp and OpenVINO on the same prompts: `make bench`.
+"""Compare this package with transformers, vLLM, llama.cpp and OpenVINO on the same prompts: `make bench`.
 
-Writes benchmarks/results/compare-TARGET.json. Every method answers in a process of its own, with no other one alive,
-and the methods take turns block by block. The other engines live in environments of their own, made on the first run;
-one that cannot be installed is left out with a line. The same command goes on after an interruption.
+    python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY] [--gguf FILE]
 
-Run: python -m benchmarks.compare [--target NAME_OR_DIRECTORY] [--drafter HEAD] [--assistant DIRECTORY] [--gguf FILE]
+Writes benchmarks/results/compare-TARGET.json. Every method answers in its own process while no other one runs, and
+the methods take turns block by block. The other engines have their own environments, made on the first run. An
+engine that cannot be installed is left out with a line. The same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -17,46 +17,39 @@ from pathlib import Path
 
 from benchmarks.peers import FILES, PEERS, prepare
 from benchmarks.peers.gguf_files import TYPES, converted
+from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, run_resumed
 from benchmarks.workplace import Workplace, shown_command
-from fsd_bench import parse_methods, run
+from fsd_bench import parse_methods
 from fsd_bench.report import bench_table
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin
 from fsd_infer.targets.loading import resolve_target, shipped_drafter
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILT_IN = "smollm2-135m"
 PEER_METHODS = [f"{name}:{mode}" if mode else name for name, peer in PEERS.items() for mode in peer.modes]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Its options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--target", default=BUILT_IN, help="(%(default)s)")
-    parser.add_argument("--drafter", help="head of the target (default: the one shipped with it)")
-    parser.add_argument("--assistant", metavar="DIR", help="small model of the target's vocabulary")
-    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp and OpenVINO (default: the built-in's)")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
-    parser.add_argument("--limit", type=int, default=24, help="prompts (%(default)s)")
-    parser.add_argument("--every", type=int, default=10, help="each so-many-th row (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--repeat", type=int, default=1, help="(%(default)s)")
-    parser.add_argument("--blocks", type=int, default=6, help="of prompts (%(default)s)")
-    parser.add_argument("--thresholds", default="0.1,0.3", help="of js, for the fuzzy rule (%(default)s)")
-    parser.add_argument("--tree", default="auto", help="of heads, as for `fsd-infer bench` (%(default)s)")
-    parser.add_argument("--methods", help="of ours and transformers' (default: all that the target has drafters for)")
-    parser.add_argument("--peers", default=",".join(PEER_METHODS), help="other engines; none: '' (%(default)s)")
+    """Return the command's parser."""
+    parser = parser_of(
+        "benchmarks.compare", __doc__, target=BUILT_IN, drafter=(None, "head of the target (default: the shipped one)"),
+        assistant=(None, "directory of a small model with the target's vocabulary"),
+        gguf=(None, "the target for llama.cpp and OpenVINO (default: the built-in one's file)"), prompts=PROMPTS,
+        limit=24, every=10, max_new_tokens=64, repeat=1, blocks=6,
+        thresholds=("0.1,0.3", "thresholds of js for the fuzzy rule"),
+        tree=("auto", "tree of heads, as `fsd-infer bench` takes it"),
+        methods=(None, "methods of this package and transformers (default: all that the target has drafters for)"),
+        peers=(",".join(PEER_METHODS), "other engines; '': none"),
+        output=(ROOT / "benchmarks" / "results", "directory of the record"), threads=os.cpu_count() or 1,
+    )  # fmt: skip
     parser.add_argument(
-        "--peer-python", action="append", default=[], metavar="NAME=PYTHON", help="of an environment that has the peer"
+        "--peer-python", action="append", default=[], metavar="NAME=PYTHON", help="environment that has the engine"
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="directory of the record")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all (%(default)s)")
     return parser
 
 
 def own_methods(target: str, drafter: str | None, assistant: str | None, thresholds: Sequence[str]) -> list[str]:
-    """Methods of this package and of transformers, as far as there are drafters for the target."""
+    """Return the methods of this package and of transformers that the target has drafters for."""
     methods = ["hf-generate", "hf-lookup:8"]
     methods += [f"hf-assisted=hf-assisted:{assistant}"] if assistant else []
     methods += ["plain", "exact@lookup", "exact@lookup+recycle"]
@@ -70,19 +63,17 @@ def own_methods(target: str, drafter: str | None, assistant: str | None, thresho
 
 
 def record_path(args: argparse.Namespace) -> Path:
-    """Where the record goes."""
+    """Return the record's path."""
     name = Path(os.path.abspath(args.target)).name  # also of "." and of a path that ends in "/"
     return args.output.resolve() / f"compare-{name}.json"
 
 
 def target_files(args: argparse.Namespace, work: Workplace, forms: set[str]) -> dict[str, str]:
-    """The target in these forms, by their names in the workplace; GGUF files are made there once."""
+    """Return the target's files by form, as named in the workplace. GGUF files are made there once."""
     files = {"directory": work.link(resolve_target(args.target))}
-    if not forms - {"directory"}:
+    if not forms - {"directory"} or args.gguf is None and not is_builtin(args.target):
         return files
-    if args.gguf is None and not is_builtin(args.target):
-        return files
-    gguf = args.gguf
+    gguf = args.gguf and Path(args.gguf)
     if gguf is None:
         gguf = work.directory / f"{args.target}.gguf"
         if not gguf.is_file():
@@ -94,7 +85,7 @@ def target_files(args: argparse.Namespace, work: Workplace, forms: set[str]) -> 
 
 
 def peer_methods(args: argparse.Namespace, work: Workplace) -> list[str]:
-    """Those of ``--peers`` that can be measured here. Raises FsdError for one that is unknown."""
+    """Return the methods of ``--peers`` that this machine can run. Raises FsdError for an unknown one."""
     asked = [text for text in args.peers.split(",") if text]
     unknown = sorted(set(asked) - set(PEER_METHODS))
     if unknown:
@@ -110,7 +101,7 @@ def peer_methods(args: argparse.Namespace, work: Workplace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure everything. 2 after bad input, 130 after an interrupt."""
+    """Measure everything. Return 2 after bad input and 130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(argv)
     try:
@@ -119,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"bench: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("interrupted; the same command goes on from the last finished answer.")
+        _say("interrupted: the same command continues after the last finished answer.")
         return 130
 
 
@@ -134,9 +125,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     peers = peer_methods(args, work)
     os.chdir(work.directory)
     names = [spec.name for spec in parse_methods([*methods, *peers])]
-    result = run(
-        prompts, [*methods, *peers], json_path=record, progress=True,
-        resume=record.with_name(record.name + ".partial.jsonl").exists(),
+    result = run_resumed(
+        prompts, [*methods, *peers], record,
         command=shown_command("benchmarks.compare", argv), target=target, drafter=drafter, tree=parse_tree(args.tree),
         limit=args.limit, every=args.every, max_new_tokens=args.max_new_tokens, repeat=args.repeat,
         threads=args.threads, log_likelihood=True, isolate=args.blocks,

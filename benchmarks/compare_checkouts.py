@@ -1,17 +1,16 @@
-"""Is one checkout of this repository faster than another? Each decodes in processes of its own, in turns.
+"""Compare the speed of two checkouts of this repository, each in processes of its own, in turns.
 
     git worktree add --detach ../before 5f0b370
     python -m benchmarks.compare_checkouts ../before . --json speed.json
 
-A benchmark in isolated mode (``fsd-infer bench --isolate``) of ``old RULE`` and ``new RULE``: ratios of speed over
-blocks with intervals, accepted lengths, and how many answers agree. With ``--batch 8`` each call gets eight prompts,
-and a rate is the whole batch's. Only names that have been public since the first release are used, so any two commits
-can be compared. Both run in this process's environment.
+This is an isolated benchmark (``fsd-infer bench --isolate``) of ``old RULE`` and ``new RULE``. It reports ratios of
+speed over blocks with intervals, accepted lengths, and how many answers agree. With ``--batch 8`` each call gets eight
+prompts, and a rate is the whole batch's. Any two commits can be compared, because only names that have been public
+since the first release are used. Both run in this process's environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def serve_checkout(words: Sequence[str]) -> None:
-    """Be the process that decodes: ``CHECKOUT RULE DRAFTER TARGET THREADS TREE...``."""
+    """Decode for the benchmark until standard input ends: ``CHECKOUT RULE DRAFTER TARGET THREADS TREE...``."""
     checkout, rule, drafter, target, threads, *tree = words
     sys.path[:0] = [checkout, str(ROOT / "benchmarks" / "peers")]
     from protocol import Answer, serve
@@ -60,17 +59,18 @@ def serve_checkout(words: Sequence[str]) -> None:
 
 
 def commit(checkout: Path) -> str:
+    """Return the commit of a checkout, with "-dirty" if files differ."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def label(rule: str) -> str:
-    """As a method may be called."""
+    """Return the rule as a label of a method may spell it."""
     return rule.replace(":", " ")
 
 
 def one_category(source: Path, directory: Path) -> Path:
-    """A file of the same name whose rows share a category, since batches keep to one: so all of them are full."""
+    """Write the rows with one category to a file of the same name. Batches keep to a category, so all are full."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     file = directory / source.name
     file.write_text("".join(json.dumps({**row, "category": "all"}) + "\n" for row in rows), encoding="utf-8")
@@ -78,29 +78,24 @@ def one_category(source: Path, directory: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("old", type=Path, help="a checkout of this repository")
-    parser.add_argument("new", type=Path, help="another one")
-    parser.add_argument("--rules", default="plain,exact", help="comma-separated (%(default)s)")
-    parser.add_argument("--target", default="smollm2-135m", help="(%(default)s)")
-    parser.add_argument("--drafter", default="shipped+lookup", help="of all rules but plain (%(default)s)")
-    parser.add_argument("--tree", nargs="+", default=["5", "6", "16"], help="DEPTH WIDTH NODES or auto (%(default)s)")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts of a call (%(default)s)")
-    parser.add_argument("--limit", type=int, help="prompts (default: 24 times N)")
-    parser.add_argument("--every", type=int, help="each so-many-th row (default: 10 divided by N)")
-    parser.add_argument("--tokens", type=int, default=64, help="new ones per answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
-    parser.add_argument("--blocks", type=int, default=6, help="of prompts (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="record; an unfinished one is continued")
-    given = sys.argv[1:] if argv is None else list(argv)
-    args = parser.parse_args(given)
+    """Measure both checkouts, print the tables and write the record."""
+    from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, run_resumed
     from benchmarks.workplace import shown_command
-    from fsd_bench import run
     from fsd_bench.record import write_record
     from fsd_bench.report import bench_table
 
+    parser = parser_of(
+        "benchmarks.compare_checkouts", __doc__, rules="plain,exact", target=BUILT_IN,
+        drafter=("shipped+lookup", "drafter of all rules but plain"),
+        tree=(["5", "6", "16"], "DEPTH WIDTH NODES or auto"), prompts=PROMPTS, batch=1,
+        limit=(None, "prompts (default: 24 times the batch)"),
+        every=(None, "take every N-th row (default: 10 divided by the batch)"), tokens=(64, "new tokens per answer"),
+        temperature=0.0, blocks=6, threads=2, json=(None, "file of the record; an unfinished one is continued"),
+    )  # fmt: skip
+    parser.add_argument("old", type=Path, help="a checkout of this repository")
+    parser.add_argument("new", type=Path, help="another one")
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(given)
     places = {"old": args.old.resolve(), "new": args.new.resolve()}
     rules = args.rules.split(",")
     methods = []
@@ -110,17 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = [str(place), exact, drafter, args.target, str(args.threads), *args.tree]
             command = [sys.executable, str(Path(__file__).resolve()), "--serve", *words]
             methods.append(f"{which} {label(rule)}=command:{shlex.join(command)}")
-    partial = args.json and args.json.with_name(args.json.name + ".partial.jsonl")
     with tempfile.TemporaryDirectory() as directory:
-        record = run(
-            args.prompts if args.batch == 1 else one_category(args.prompts, Path(directory)), methods,
+        record = run_resumed(
+            args.prompts if args.batch == 1 else one_category(args.prompts, Path(directory)), methods, args.json,
             target=args.target, limit=args.limit or 24 * args.batch, every=args.every or max(1, 10 // args.batch),
             batch_size=args.batch, max_new_tokens=args.tokens, temperature=args.temperature, isolate=args.blocks,
-            threads=args.threads, progress=True, baselines=[f"old {label(rule)}" for rule in rules],
-            json_path=args.json, resume=bool(partial and partial.exists()),
+            threads=args.threads, baselines=[f"old {label(rule)}" for rule in rules],
         )  # fmt: skip
     print(bench_table(record))
-    if args.json:  # nothing of this machine
+    if args.json:  # without this machine's paths
         settings = {**record["settings"], "methods": list(record["methods"]), "target": Path(args.target).name}
         record["environment"]["command"] = shlex.join(shown_command("benchmarks.compare_checkouts", given))
         write_record(args.json, {**record, "settings": settings})

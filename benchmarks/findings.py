@@ -1,12 +1,11 @@
-"""A sweep's file as a record: settings beside exact decoding, and beside random gates at equal tokens per forward.
+"""Turn a sweep's file into a record: settings compared with exact decoding and with random gates at equal τ.
 
-The sweep's lines hold whole answers and stay out of the repository; the record holds what its report shows, the nats
-that answers spent, and for each setting how its score and likelihood differ from those that the sweep's random gates
-reach where they emit as many tokens per forward. Between two rates a line is drawn, from exact on, which is rate 0.
-With ``--judge`` another model reads every answer after its prompt, as raw text: bits per character, and how they differ
-from exact's. It should neither draft nor verify.
+    python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json [--judge smollm2-135m]
 
-Run: python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json [--judge smollm2-135m]
+The sweep's lines hold whole answers and stay out of the repository. The record holds what the sweep's report shows and
+the nats that answers spent. It also compares each setting's quality with that of random gates at equal tokens per
+forward, interpolated linearly between two rates, with exact as rate 0. With ``--judge`` another model, which should
+neither draft nor verify, reads every answer after its prompt as raw text. The record then has its bits per character.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsd_bench.base import Turn
 from fsd_bench.evidence.settings import EXACT
@@ -33,13 +31,11 @@ from fsd_infer import FuzzyDecoder
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable
 
-Floats = NDArray[np.float64]
-
 QUALITIES = ("score", "log_likelihood_per_token", "copied_4grams", "repeated_4grams")
 
 
 def judged(sweep: Sweep, judge: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """By temperature and setting: ``bits_per_character`` of the answers under the judge, and less exact's."""
+    """Return {temperature: {setting: {"bits_per_character", "less_exact"}}} of the answers under the judge."""
     decoder = FuzzyDecoder.from_pretrained(judge, "none")
     readings: dict[str, dict[str, dict[str, Any]]] = {}
     for at in sweep.at:
@@ -61,7 +57,7 @@ def judged(sweep: Sweep, judge: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def record_of(sweep: Sweep) -> dict[str, Any]:
-    """``{"settings", "environment", "temperatures": {"0": {setting: facts}}}``, see :func:`facts_of`."""
+    """Return {"settings", "environment", "temperatures": {temperature: {setting: facts}}}, see :func:`facts_of`."""
     seed = sweep.head["settings"]["seed"]
     return {
         "settings": {key: value for key, value in sweep.head["settings"].items() if key != "examples"},
@@ -73,7 +69,7 @@ def record_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def facts_of(turns: Sequence[Turn], names: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
-    """By setting: :func:`fsd_bench.evidence.summary.summarise`, ``nats_per_answer`` and ``less_random``."""
+    """Return :func:`.summarise` by setting, with ``nats_per_answer`` and ``less_random`` added."""
     summaries = summarise(turns, names, seed)
     against = less_random(turns, names, seed)
     for name, facts in summaries.items():
@@ -84,9 +80,11 @@ def facts_of(turns: Sequence[Turn], names: Sequence[str], seed: int) -> dict[str
 
 
 def less_random(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """By setting and quality: its mean less that of random gates at equal tokens per forward, {"mean", "low", "high"}.
+    """Compare each setting's qualities with those of random gates at equal tokens per forward.
 
-    95 % percentile bootstrap intervals over prompts. None where the setting emits more per forward than every gate.
+    Returns:
+        {setting: {quality: {"mean", "low", "high"}}}: the differences with 95 % percentile bootstrap intervals over
+        prompts. None if the setting emits more tokens per forward than every gate.
     """
     gates = [EXACT, *(name for name in names if name.startswith("random"))]
     others = [name for name in names if name not in gates]
@@ -96,32 +94,29 @@ def less_random(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> d
     by_prompt = {name: columns(name, turns, *values) for name in names}  # [P, 2 + 2 * qualities]
     prompts = len(by_prompt[EXACT])
     draws = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
-    weights = np.stack([np.bincount(row, minlength=prompts) for row in draws]).astype(float)
-    weights = np.concatenate([np.ones((1, prompts)), weights])  # the first row: as measured
-    sums = {name: weights @ values for name, values in by_prompt.items()}  # [1 + W, ...]
-    tau = {name: values[:, 0] / values[:, 1] for name, values in sums.items()}
-    gaps_by_name: dict[str, dict[str, Any]] = {name: {} for name in others}
-    for place, quality in enumerate(QUALITIES):
-        with np.errstate(invalid="ignore"):
-            means = {name: values[:, 2 + 2 * place] / values[:, 3 + 2 * place] for name, values in sums.items()}
-        if np.isnan(means[EXACT]).any():
-            continue
-        for name in others:
-            gaps = np.array([
-                means[name][row] - _at(tau[name][row], [(tau[gate][row], means[gate][row]) for gate in gates])
-                for row in range(len(weights))
-            ])  # fmt: skip
-            gaps_by_name[name][quality] = _interval(gaps)
-    return gaps_by_name
+    counts = np.stack([np.bincount(row, minlength=prompts) for row in draws])
+    weights = np.vstack([np.ones(prompts), counts])  # [1 + R, P]: as measured, then the resamples
+    with np.errstate(invalid="ignore"):
+        ratios = {name: (sums := weights @ of)[:, ::2] / sums[:, 1::2] for name, of in by_prompt.items()}
+    found: dict[str, dict[str, Any]] = {name: {} for name in others}
+    for place, quality in enumerate(QUALITIES, start=1):
+        if not np.isnan(ratios[EXACT][:, place]).any():
+            for name in others:
+                gaps = [
+                    own[place] - _line_at(own[0], [(ratios[gate][row, 0], ratios[gate][row, place]) for gate in gates])
+                    for row, own in enumerate(ratios[name])
+                ]
+                found[name][quality] = _interval(np.array(gaps))
+    return found
 
 
-def _at(tau: float, points: Sequence[tuple[float, float]]) -> float:
-    """The line through ``points`` (tokens per forward, quality) at ``tau``; NaN to the right of all of them."""
+def _line_at(tau: float, points: Sequence[tuple[float, float]]) -> float:
+    """Interpolate the quality of ``points`` (tokens per forward, quality) at ``tau``; NaN to the right of them."""
     x, y = zip(*sorted(points), strict=True)
     return float(np.interp(tau, x, y, right=np.nan))
 
 
-def _interval(gaps: Floats) -> dict[str, float] | None:
+def _interval(gaps: Any) -> dict[str, float] | None:
     known = gaps[~np.isnan(gaps)]
     if np.isnan(gaps[0]) or len(known) < 0.9 * len(gaps):
         return None
@@ -130,11 +125,11 @@ def _interval(gaps: Floats) -> dict[str, float] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, write. 2 after bad input."""
+    """Read the sweep and write the record. Return 2 after bad input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__.split("\n\n")[0])
     parser.add_argument("sweep", type=Path, help="file of `fsd-infer sweep`")
-    parser.add_argument("record", type=Path, help="where the record goes")
-    parser.add_argument("--judge", help="a model that reads the answers: built-in name, directory or hub id")
+    parser.add_argument("record", type=Path, help="file of the record")
+    parser.add_argument("--judge", help="model that reads the answers: built-in name, directory or hub id")
     args = parser.parse_args(argv)
     try:
         sweep = read_sweep(args.sweep)

@@ -1,11 +1,11 @@
-"""The first hour on a GPU: what was never run on one, in order of worth, by one command.
-
-Each step is a command of this repository with a time limit. What is done is not run again: after a kill, a failure or a
-limit the same command goes on with what was not tried yet, and then tries the rest once more. After every step the
-record and the page (benchmarks/results/first-gpu.json and .md) hold all that is known; logs and the steps' own records
-lie in runs/first-gpu. With --rehearse toys go through the same steps on a CPU, in minutes.
+"""Run what was never run on a GPU, most valuable steps first: the first hour on a GPU.
 
     python -m benchmarks.first_gpu [--rehearse]
+
+Each step is a command of this repository with a time limit. After a kill, a failure or a time limit the same command
+continues: it runs the steps that were not tried yet, then retries those that are not done. After every step the record
+and the page are written (benchmarks/results/first-gpu.json and .md). Logs and the steps' own records are in
+runs/first-gpu. With --rehearse toys go through the same steps on a CPU, in minutes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.recorded import ROOT
 from benchmarks.workplace import shown_command
 from fsd_bench.environment import environment
 from fsd_bench.record import write_record
 from fsd_bench.report import bench_table
 from fsd_infer.files import write_text
 
-ROOT = Path(__file__).resolve().parent.parent
 RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted:2"
 KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
         "divergence_spent")  # fmt: skip
@@ -41,22 +41,35 @@ KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_ba
 
 @dataclass(frozen=True)
 class Step:
-    """A command of this repository."""
+    """A command of this repository.
 
-    name: str  # also of its log and its own record
-    why: str  # what it shows
-    words: list[str]  # what Python is given: -m module ...
-    minutes: float  # until it is killed
-    record: Path | None = None  # the JSON file that it writes, if it does
-    missing: str = ""  # why it cannot run here; it is left out then
+    Attributes:
+        name: also names its log and its record.
+        why: what the step shows.
+        words: arguments of Python, such as -m and a module.
+        minutes: time limit, after which it is killed.
+        record: JSON file that it writes, or None.
+        missing: why it cannot run here, so that it is left out; or "".
+    """
+
+    name: str
+    why: str
+    words: list[str]
+    minutes: float
+    record: Path | None = None
+    missing: str = ""
 
 
 def run_steps(
     steps: Sequence[Step], directory: Path, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Run what is not done, the steps that were never tried first; ``save(record)`` is called after each.
+    """Run the steps that are not done, those never tried first.
 
-    ``directory`` is that of the logs. ``record`` holds what is known of ``steps`` by name, and is changed in place.
+    Args:
+        steps: in order.
+        directory: where logs go.
+        record: outcomes by step under "steps"; changed in place.
+        save: called with the record after each step.
     """
     known = record.setdefault("steps", {})
     left = [step for step in steps if known.get(step.name, {}).get("status") != "done"]
@@ -71,7 +84,7 @@ def run_steps(
 
 
 def _run(step: Step, log: Path) -> dict[str, Any]:
-    """One step: how it ended, and what it found."""
+    """Run one step and return its outcome."""
     if step.record is not None:
         step.record.unlink(missing_ok=True)
     start, environ = time.perf_counter(), {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -84,7 +97,7 @@ def _run(step: Step, log: Path) -> dict[str, Any]:
             status = "done" if process.wait(60 * step.minutes) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "out of time"
-        finally:  # with the processes that it has started, after an interrupt too
+        finally:  # kill the processes it started too, also after an interrupt
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -99,12 +112,12 @@ def _run(step: Step, log: Path) -> dict[str, Any]:
         outcome["methods"] = {
             name: {key: facts.get(key) for key in KEPT} for name, facts in written.get("methods", {}).items()
         }
-        outcome["table"] = bench_table(written).partition("\n\n")[0]  # the first one: speed
+        outcome["table"] = bench_table(written).partition("\n\n")[0]  # of speed
     return outcome
 
 
 def page(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     where = record["environment"]
     lines = [
         f"# {'Rehearsal of the' if record['rehearsal'] else 'The'} first hour on a GPU",
@@ -130,8 +143,10 @@ def page(record: dict[str, Any]) -> str:
 class Sizes:
     """What differs in a rehearsal.
 
-    Options of `fsd-infer bench` (``prompts``, the two targets, ``graphs``) and of pytest (``laws``); how long to train,
-    by the recipe that lies in the run's directory.
+    Attributes:
+        prompts, built_in, tinyllama, graphs: options of `fsd-infer bench`.
+        minutes: training time. The recipe is in the run's directory.
+        laws: options of pytest.
     """
 
     prompts: list[str]
@@ -143,7 +158,7 @@ class Sizes:
 
 
 def full(args: argparse.Namespace, directory: Path) -> Sizes:
-    """For a GPU."""
+    """Return the sizes for a GPU."""
     recipe = (ROOT / "recipes" / "tinyllama-1.1b.yaml").read_text(encoding="utf-8")
     for ours, here in {
         "runs/tinyllama-1.1b-chat-v1.0/answers.jsonl": "data/tinyllama-1.1b-answers.jsonl.gz",
@@ -160,7 +175,7 @@ def full(args: argparse.Namespace, directory: Path) -> Sizes:
 
 
 def toys(directory: Path) -> Sizes:
-    """For a CPU and seconds. The toys are made on the first call."""
+    """Return sizes for seconds on a CPU. The first call makes the toys."""
     from fsd_infer.targets.target import Target
     from fsd_train.commands.new_recipe import render
     from fsd_train.commands.sizing import choose, facts_of
@@ -181,7 +196,7 @@ def toys(directory: Path) -> Sizes:
 
 
 def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
-    """All of them, in order of worth; TinyLlama is decoded with the head that the training before it has left."""
+    """Return all steps, most valuable first. TinyLlama is decoded with the head that an earlier step trains."""
 
     def tests(name: str, why: str, minutes: float, *more: str, missing: str = "") -> Step:
         return Step(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], minutes, missing=missing)
@@ -214,14 +229,16 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is left to run; 1 if a step failed or ran out of time."""
+    """Run the remaining steps. Return 1 if a step failed or ran out of time, 2 without a GPU."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="toys on a CPU")
     parser.add_argument("--tinyllama", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="directory or hub id")
     args = parser.parse_args(words)
     if not args.rehearse and not torch.cuda.is_available():
-        print("first_gpu: there is no CUDA device here; --rehearse goes through the steps with toys.", file=sys.stderr)
+        print(
+            "first_gpu: this machine has no CUDA device. --rehearse goes through the steps with toys.", file=sys.stderr
+        )
         return 2
     os.chdir(ROOT)  # commands name files by their place in it
     name = "first-gpu-rehearsal" if args.rehearse else "first-gpu"

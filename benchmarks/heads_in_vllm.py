@@ -1,10 +1,10 @@
-"""A head of ours in vLLM beside the same head here: answers, acceptance by position, logits.
+"""Compare a draft head in vLLM with the same head here: answers, acceptance by position, logits.
 
     python -m benchmarks.heads_in_vllm --vllm .venv-vllm --target smollm2-135m --head runs/my-head/head \\
         --data data/spec_bench_dev.jsonl --limit 40 --json benchmarks/results/heads-in-vllm.json
 
-The head is exported as `fsd-train export --to vllm` does it. vLLM decodes the prompts greedily with and without it; we
-decode them with a chain of as many drafts. `make test-vllm` does this with heads that it trains for a toy target.
+The head is exported as `fsd-train export --to vllm` does it. vLLM decodes the prompts greedily with and without it, and
+this engine decodes them with a chain of as many drafts. `make test-vllm` does the same with heads trained for a toy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.peers import PEERS, install, vllm_variables
-from benchmarks.workplace import shown_command
-from fsd_bench.environment import environment
+from benchmarks.recorded import parser_of, record_main
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import FsdError
-from fsd_infer.files import write_json
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import SINGLE
@@ -45,10 +43,9 @@ TIMEOUT = 900  # seconds of one run of vLLM
 
 
 def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """What ``run_vllm_head.py`` makes of a job; ``call`` holds the tensors of the head's first call.
+    """Return the reply of ``run_vllm_head.py`` to a job; ``call`` holds the tensors of the head's first call.
 
-    A job whose answers lie in its ``output`` already is not run again. Raises FsdError with vLLM's last words if it
-    fails.
+    A job is not run again if its ``output`` has its answers. Raises FsdError with the end of vLLM's log if it fails.
     """
     output = Path(job["output"])
     output.mkdir(parents=True, exist_ok=True)
@@ -74,7 +71,7 @@ def _call_vllm(python: Path, job: Path) -> None:
 
 @torch.no_grad()
 def our_logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> Tensor:
-    """[M, V] of our head on what vLLM's was given, -inf outside a reduced vocabulary."""
+    """Return this engine's logits [M, V] for the inputs of vLLM's head; -inf outside a reduced vocabulary."""
     ids, positions = call["input_ids"], call["positions"]
     states = call["aux"] if head.eagle3 else call["hidden_states"]
     count = min(len(ids), len(states))
@@ -94,7 +91,7 @@ def our_logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> Tens
 
 
 def accepted_shares(sources: Sequence[Sequence[int]], drafted: int) -> tuple[list[float], int]:
-    """(share of the rounds in which draft 1, 2, … was accepted, rounds), from where the answers' tokens come."""
+    """Return the shares of rounds that accepted draft 1, 2, …, and the number of rounds, from the tokens' sources."""
     runs = [run for row in sources for run in runs_of(row)]
     return [sum(run > place for run in runs) / max(len(runs), 1) for place in range(drafted)], len(runs)
 
@@ -114,22 +111,21 @@ def compare(
     """Decode in vLLM and here.
 
     Args:
-        python: of vLLM's environment.
+        python: Python of vLLM's environment.
         target: name or directory.
-        head: directory of a head of ours.
-        prompts: ids.
-        scratch: directory for files in between.
-        new: tokens of an answer.
-        drafted: drafts a round, in a chain.
-        dtype: of everything.
-        plain: what vLLM gave without a head (the ``plain`` of an earlier result), to save a run.
+        head: directory of a head.
+        prompts: token ids.
+        scratch: directory for intermediate files.
+        new: new tokens per answer.
+        drafted: drafts per round, in a chain.
+        dtype: data type of target and head.
+        plain: ``plain`` of an earlier result, which saves the run without a head.
 
     Returns:
-        ``same_answers``: of ``prompts``, those that vLLM answers as without the head; ``gaps``: for each other one, see
-        :func:`gap`; ``vllm`` and ``ours``: shares of rounds whose first, second … draft was accepted, with ``rounds``;
-        ``tau_vllm``, ``tau_ours``: tokens a round;
-        ``logits``: largest difference (``difference``) beside their standard deviation (``deviation``) and share of
-        equal argmaxes; ``plain``
+        ``same_answers``: number of prompts that vLLM answers the same with and without the head. ``gaps``: see
+        :func:`gap`, for every other prompt. ``vllm`` and ``ours``: shares of rounds that accepted the first, second, …
+        draft, and ``rounds``. ``tau_vllm`` and ``tau_ours``: tokens per round. ``logits``: the largest ``difference``,
+        the logits' standard ``deviation`` and the share of equal argmaxes. ``plain``: vLLM's reply without the head.
     """
     facts = target_facts(str(target))
     loaded = Target.from_pretrained(str(target), dtype=parse_dtype(dtype))
@@ -181,16 +177,16 @@ def compare(
 
 @torch.no_grad()
 def gap(target: Target, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> dict[str, float]:
-    """Where two answers part: how much more the target, in its own dtype, gives the one token than the other.
+    """Measure how near a tie two answers part, by the target in its own data type.
 
     Returns:
-        ``place`` in the answer, ``gap`` of the two logits, and ``step``: the distance of bfloat16 numbers at the size
-        of the larger logit. A gap of a step or two is rounding's to decide: a forward over several drafts adds up in
-        another order than one over a single token.
+        ``place``: where the answers part. ``gap``: difference of the two tokens' logits. ``step``: distance of bfloat16
+        numbers at the larger logit. Rounding decides a gap of one or two steps, because a forward over several drafts
+        sums in another order than a forward over one token.
     """
     place = _common(a, b)
     if place == min(len(a), len(b)):
-        raise FsdError("one answer is the beginning of the other: they do not end by the same tokens.")
+        raise FsdError("one answer is the beginning of the other: the two runs stop at different tokens.")
     features = target.features(torch.tensor([[*prompt, *a[:place]]]))
     logits = target.lm_logits(target.features_of(features, [])[0, -1:]).float()[0]
     pair = logits[[a[place], b[place]]]
@@ -199,43 +195,12 @@ def gap(target: Target, prompt: Sequence[int], a: Sequence[int], b: Sequence[int
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common beginning."""
     return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm"), help="environment with vLLM (%(default)s)")
-    parser.add_argument("--install", action="store_true", help="install vLLM there if it is not, and end")
-    parser.add_argument("--target", help="built-in name, directory or hub id")
-    parser.add_argument("--head", action="extend", nargs="+", default=[], help="directories of heads of ours")
-    parser.add_argument("--data", help="prompts")
-    parser.add_argument("--limit", type=int, default=40, help="prompts, evenly spaced (%(default)s)")
-    parser.add_argument("--max-prompt-tokens", type=int, default=300, help="longer prompts are left out")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (%(default)s)")
-    parser.add_argument("--drafted", type=int, default=4, help="drafts a round (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="of target and head (%(default)s)")
-    parser.add_argument("--scratch", type=Path, help="keep vLLM's answers there, and go on from what is there")
-    parser.add_argument("--json", type=Path, help="record")
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(words)
-    try:
-        if args.install:
-            install(PEERS["vllm"], args.vllm)
-            return 0
-        record = _record(args)
-    except FsdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    for head in record["heads"]:
-        print(json.dumps({name: head[name] for name in ("method", "same_answers", "tau_vllm", "tau_ours", "logits")}))
-    if args.json:
-        command = shown_command("benchmarks.heads_in_vllm", words)
-        write_json(args.json, {"environment": environment(command), **record}, indent=1)
-    return 0
-
-
-def _record(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return {"target", "dtype", "max_new_tokens", "drafted", "heads"}. Raises FsdError."""
     tokenizer = Target.from_pretrained(args.target, dtype=torch.bfloat16).tokenizer
     prompts = [encode_chat(tokenizer, row.messages) for row in read_prompts(args.data)]
     prompts = [ids for ids in prompts if len(ids) <= args.max_prompt_tokens]
@@ -251,8 +216,36 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
             )  # fmt: skip
         plain = comparison.pop("plain")
         heads.append({"head": Path(head).name, **comparison})
-    settings = {name: getattr(args, name) for name in ("target", "dtype", "max_new_tokens", "drafted")}
-    return {**settings, "heads": heads}
+    return {**{name: getattr(args, name) for name in ("target", "dtype", "max_new_tokens", "drafted")}, "heads": heads}
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return a line of JSON per head."""
+    names = ("method", "same_answers", "tau_vllm", "tau_ours", "logits")
+    return "\n".join(json.dumps({name: head[name] for name in names}) for head in record["heads"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write the record, or install vLLM. Return 2 after bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = parser_of(
+        "benchmarks.heads_in_vllm", __doc__, vllm=(Path(".venv-vllm"), "environment with vLLM"),
+        install=(False, "install vLLM there if it is missing, and end"), target=None,
+        data=(None, "file of prompts"), limit=(40, "prompts, evenly spaced"),
+        max_prompt_tokens=(300, "longest prompt; longer ones are left out"), max_new_tokens=64,
+        drafted=(4, "drafts per round"), dtype=("bfloat16", "data type of target and head"),
+        scratch=(None, "directory for vLLM's answers, which a later run continues from"), json=None,
+    )  # fmt: skip
+    parser.add_argument("--head", action="extend", nargs="+", default=[], help="directories of heads")
+    args = parser.parse_args(words)
+    if not args.install:
+        return record_main("benchmarks.heads_in_vllm", parser, measure, report, words)
+    try:
+        install(PEERS["vllm"], args.vllm)
+    except FsdError as error:
+        print(f"heads_in_vllm: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,205 +1,195 @@
-"""The ladder: drafters of rising strength for one target, every rule on each, and what predicts the gain.
+"""Compare rules on drafters of rising strength for one target: the ladder.
 
-``measure`` decodes every prompt with every rule on every rung and appends a line per rung and rule to a file; a killed
-run goes on there. Prompts are decoded in batches, so its seconds say nothing: speeds are computed from rounds.
-``forecast`` appends what `fsd-infer worth` forecasts for a rung from one run of exact decoding. ``record`` turns such
-files into a record and draws it.
+    python -m benchmarks.ladder --rungs noise:0.08 shipped --rules tilted typical:novel=3 alone \\
+        --prompts ifeval_dev.jsonl --every 6 --forecast --json ladder.json --figure ladder.png
 
-A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of the target, each entry of its weight
-matrices times 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens. The rule ``alone`` is the drafter
-answering by itself; between it and exact decoding lies routing, which sends a share of the prompts to either.
-
-Run: python -m benchmarks.ladder measure --prompts ifeval_dev.jsonl --rungs noise:0.08 --rules exact tilted --lines F
-     python -m benchmarks.ladder forecast --prompts ifeval_dev.jsonl --rungs noise:0.08 --rules --lines F
-     python -m benchmarks.ladder record F [F ...] --record benchmarks/results/ladder.json --figure ladder.png
+A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of the target whose weight matrices are
+multiplied entry by entry with 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens and is one run of
+`fsd-infer bench` in batches, so its seconds say nothing. The rule ``alone`` is a small LM answering by itself.
+``--forecast`` adds what `fsd-infer worth` forecasts for the rung. Finished rungs stay in ``--work``, where the same
+command continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.ladder_record import write_figure, write_ladder
-from fsd_bench.environment import environment
-from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_bench.runner import encode_row
-from fsd_bench.score import read_references
-from fsd_bench.worth import forecast
-from fsd_infer import FuzzyDecoder
-from fsd_infer.chat.encoding import PromptRow, read_prompts
-from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.drafters.lm import LMDrafter
-from fsd_infer.engine.drafts import Drafts
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable
+from benchmarks.recorded import BUILT_IN, parser_of, record_main, run_resumed
+from benchmarks.workplace import Workplace
+from fsd_bench.worth.run import WorthOptions, worth
+from fsd_infer.cli.report import number, percent, table
+from fsd_infer.drafters import TreeShape
+from fsd_infer.heads.hub import find_head, is_hub_id
+from fsd_infer.targets.builtin import is_builtin
 from fsd_infer.targets.target import Target
 
-ALONE, FORECAST = "alone", "forecast"
+ALONE, EXACT, NOISE = "alone", "exact", "noise:"
+# Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
+BOUNDS = {"score": -0.02, "log_likelihood_per_token": -0.05, "copied_4grams": 0.02, "repeated_4grams": 0.02}
 
 
-def noisy_copy(target: Target, share: float, seed: int) -> Target:
-    """The target again, each entry of its layers' weight matrices times 1 + share · N(0, 1)."""
-    copy = Target.from_pretrained(target.name, dtype=target.dtype, device=target.device)
+def save_noisy_copy(target: str, share: float, seed: int, directory: Path) -> None:
+    """Save a copy of the target whose layers' weight matrices are multiplied with 1 + share · N(0, 1)."""
+    copy = Target.from_pretrained(target, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in copy.model.named_parameters():
             if weight.dim() == 2 and "embed" not in name and "lm_head" not in name:
                 weight.mul_((1 + share * torch.randn(weight.shape, generator=generator)).to(weight))
-    return copy
+    copy.model.save_pretrained(directory)
+    copy.tokenizer.save_pretrained(directory)
 
 
-def rung_of(name: str, decoder: FuzzyDecoder, depth: int, seed: int) -> Drafter:
-    """The drafter of a rung, with chains of ``depth``."""
-    chain = TreeShape.chain(depth)
-    if name.startswith("noise:"):
-        drafter: Drafter = LMDrafter(noisy_copy(decoder.target, float(name[6:]), seed), decoder.target, chain)
-        decoder.pack(drafter, release=True)
-        return drafter
-    return decoder.load_drafter(name, chain)
+def drafter_of(rung: str, args: argparse.Namespace, work: Workplace) -> str:
+    """Return the drafter's name in the work directory. A noisy copy is made there once."""
+    if not rung.startswith(NOISE):
+        return work.link(rung)
+    directory = work.directory / rung.replace(":", "-")
+    if not directory.exists():
+        save_noisy_copy(args.target, float(rung.removeprefix(NOISE)), args.seed, directory)
+    return directory.name
 
 
-class Ladder:
-    """What is asked of every rung.
+def is_model(drafter: str) -> bool:
+    """Return whether the drafter is a whole model, which can answer alone."""
+    found = is_builtin(drafter) or is_hub_id(drafter) or (Path(drafter) / "config.json").is_file()
+    return found and find_head(drafter) is None
 
-    Args:
-        args: the command's.
-    """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.decoder = FuzzyDecoder.from_pretrained(args.target, "none")
-        target = self.decoder.target
-        self.rows: list[PromptRow] = list(read_prompts(args.prompts))[:: args.every][: args.limit]
-        self.references = read_references(self.rows, args.score)
-        for reference in self.references:  # what a checker lacks is said before anything is decoded
-            if reference is not None:
-                reference.score("")
-        tokenizer = self.decoder.tokenizer
-        self.prompts = [encode_row(row, target.name, tokenizer, target.max_positions, args.raw) for row in self.rows]
-
-    def line(self, rung: str, drafter: Drafter, rule: str) -> dict[str, Any]:
-        """All prompts by one rule on one rung."""
-        args, decoder = self.args, self.decoder
-        if rule == ALONE:
-            if not isinstance(drafter, LMDrafter):
-                raise FsdError(f"rung {rung} is no model that could answer alone.")
-            decoder = FuzzyDecoder(drafter.model, decoder.load_drafter("none"))
-        sampling: dict[str, Any] = {"do_sample": args.temperature > 0, "top_p": None, "top_k": None}
-        sampling["temperature"] = args.temperature or None
-        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        found: list[Any] = [None] * len(order)
-        for start in tqdm(range(0, len(order), args.batch), desc=f"{rung} {rule}", unit="batch"):
-            batch = order[start : start + args.batch]
-            made = decoder.generate(
-                [self.prompts[index] for index in batch],
-                "exact" if rule == ALONE else rule,
-                drafter=None if rule == ALONE else drafter,
-                max_new_tokens=args.tokens,
-                seed=args.seed + start,
-                **sampling,
-            )
-            for place, index in enumerate(batch):
-                found[index] = made.sequences[place], made.texts[place], made.stats.rows[place]
-        likelihoods = mean_log_likelihoods(
-            self.decoder.target, [(prompt, answer[0]) for prompt, answer in zip(self.prompts, found)]
-        )
-        return {
-            **self.facts(rung, rule),
-            "drafts": Drafts.pooled(stats.drafts for _, _, stats in found).summary() if rule == "exact" else None,
-            "rows": [
-                {
-                    "length": len(tokens), "forwards": stats.target_forwards, "nats": stats.divergence_spent,
-                    "likelihood": likelihood, "copied": stats.copied_4grams, "repeated": stats.repeated_4grams,
-                    "score": None if reference is None else reference.score(text), "text": text,
-                }
-                for (tokens, text, stats), likelihood, reference in zip(found, likelihoods, self.references)
-            ],
-        }  # fmt: skip
-
-    def facts(self, rung: str, rule: str) -> dict[str, Any]:
-        """What a line begins with."""
-        args = self.args
-        return {
-            "target": args.target, "rung": rung, "rule": rule, "temperature": args.temperature, "depth": args.depth,
-            "prompts": Path(args.prompts).name, "every": args.every, "tokens": args.tokens, "seed": args.seed,
-            "environment": environment(),
-        }  # fmt: skip
-
-    def forecast(self, rung: str, drafter: Drafter) -> dict[str, Any]:
-        """What each rule would emit on this rung, from exact's rounds. One row per prompt, so that lines are told apart
-        by their number.
-        """
-        args = self.args
-        made = forecast(
-            self.decoder, self.prompts, args.rules, drafter=drafter, temperature=args.temperature,
-            max_new_tokens=args.tokens, seed=args.seed, progress=True,
+def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: str, file: Path) -> dict[str, Any]:
+    """Return the rung's facts, from its finished record if there is one."""
+    shape = TreeShape.chain(args.depth)
+    methods = [f"{EXACT}={EXACT}@{drafter}@{shape.text}"]
+    methods += [f"{rule}@{drafter}@{shape.text}" for rule in args.rules if rule not in (EXACT, ALONE)]
+    if ALONE in args.rules and is_model(drafter):
+        settings = json.dumps({"prompts": "", "methods": [], "target": drafter, "threads": args.threads})
+        methods.append(f"{ALONE}=command:" + shlex.join([sys.executable, "-m", "fsd_bench.worker", settings, "plain"]))
+    if not file.exists():
+        run_resumed(
+            prompts, methods, file, target=target, raw=args.raw, score=args.score, every=args.every, limit=args.limit,
+            max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch,
+            threads=args.threads, log_likelihood=True, baselines=[EXACT],
         )  # fmt: skip
-        return {**self.facts(rung, FORECAST), "rows": [None] * len(self.rows), "forecast": made.to_dict()}
+    record = json.loads(file.read_text(encoding="utf-8"))
+    rung = {"drafts": record["methods"][EXACT]["drafts"], "rules": rules_of(record)}
+    if args.forecast:
+        rung["forecast"] = forecast_of(args, target, drafter, prompts, record)
+    return rung
 
-    def run(self) -> None:
-        """Append what the file lacks."""
-        args, path = self.args, Path(self.args.lines)
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        done = {(line["target"], line["rung"], line["rule"], line["temperature"], len(line["rows"])) for line in lines}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rules = [FORECAST] if args.command == FORECAST else args.rules
-        for rung in args.rungs:
-            drafter: Drafter | None = None
-            for rule in rules:
-                if (args.target, rung, rule, args.temperature, len(self.rows)) in done:
-                    continue
-                drafter = drafter or rung_of(rung, self.decoder, args.depth, args.seed)
-                if rule == ALONE and not isinstance(drafter, LMDrafter):
-                    continue
-                line = self.forecast(rung, drafter) if rule == FORECAST else self.line(rung, drafter, rule)
-                with path.open("a") as file:
-                    file.write(json.dumps(jsonable(line)) + "\n")
+
+def rules_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return {rule: facts} from a rung's record: means, and how they differ from exact's on the same prompts."""
+    differences, ratios = record["differences"][EXACT], record["ratios"][EXACT]
+    rules = {}
+    for name, facts in record["methods"].items():
+        rule = name.partition("@")[0]
+        kept = ("answers", "tau", "answer_tokens", "target_forwards", "divergence_spent", *BOUNDS)
+        rules[rule] = {key: facts.get(key) for key in kept}
+        if rule == ALONE:  # its forwards are the drafter's
+            rules[rule] |= {"tau": None, "target_forwards": None}
+        if name in differences:
+            gain = ratios[name]["tau"] if rule != ALONE else None
+            rules[rule] |= {"differences": differences[name], "gain": gain, "equal": within(differences[name])}
+    return rules
+
+
+def within(differences: dict[str, Any]) -> bool:
+    """Return whether the measured quality equals exact's within :data:`BOUNDS`."""
+    measured = [(differences[name]["mean"], bound) for name, bound in BOUNDS.items() if name in differences]
+    return all(mean >= bound if bound < 0 else mean <= bound for mean, bound in measured)
+
+
+def forecast_of(
+    args: argparse.Namespace, target: str, drafter: str, prompts: str, record: dict[str, Any]
+) -> dict[str, Any]:
+    """Return by rule: τ and nats forecast for the rung's chain, and tokens per cost / exact's best."""
+    options = WorthOptions(
+        target=target, drafter=drafter, tree=TreeShape.chain(args.depth), prompts=prompts, raw=args.raw,
+        rules=[rule for rule in args.rules if rule not in (EXACT, ALONE)], temperature=args.temperature,
+        limit=record["methods"][EXACT]["answers"], max_new_tokens=args.max_new_tokens, seed=args.seed,
+    )  # fmt: skip
+    found = worth(options, progress=True)[0].to_dict()
+    exact = found["rows"][0]["per_cost"]
+    rules = {}
+    for row in found["rows"]:
+        shaped = next(s for s in row["shapes"] if s["shape"] == found["decoded"])
+        per_cost = {cost: value / exact[cost] for cost, value in row["per_cost"].items()}
+        rules[row["rule"]] = {"tau": shaped["tau"], "nats_per_token": shaped["nats"], "per_cost": per_cost}
+    return rules
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return {"bounds", "rungs"}. Raises FsdError."""
+    figure = args.figure and args.figure.resolve()
+    work = Workplace(args.work)
+    target, prompts = work.link(args.target), work.link(args.prompts)
+    drafters = {rung: drafter_of(rung, args, work) for rung in args.rungs}
+    os.chdir(work.directory)
+    rungs = {
+        Path(rung).name: measure_rung(args, target, drafter, prompts, Path(f"{Path(drafter).name}.json"))
+        for rung, drafter in drafters.items()
+    }
+    if figure is not None:
+        write_figure(rungs, figure)
+    return {"bounds": BOUNDS, "rungs": rungs}
+
+
+def write_figure(rungs: dict[str, Any], path: Path) -> None:
+    """Draw the gain in tokens per forward over the median regret, a line per rule. Hollow points: quality fell."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2, 4.6), layout="constrained")
+    axes = figure.add_subplot(
+        xlabel="median regret of a wrong first draft, nats", ylabel="tokens per forward / exact's"
+    )
+    regrets = {name: rung["drafts"]["regret_median"] or 0.0 for name, rung in rungs.items()}
+    for number_, rule in enumerate(dict.fromkeys(rule for rung in rungs.values() for rule in rung["rules"])):
+        points = [(regrets[name], rung["rules"].get(rule, {})) for name, rung in rungs.items()]
+        drawn = sorted((x, facts["gain"]["ratio"], facts["equal"]) for x, facts in points if facts.get("gain"))
+        if not drawn:  # exact, and the drafter alone
+            continue
+        x, y, equal = zip(*drawn)
+        axes.plot(x, y, color=f"C{number_}", label=rule)
+        axes.scatter(x, y, edgecolors=f"C{number_}", c=[f"C{number_}" if same else "white" for same in equal], zorder=3)
+    for name, regret in regrets.items():
+        axes.annotate(name, (regret, 0.97), rotation=40, fontsize=6, ha="right", va="top")
+    axes.axhline(1.0, color="grey", lw=0.8)
+    axes.set_ylim(bottom=0.7)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return a table with a line per rung and rule."""
+    rows = []
+    for rung, facts in record["rungs"].items():
+        for rule, found in facts["rules"].items():
+            gain = (found.get("gain") or {}).get("ratio")
+            equal = {None: "", True: "yes", False: "no"}[found.get("equal")]
+            row = [f"{rung} {rule}", percent(facts["drafts"]["agreement"], 0), number(facts["drafts"]["regret_median"])]
+            rows.append([*row, number(found["tau"]), number(gain), equal])
+    return table(["rung, rule", "agrees %", "median regret", "tau", "x exact", "equal"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, or write the record. 2 after bad input."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder", description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(required=True, dest="command")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--target", default="smollm2-135m")
-    shared.add_argument("--rungs", nargs="+", required=True)
-    shared.add_argument("--rules", nargs="*", required=True, help="of a forecast: beside the usual ones")
-    shared.add_argument("--prompts", required=True)
-    shared.add_argument("--raw", action="store_true", help="continue prompts as they are, without the chat template")
-    shared.add_argument("--score", default="auto")
-    shared.add_argument("--every", type=int, default=1, help="take every n-th prompt")
-    shared.add_argument("--limit", type=int, default=10**6)
-    shared.add_argument("--tokens", type=int, default=96)
-    shared.add_argument("--depth", type=int, default=8)
-    shared.add_argument("--batch", type=int, default=48)
-    shared.add_argument("--temperature", type=float, default=0.0)
-    shared.add_argument("--seed", type=int, default=1)
-    shared.add_argument("--lines", required=True)
-    commands.add_parser("measure", help="decode, and append lines", parents=[shared])
-    commands.add_parser(FORECAST, help="append forecasts from one exact run each", parents=[shared])
-    record = commands.add_parser("record", help="write the record and the picture")
-    record.add_argument("lines", nargs="+", type=Path)
-    record.add_argument("--record", type=Path, required=True)
-    record.add_argument("--figure", type=Path)
-    args = parser.parse_args(argv)
-    try:
-        if args.command != "record":
-            Ladder(args).run()
-        else:
-            made = write_ladder(args.lines, args.record)
-            if args.figure is not None:
-                write_figure(made, args.figure)
-    except FsdError as error:
-        print(f"ladder: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Measure every rung and write the record. Return 2 after bad input."""
+    parser = parser_of(
+        "benchmarks.ladder", __doc__, target=BUILT_IN, rungs=(["shipped"], "drafters, or noise:SHARE"),
+        rules=(["tilted", "typical:novel=3", ALONE], "acceptance rules, or alone"), prompts=..., raw=False,
+        score=("auto", "kind of reference"), every=1, limit=None, max_new_tokens=96, depth=(8, "drafts per chain"),
+        batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-infer worth`"),
+        work=(Path("runs/ladder"), "directory of the rungs' records"), figure=(None, "picture to draw"), json=...,
+    )  # fmt: skip
+    return record_main("benchmarks.ladder", parser, measure, report, argv)
 
 
 if __name__ == "__main__":

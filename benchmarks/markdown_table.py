@@ -1,9 +1,9 @@
-"""Prints a bench record as the Markdown table of the README, with where its numbers come from.
+"""Print a bench record as the Markdown table of the README, with the source of its numbers.
 
-Run: python benchmarks/markdown_table.py RECORD.json [BASELINE]
+    python benchmarks/markdown_table.py RECORD.json [BASELINE]
 
-With a baseline: each method beside it, as docs/rules.md compares rules. A record of `benchmarks.findings`: a table per
-temperature, as in docs/findings.md.
+With a baseline the table compares each method with it, as in docs/rules.md. A record of `benchmarks.findings` becomes a
+table per temperature, as in docs/findings.md.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ RATIOS = ("tau", "target_forwards", "answer_tokens", "speed")
 
 
 def number(value: float | None, digits: int) -> str:
+    """Format a number; a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
 def percent(share: float | None, digits: int = 0) -> str:
+    """Format a share in percent; a dash for None."""
     return "–" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def span(values: dict[str, Any] | None, key: str = "ratio") -> str:
-    """A ratio with its interval."""
+    """Format a ratio with its interval."""
     return "–" if values is None else f"{values[key]:.2f} ({values['low']:.2f}–{values['high']:.2f})"
 
 
 def score(values: dict[str, Any] | None, digits: int) -> str:
-    """A mean score with its interval."""
+    """Format a mean score with its interval."""
     if values is None:
         return "–"
     mean, low, high = (f"{100 * values[key]:.{digits}f}" for key in ("mean", "low", "high"))
@@ -41,6 +43,7 @@ def score(values: dict[str, Any] | None, digits: int) -> str:
 
 
 def markdown(record: dict[str, Any], name: str) -> str:
+    """Return the table of a bench record and a paragraph with its settings, machine and command."""
     methods, settings, environment = record["methods"], record["settings"], record["environment"]
     headers = ["method", "tok/s", *(f"× `{baseline}` (95 %)" for baseline in record["ratios"])]
     headers += ["τ", "τ, mean over categories", "target forwards", "answer tokens", "gate open", "nats spent"]
@@ -70,9 +73,9 @@ def markdown(record: dict[str, Any], name: str) -> str:
 
 
 def beside(record: dict[str, Any], baseline: str) -> str:
-    """A line per method: speed and tokens per forward as multiples of the baseline's, quality as differences.
+    """Return a line per method: speed and tokens per forward as multiples of the baseline's, quality as differences.
 
-    Above temperature 0 with the nats spent per answer, since likelihood is no measure of loss there.
+    Above temperature 0 a column has the nats spent per answer, because likelihood does not measure loss there.
     """
     methods, ratios, differences = record["methods"], record["ratios"][baseline], record["differences"][baseline]
     headers = ["method", "× tok/s (95 %)", "τ", "× τ", "forwards", "tokens", "log-likelihood", "copied 4-grams"]
@@ -97,7 +100,7 @@ def beside(record: dict[str, Any], baseline: str) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table: each row's first cell is code, the others are numbers."""
+    """Return a Markdown table. The first cell of a row is code, the others are numbers."""
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     for name, *cells in rows:
         lines.append(" | ".join([f"| `{name}`", *(cell.replace("-", "−") for cell in cells)]) + " |")
@@ -105,7 +108,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def qualities(differences: dict[str, Any], score_digits: int) -> list[str]:
-    """Differences, with their intervals, of score in points, log-likelihood, copied and repeated 4-grams in points."""
+    """Format differences with intervals: score in points, log-likelihood, copied and repeated 4-grams in points."""
 
     def shown(key: str, digits: int, scale: float = 1.0) -> str:
         if key not in differences:
@@ -118,7 +121,7 @@ def qualities(differences: dict[str, Any], score_digits: int) -> list[str]:
 
 
 def sweep(record: dict[str, Any]) -> str:
-    """A table per temperature: each setting's ratios to exact and its differences from it."""
+    """Return a table per temperature with each setting's ratios to exact and its differences from it."""
     headers = ["rule", "× τ", "forwards ×", "length ×", "speed ×", "score, points", "log-likelihood"]
     headers += ["copied 4-grams, points", "repeated 4-grams, points", "nats per answer"]
     parts = []
@@ -138,7 +141,7 @@ def sweep(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of the record named."""
+    """Print the table of the record."""
     path, *baseline = sys.argv[1:] if argv is None else argv
     record = json.loads(Path(path).read_text(encoding="utf-8"))
     if "temperatures" in record:

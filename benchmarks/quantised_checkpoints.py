@@ -1,6 +1,6 @@
-"""Checkpoints whose weights are quantised in their files, as other programs write them, by rounding to nearest.
+"""Write checkpoints with quantised weights in the formats of other programs, rounded to nearest.
 
-What is measured with them is how they are read and computed, not how good such rounding is.
+They serve to measure how such weights are read and computed, not how good this rounding is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUP = 32
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """[n, ...] whole numbers from 0 -> [n · bits / 32, ...] int32, the first one in the lowest bits."""
+    """Pack whole numbers [n, ...] from 0 up into int32 [n · bits / 32, ...], the first in the lowest bits."""
     many = 32 // bits
     parts = numbers.long().view(len(numbers) // many, many, *numbers.shape[1:])
     joined = sum((parts[:, place] << (bits * place) for place in range(many)), start=torch.zeros_like(parts[:, 0]))
@@ -27,7 +27,7 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
-    """[out, in] -> numbers around 0 [out, in], scales [out, groups]."""
+    """Round a weight [out, in] to whole numbers [out, in] with scales [out, groups]."""
     most = 2 ** (bits - 1) - 1
     groups = weight.reshape(len(weight), -1, group or weight.shape[1])
     scales = (groups.abs().amax(-1) / most).clamp_min(1e-6).half().float()
@@ -73,7 +73,7 @@ STORED: Mapping[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]
 
 
 def write(model: Any, directory: Path, kind: str) -> Path:
-    """Write a model of the Llama kind with its decoder's linear layers quantised; ``kind`` is a key of ``STORED``."""
+    """Write a Llama-like model with its decoder's linear layers quantised as ``kind`` of :data:`STORED`."""
     parts, quantization = STORED[kind]
     state: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""What benchmarks share around their measurement: the command line, the record, quiet libraries."""
+"""What the benchmarks share: options, the record and its settings, one-line errors."""
 
 from __future__ import annotations
 
@@ -11,46 +11,117 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workplace import shown_command
+from fsd_bench import run
+from fsd_bench.environment import environment
 from fsd_bench.record import write_record
 from fsd_infer.errors import FsdError
+from fsd_infer.files import jsonable
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT_IN, PROMPTS = "smollm2-135m", ROOT / "data" / "spec_bench_dev.jsonl"
+PLACES = ("json", "work", "scratch")  # options that say where files go
+HELP = {
+    "target": "built-in name, directory or hub id",
+    "drafter": "what `--drafter` of `fsd-infer` takes",
+    "rules": "acceptance rules, separated by commas",
+    "prompts": "file of prompts",
+    "limit": "number of prompts",
+    "every": "take every N-th row of the file",
+    "max_new_tokens": "new tokens per answer",
+    "batch": "prompts per call",
+    "temperature": "0 is greedy",
+    "seed": "seed of draws and of the bootstrap",
+    "repeat": "runs per prompt",
+    "blocks": "blocks of prompts; each method answers a block in its own process",
+    "threads": "torch threads",
+    "json": "file of the record",
+    "raw": "continue the prompts without the chat template",
+}
+
+
+def parser_of(module: str, text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Make the parser of ``python -m module``.
+
+    Args:
+        module: name of the module.
+        text: its docstring, whose first paragraph describes the command.
+        options: default of each option, or (default, help) where :data:`HELP` has none. The default's type is that of
+            the option. ``...`` makes it required, a list takes several values, ``False`` makes a flag.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(text or "").split("\n\n")[0])
+    for name, value in options.items():
+        default, said = value if isinstance(value, tuple) else (value, HELP[name])
+        flag = f"--{name.replace('_', '-')}"
+        kind: Any = (
+            Path if name in ("prompts", "figure", *PLACES) else int if name in ("limit", "every", "threads") else str
+        )
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=said)
+        elif default is ... or default is None:
+            parser.add_argument(flag, type=kind, required=default is ..., help=said)
+        elif isinstance(default, list):
+            said += f" (default: {' '.join(map(str, default))})"
+            parser.add_argument(flag, type=type(default[0]), nargs="+", default=default, help=said)
+        else:
+            kind = Path if isinstance(default, Path) else type(default)
+            parser.add_argument(flag, type=kind, default=default, help=f"{said} (default: %(default)s)")
+    return parser
+
+
+def run_resumed(prompts: Path | str, methods: Sequence[str], file: Path | None, **options: Any) -> dict[str, Any]:
+    """Run :func:`fsd_bench.run` with a progress bar, and continue the unfinished run of ``file`` if there is one."""
+    partial = file and file.with_name(file.name + ".partial.jsonl")
+    resume = partial is not None and partial.exists()
+    return run(prompts, methods, json_path=file, resume=resume, progress=True, **options)
 
 
 def record_main(
     module: str,
     parser: argparse.ArgumentParser,
-    run: Callable[[argparse.Namespace, Sequence[str]], dict[str, Any]],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
     report: Callable[[dict[str, Any]], str],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Measure, write the record to ``--json``, print its report; returns the exit status.
+    """Measure, print a report, and write the record to ``--json`` if that is given.
+
+    The record gains ``settings`` and ``environment`` unless ``measure`` returns its own.
 
     Args:
-        module: of the command, as ``python -m`` takes it.
-        parser: its options, ``--json`` (a path) among them.
-        run: (options, command line) -> record. An FsdError that it raises is printed as a line; nothing is written.
-        report: record -> text.
-        argv: default the process's own.
+        module: name of the module, for the command line in the record.
+        parser: options of the command, ``--json`` among them.
+        measure: returns the record. An FsdError is printed as one line, and nothing is written.
+        report: returns the text that is printed.
+        argv: the options; default: this process's.
+
+    Returns:
+        0, or 2 after an FsdError.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
-    quiet_lightning()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    facts = {"settings": settings_of(args), "environment": environment(shown_command(module, words))}
+    if args.json is not None:
+        args.json = args.json.resolve()
     try:
-        record = run(args, shown_command(module, words))
+        record = {**facts, **measure(args)}
     except FsdError as error:
         print(f"{module.rpartition('.')[2]}: {error}", file=sys.stderr)
         return 2
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    write_record(args.json, record)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        write_record(args.json, jsonable(record))
     print(report(record))
     return 0
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Parsed options as a record stores them."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    """Return the options as a record stores them: models and files by the last part of their path."""
+    return {name: _named(value) for name, value in vars(args).items() if name not in PLACES}
 
 
-def quiet_lightning() -> None:
-    """No remarks of Lightning on devices that are not there and the like."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
+def _named(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_named(one) for one in value]
+    path = isinstance(value, Path) or isinstance(value, str) and "/" in value and Path(value).exists()
+    return Path(value).name if path else value

@@ -1,4 +1,4 @@
-"""Records that name models and files by the last part of their path, and so reveal nothing of the machine."""
+"""Links and command lines that name models and files without this machine's paths."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from fsd_infer.errors import FsdError
 
 
 class Workplace:
-    """A directory of links to everything that is named on the command line, in which the run takes place.
-
-    So commands and records name models and files by their last part, and mean nothing of this machine.
+    """A directory of links in which a benchmark runs, so that its record names models by the last part of their path.
 
     Args:
-        directory: made if it is not there; its old links are removed.
+        directory: made if it does not exist. Links of an earlier run are removed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -26,7 +24,7 @@ class Workplace:
                 old.unlink()
 
     def link(self, path: str | Path) -> str:
-        """The path's name here; what is no existing path (a built-in name, a hub id) stays as it is.
+        """Link to a path and return the link's name. A name that is no existing path is returned unchanged.
 
         Raises:
             FsdError: another path has the same last part.
@@ -35,7 +33,7 @@ class Workplace:
             return str(path)
         whole = Path(path).resolve()
         link = self.directory / Path(os.path.abspath(path)).name
-        if whole == link.resolve() and not link.is_symlink():  # made here
+        if whole == link.resolve() and not link.is_symlink():  # a file of this directory
             return link.name
         if link.is_symlink() and link.resolve() != whole:
             raise FsdError(f"{whole} and {link.resolve()} have the same name: rename one of the directories.")
@@ -45,10 +43,11 @@ class Workplace:
 
 
 def shown_command(module: str, argv: Sequence[str]) -> list[str]:
-    """The command line of a module as a record stores it: paths, those of ``NAME=PATH`` too, by their last part."""
+    """Return the command line of a module for a record: paths, those in ``NAME=PATH`` too, by their last part."""
     return ["python", "-m", module, *map(_shown, argv)]
 
 
 def _shown(word: str) -> str:
     name, equals, path = word.rpartition("=")
-    return f"{name}{equals}{Path(path).name}" if os.sep in path and Path(path).exists() else word
+    is_path = os.sep in path and (Path(path).is_absolute() or Path(path).exists())
+    return f"{name}{equals}{Path(path).name}" if is_path else word

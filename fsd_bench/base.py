@@ -1,4 +1,4 @@
-"""What a method of decoding is to the benchmark, and what one timed call returns."""
+"""Define a method of decoding, and what one timed call returns."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fsd_infer.rules import Source
 
-# fields of an answer that are measured of its text
+# fields of an answer that follow from its text
 OF_TEXT = ("score", "copied_4grams", "coverage", "other_language", "repeated_4grams")
 
 
 @dataclass
 class Trace:
-    """How an answer of this package's engine came about, for reports of sweeps.
+    """How this package's engine made an answer, for reports of sweeps.
 
     Attributes:
         rounds: tokens that each round gave to the answer, the prefill first.
         sources: a digit per token, its :class:`Source`.
-        spent: [place, nats] of tokens that cost some.
-        pieces: the text of each token, where it is shown.
+        spent: [place, nats] of the tokens that cost any.
+        pieces: the text of each token, or None if the report does not show the answer.
     """
 
     rounds: list[int]
@@ -38,29 +38,27 @@ class Trace:
 
 @dataclass
 class Answer:
-    """One answer and what it took. None where a method does not report it.
+    """One answer and what it took. A field that a method does not report is None.
 
     Attributes:
-        tokens: new tokens; None from a server that sends text alone.
+        tokens: new tokens; None from a server that sends only text.
         target_forwards: target forwards after the prefill.
-        verified_tokens: tokens that those forwards emitted (all but the prefill's own).
+        verified_tokens: tokens that these forwards emitted, without the prefill's own.
         gate_open_fraction, gate_accepted_fraction: shares of the tokens, see ``RowStats``.
         divergence_spent: nats.
         finish_reason: "stop" or "length".
-        log_likelihood: mean raw log-probability of the tokens under the target, nats, if measured.
-        counted: number of new tokens where ``tokens`` is None.
-        text: of the answer, where ``tokens`` is None or it was measured.
-        score: 1 where the answer is right, 0 where it is not, or chrF or ROUGE-L; None where its prompt has no
-            reference.
-        copied_4grams: share of its 4-grams that stand in its prompt; None if it is shorter or unknown.
-        repeated_4grams: share of its 4-grams that occurred earlier in it; None if it is shorter or unknown.
-        coverage: share of its words that lie in fragments of its prompt, see
-            :func:`fsd_infer.engine.ngrams.coverage`; of answers scored by ROUGE, which copies raise.
-        other_language: 1 where it is in another language than its reference, else 0; of answers scored by chrF.
-        regrets: of the drafter's first choices, as :meth:`fsd_infer.engine.drafts.Drafts.regrets` has them; empty if
-            unknown.
-        final: what it says in the end, see :func:`fsd_bench.measures.final_answer`.
-        trace: of sweeps.
+        log_likelihood: mean raw log-probability of the tokens under the target, nats.
+        counted: number of new tokens, if ``tokens`` is None.
+        text: the answer's text, if ``tokens`` is None or the text was measured.
+        score: 1 for a right answer and 0 for a wrong one, or chrF or ROUGE-L; None without a reference.
+        copied_4grams: share of its 4-grams that stand in its prompt; None if it is shorter.
+        repeated_4grams: share of its 4-grams that occurred earlier in it; None if it is shorter.
+        coverage: share of its words in fragments of its prompt, see :func:`fsd_infer.engine.ngrams.coverage`. Only for
+            answers scored by ROUGE, which copies raise.
+        other_language: 1 if its language differs from its reference's, else 0. Only for answers scored by chrF.
+        regrets: regrets of the drafter's first choices, see :meth:`fsd_infer.engine.drafts.Drafts.regrets`.
+        final: its final answer, see :func:`fsd_bench.measures.final_answer`.
+        trace: how it was made, in sweeps.
     """
 
     tokens: list[int] | None
@@ -84,13 +82,13 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
         return self.counted if self.tokens is None else len(self.tokens)
 
 
 @dataclass
 class TimedRun:
-    """One timed call on one group of prompts: wall seconds, the part until the first token, seconds by phase."""
+    """One timed call on a group of prompts: wall seconds, those until the first token, seconds by phase."""
 
     seconds: float
     prefill_seconds: float
@@ -100,7 +98,7 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class Turn:
-    """What every method did with one group of prompts once; ``prompts`` are indices."""
+    """The runs of every method on one group of prompts in one repeat. ``prompts`` are indices."""
 
     group: int
     repeat: int
@@ -108,13 +106,13 @@ class Turn:
     runs: dict[str, TimedRun]
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
-        """Each with its prompt's index."""
+        """Yield each answer with its prompt's index."""
         for run in self.runs.values():
             yield from zip(self.prompts, run.answers, strict=True)
 
 
 class Method(ABC):
-    """One way to decode. ``options`` of :meth:`answer` are keyword arguments of transformers' ``generate``.
+    """A way to decode.
 
     Attributes:
         name: what tables and records call it.
@@ -124,20 +122,21 @@ class Method(ABC):
 
     @abstractmethod
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        """Decode one group of prompts, timed."""
+        """Decode one group of prompts and time it. ``options`` are arguments of transformers' ``generate``."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What a record stores about the method."""
+        """Return what a record stores about the method."""
 
     def close(self) -> None:  # noqa: B027 (most methods hold nothing)
-        """Free what it holds beyond this process's memory."""
+        """Free what the method holds outside this process's memory."""
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """A JSON value as an annotated type: numbers, texts, and lists, dicts, unions and dataclasses of them.
+    """Convert a JSON value to an annotated type: numbers, texts, and lists, dicts, unions and dataclasses of them.
 
-    Raises TypeError, KeyError or ValueError for a value of another type.
+    Raises:
+        TypeError, KeyError, ValueError: the value has another type.
     """
     kind, inner = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and is_dataclass(hint):

@@ -1,30 +1,32 @@
-"""This package's engine as a method, under any rule with any drafter."""
+"""Measure this package's engine under any rule with any drafter."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsd_bench.base import Answer, Method, TimedRun, Trace
-from fsd_bench.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
-from fsd_infer.drafters.base import DraftRequest, DraftSession
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.rules import Rule
-from fsd_infer.tree import DraftTree
 
 
 class EngineMethod(Method):
-    """This package's engine. Its prefill includes the drafter's; time outside of the loop counts as phase ``rest``.
+    """This package's engine. Its prefill includes the drafter's, and time outside the loop is phase ``rest``.
 
-    ``traced``: answers have a trace, and requests a seed, so that trees follow from the text alone and not from the
-    clock. For one prompt at a time.
+    Args:
+        name: of the method.
+        decoder: target and engine.
+        rule: acceptance rule.
+        drafter: drafter.
+        beams: number of beams.
+        beam_options: options of beam search.
+        traced: give answers a trace, for one prompt at a time. Requests then have a seed, so trees do not depend on
+            the clock.
     """
 
     def __init__(
@@ -37,19 +39,19 @@ class EngineMethod(Method):
         beam_options: BeamOptions | None = None,
         traced: bool = False,
     ) -> None:
-        self.rounds = RoundSizes(drafter) if traced else None
-        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, self.rounds or drafter
-        self.beams, self.beam_options = beams, beam_options or BeamOptions()
+        self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
+        self.beams, self.beam_options, self.traced = beams, beam_options or BeamOptions(), traced
         self.trees: Trees | None = None
-        self.drafted: dict[str, Any] | None = None  # its tree may be one for this rule and so many rows
+        self.drafted: dict[str, Any] | None = None  # the tree may depend on the rule and the batch
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        self.drafter.forget()  # a prompt that is repeated must not be answered from memory
+        self.drafter.forget()  # a repeated prompt must not be answered from memory
         if self.beams > 1:
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
-        if self.rounds is not None:
-            options = {**options, "seed": seed}
-        torch.manual_seed(seed)  # a request with a seed of its own would not choose its trees by the clock
+        rounds: list[int] = []  # tokens that each one gives to the answer
+        if self.traced:
+            options = {**options, "seed": seed, "on_tokens": lambda row, tokens: rounds.append(len(tokens))}
+        torch.manual_seed(seed)  # a seed in the request would keep trees from following the clock
         start = time.perf_counter()
         generation = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
         seconds = time.perf_counter() - start
@@ -71,10 +73,9 @@ class EngineMethod(Method):
             )
             for tokens, row, record in zip(generation.sequences, stats.rows, generation.records, strict=True)
         ]
-        if self.rounds is not None:
+        if self.traced:
             record = generation.records[0]
             spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
-            rounds = clip_rounds(self.rounds.sizes, len(record.tokens))
             answers[0].trace = Trace(rounds, "".join(str(int(source)) for source in record.sources), spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
@@ -88,42 +89,3 @@ class EngineMethod(Method):
             "drafter": self.drafted or self.drafter.describe(),
             **({} if self.trees is None else {"trees": self.trees.to_dict()}),
         }
-
-
-class RoundSizes(WrappedDrafter):
-    """Any drafter, for one prompt at a time.
-
-    Attributes:
-        sizes: tokens that each round of the last answer could emit (the prefill is the first).
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter)
-        self.sizes: list[int] = []
-
-    def describe(self) -> dict[str, Any]:
-        return self.drafter.describe()
-
-    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        self.sizes = []
-        return _Noting(self.drafter.start(first_tokens, request), self.sizes)
-
-
-class _Noting(WrappedSession):
-    def __init__(self, session: DraftSession, sizes: list[int]) -> None:
-        super().__init__(session)
-        self.sizes = sizes
-
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        self.sizes.append(int(accepted[0]) + 1)
-        super().observe(tree, logits, path, tokens, accepted)
-
-
-def clip_rounds(sizes: Sequence[int], tokens: int) -> list[int]:
-    """Tokens of each round that are in the answer: its end may lie within a round, and the last one may be unknown."""
-    clipped, left = [], tokens
-    for count in sizes:
-        if left:
-            clipped.append(min(count, left))
-            left -= clipped[-1]
-    return [*clipped, left] if left else clipped

@@ -1,4 +1,4 @@
-"""Where a measurement was made: versions, processor, threads, commit."""
+"""Describe the machine and the software of a measurement: versions, processor, threads, commit."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from typing import Any
 import torch
 import transformers
 
+from fsd_infer import __version__
 from fsd_infer.cpu.ops import kernel_kind
 from fsd_infer.device.cpuinfo import processor
 
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """What a record stores about machine and software.
+    """Return what a record stores about machine and software.
 
     Args:
-        command: the command line; default this process's, with the program's name alone.
+        command: command line. Default: this process's, with the program's name without its path.
     """
     words = list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
-        "fsd_infer": _version(),
+        "fsd_infer": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -44,30 +45,19 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
-    from fsd_infer import __version__
-
-    return __version__
-
-
 def cpu_model() -> str:
-    """The processor's name as the system reports it."""
+    """Return the processor's name as the system reports it."""
     return processor("model name") or platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
-    """Commit of the repository this package lies in, "-dirty" added if files differ; None outside of one."""
+    """Return the commit of this package's repository, with "-dirty" if files differ; None outside a repository."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""transformers' own ``generate`` as a method: greedy or sampled, with prompt lookup, an assistant model or beams."""
+"""Measure transformers' ``generate``: greedy or sampled, with prompt lookup, an assistant model or beams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 
 
 class _Rounds(BaseStreamer):
-    """Notes when the first new tokens arrived and how many each forward emitted (sizes[0] is the prompt's)."""
+    """Records when the first new tokens arrived and how many each forward emitted (sizes[0] is the prompt's)."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -32,7 +32,7 @@ class _Rounds(BaseStreamer):
 
 
 class _Steps(StoppingCriteria):
-    """Notes when the first step of a beam search was taken, and how many there were. It never stops one."""
+    """Counts the steps of a beam search and records when the first one ended. It never stops the search."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -46,13 +46,13 @@ class _Steps(StoppingCriteria):
 
 
 class GenerateMethod(Method):
-    """transformers' ``generate`` on an untouched model. Prefill is the time until its first new token.
+    """transformers' ``generate`` on an unchanged model. Prefill is the time until its first new token.
 
     Args:
         name: of the method.
         model: the target.
-        arguments: of ``generate`` besides the run's, e.g. ``{"prompt_lookup_num_tokens": 8}`` or ``{"num_beams": 4}``.
-        facts: what a record is to say about them.
+        arguments: further arguments of ``generate``, e.g. ``{"prompt_lookup_num_tokens": 8}`` or ``{"num_beams": 4}``.
+        facts: what a record stores about them.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class GenerateMethod(Method):
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         if self.arguments and not self.beams and len(prompts) > 1:
-            raise FsdError(f"{self.name}: transformers speculates on one prompt at a time: --batch-size 1.")
+            raise FsdError(f"{self.name}: transformers speculates on one prompt at a time. Use --batch-size 1.")
         ids, mask = left_pad(prompts, self.pad, self.model.device)
         rounds, steps = _Rounds(), _Steps()
-        # beams cannot be streamed, and stopping criteria see only steps, not the sizes of rounds
+        # beams cannot be streamed, and stopping criteria see steps but not the sizes of rounds
         observers = {"stopping_criteria": StoppingCriteriaList([steps])} if self.beams else {"streamer": rounds}
         torch.manual_seed(seed)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""95 % percentile bootstrap intervals of medians, weighted means and ratios of sums."""
+"""Compute 95 % percentile bootstrap intervals of medians, weighted means and ratios of sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESAMPLES = 2000
 
 
 def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
-    """Median of ``values`` with its 95 % percentile bootstrap interval: {"median", "low", "high", "pairs"}."""
+    """Return the median of ``values`` with its interval: {"median", "low", "high", "pairs"}."""
     if not values:
         return {"median": None, "low": None, "high": None, "pairs": 0}
     low, high = bootstrap_interval([values], np.median, seed)
@@ -21,7 +21,7 @@ def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
 
 
 def bootstrap_interval(samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
-    """95 % percentile interval of ``statistic(*samples, axis)``, resampled together; one observation is its own."""
+    """Return the interval of ``statistic(*samples, axis)``, resampled together. A single observation is its own."""
     from scipy.stats import bootstrap
 
     if len(samples[0]) == 1:
@@ -37,12 +37,12 @@ Pairs = Sequence[tuple[float, float]]  # (sum, weight) by prompt
 
 
 def mean_interval(own: Pairs, other: Pairs | None = None, seed: int = 0) -> dict[str, Any]:
-    """Σ sums / Σ weights with its 95 % percentile bootstrap interval over prompts.
+    """Return Σ sums / Σ weights with its interval over prompts.
 
     Args:
-        own: at least one.
-        other: of the same prompts; given, the interval is that of the difference, own less other.
-        seed: of the bootstrap.
+        own: at least one pair.
+        other: pairs of the same prompts. If given, the result is the difference, own less other.
+        seed: seed of the bootstrap.
 
     Returns:
         {"mean", "low", "high", "prompts"}
@@ -51,12 +51,12 @@ def mean_interval(own: Pairs, other: Pairs | None = None, seed: int = 0) -> dict
 
 
 def ratio_interval(own: Pairs, other: Pairs, seed: int = 0) -> dict[str, Any]:
-    """The same of the means' ratio, own / other: {"ratio", "low", "high", "prompts"}. The other's must not be 0."""
+    """Return the ratio of means, own / other, likewise: {"ratio", "low", "high", "prompts"}. other must not be 0."""
     return _of_means("ratio", operator.truediv, own, other, seed)
 
 
 def _of_means(key: str, combine: Callable[..., Any], own: Pairs, other: Pairs | None, seed: int) -> dict[str, Any]:
-    """``combine`` of both means."""
+    """Return ``combine`` of both means with its interval."""
     columns = [np.array(column, dtype=float) for pairs in (own, other) if pairs is not None for column in zip(*pairs)]
 
     def statistic(*samples: Any, axis: int) -> Any:
@@ -69,7 +69,7 @@ def _of_means(key: str, combine: Callable[..., Any], own: Pairs, other: Pairs | 
 
 
 def mean_text(values: dict[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
-    """A :func:`mean_interval` as "mean [low, high]"; "-" for None."""
+    """Format a :func:`mean_interval` as "mean [low, high]"; "-" for None."""
     if values is None:
         return "-"
     sign = "+" if signed else ""
@@ -78,7 +78,7 @@ def mean_text(values: dict[str, Any] | None, scale: float = 1.0, digits: int = 1
 
 
 def ratio_text(values: dict[str, Any] | None, centre: str = "ratio") -> str:
-    """A :func:`ratio_interval`, or with ``centre="median"`` an :func:`interval`, likewise; "-" without a value."""
+    """Format a :func:`ratio_interval`, or an :func:`interval` with ``centre="median"``; "-" without a value."""
     if values is None or values[centre] is None:
         return "-"
     return f"{values[centre]:.2f} [{values['low']:.2f}, {values['high']:.2f}]"

@@ -1,4 +1,4 @@
-"""The runner of bench, sweep and calibrate: methods answer job by job, and what is finished is not done again."""
+"""The runner of bench, sweep and calibrate: methods answer job by job, and finished jobs are not repeated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from fsd_bench.base import Method, TimedRun, Turn
 from fsd_bench.runs import Job, RunFile
 
 WARMUP_TOKENS = 16
+UNSHAPED: dict[str, Any] = dict(top_p=None, top_k=None)  # nothing but temperature and rule shapes the law
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Session:
-    """Methods that are in memory together, by name, and their jobs in order. ``start`` makes the methods."""
+    """Names of methods that are in memory together, and their jobs in order. ``start`` makes the methods."""
 
     names: Sequence[str]
     start: Callable[[], Sequence[Method]]
@@ -27,12 +28,12 @@ class Session:
 
 @dataclass(frozen=True)
 class Asked:
-    """What every method is asked.
+    """The request to every method.
 
     Attributes:
         groups: token ids of the prompts that are decoded together.
-        max_new_tokens: of each answer.
-        seed: with group and repeat, the seed of a run.
+        max_new_tokens: new tokens per answer.
+        seed: with group and repeat it determines the seed of a run.
         warmup: each method first gives a short answer that is not counted.
         sampling: arguments of ``generate`` above temperature 0.
     """
@@ -44,21 +45,22 @@ class Asked:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, method: Method, job: Job, most: int | None = None) -> TimedRun:
-        """One run, of at most ``most`` tokens."""
+        """Return one run, of at most ``most`` tokens."""
         options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens), **self.sampling)
         return method.answer(self.groups[job.group], options, self.seed + 1000 * job.group + job.repeat)
 
 
 def decoding(temperature: float, max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
-    """Arguments of ``generate``, the same for every method."""
+    """Return the arguments of ``generate``, the same for every method."""
     if temperature == 0:
         return dict(max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
     return dict(max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, **sampling)
 
 
 def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Job]:
-    """Every method answers every group, so often at each temperature. Which goes first rotates: whatever else the
-    machine does disturbs all alike.
+    """Return jobs in which every method answers every group, ``repeats`` times at each temperature.
+
+    The method that goes first rotates, so that other load on the machine disturbs all methods alike.
     """
     return [
         Job(name, group, repeat, temperature)
@@ -70,7 +72,7 @@ def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) ->
 
 
 def rotated(things: Sequence[_T], by: int) -> list[_T]:
-    """The same from another one on."""
+    """Return the things rotated by ``by`` places."""
     first = by % len(things)
     return [*things[first:], *things[:first]]
 
@@ -84,15 +86,15 @@ def run_jobs(
     title: str,
     progress: bool = False,
 ) -> None:
-    """Do what the file lacks, session by session; methods are closed at the end of theirs.
+    """Run the jobs that the file lacks, session by session. Methods are closed at the end of their session.
 
     Args:
-        sessions: they share no job.
+        sessions: sessions without common jobs.
         asked: prompts and options.
-        file: gets the runs, and the descriptions of their methods.
+        file: receives the runs and the descriptions of their methods.
         finish: called with each run before it is kept.
-        title: of the progress bar.
-        progress: show it, with the time that is left.
+        title: title of the progress bar.
+        progress: show a progress bar with the remaining time.
     """
     total = sum(len(session.jobs) for session in sessions)
     with tqdm(total=total, initial=len(file.runs), desc=title, unit="run", disable=not progress, smoothing=0.05) as bar:
@@ -104,7 +106,7 @@ def run_jobs(
                 methods = {method.name: method for method in session.start()}
                 for method in methods.values():
                     stack.callback(method.close)
-                    if asked.warmup and todo:  # what is compiled or allocated once is not timed
+                    if asked.warmup and todo:  # one-time compilation and allocation are not timed
                         asked.answer(method, todo[0], WARMUP_TOKENS)
                 for job in todo:
                     bar.set_postfix_str(job.method, refresh=False)
@@ -121,13 +123,13 @@ def run_jobs(
 def turns_of(
     runs: Mapping[Job, TimedRun], groups: Sequence[list[int]], names: Sequence[str], temperature: float
 ) -> list[Turn]:
-    """The runs of a temperature, one turn per group and repeat that every method has answered.
+    """Return the turns of a temperature: the groups and repeats that every method has answered.
 
     Args:
-        runs: by job.
-        groups: indices of the prompts of each group.
-        names: of the methods.
-        temperature: of the jobs.
+        runs: runs by job.
+        groups: indices of each group's prompts.
+        names: names of the methods.
+        temperature: temperature of the jobs.
     """
     places = sorted({(job.group, job.repeat) for job in runs if job.temperature == temperature})
     turns = []

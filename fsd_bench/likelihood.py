@@ -1,4 +1,4 @@
-"""The target's log-likelihood of given answers, in right-padded batches of like lengths."""
+"""Score given answers by the target's log-likelihood, in right-padded batches of similar lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tqdm import tqdm
 from fsd_infer.targets.target import Target
 
 BATCH_TOKENS = 4096  # padding included
-LOGIT_BYTES = 64 * 2**20  # of one fp32 piece [positions, V]; reducing it makes at most two more of its size
+LOGIT_BYTES = 64 * 2**20  # of one fp32 piece [positions, V]; its reduction allocates at most two more
 
 
 def mean_log_likelihoods(
@@ -21,7 +21,7 @@ def mean_log_likelihoods(
     *,
     progress: bool = False,
 ) -> list[float]:
-    """:func:`log_likelihoods` per token of the answer."""
+    """Return :func:`log_likelihoods` per token of the answer."""
     sums = log_likelihoods(target, pairs, batch_tokens, progress=progress)
     return [total / len(answer) for (total, _), (_, answer) in zip(sums, pairs, strict=True)]
 
@@ -34,19 +34,19 @@ def log_likelihoods(
     *,
     progress: bool = False,
 ) -> list[tuple[float, int]]:
-    """Raw log-probability, in nats, of each answer given its prompt; one forward per batch of pairs.
+    """Return the raw log-probability of each answer given its prompt, by one forward per batch of pairs.
 
     Args:
-        target: gives the features and the LM head.
-        pairs: (prompt, answer), neither of them empty.
-        batch_tokens: largest batch, in tokens with padding; a longer pair goes alone.
-        progress: show a bar.
+        target: the target.
+        pairs: (prompt, answer) as token ids, neither of them empty.
+        batch_tokens: largest batch, in tokens with padding. A longer pair goes alone.
+        progress: show a progress bar.
 
     Returns:
-        Per pair, in the order given: the sum over the answer's tokens, and how many of them are the likeliest one.
+        Per pair, in order: the sum over the answer's tokens in nats, and how many of them are the likeliest token.
 
     Raises:
-        ModelLoadError: the target's LM head is more than a linear map, a scale and a soft cap.
+        ModelLoadError: the LM head does more than a linear map, a scale and a soft cap.
     """
     target.check_lm_head()
     results = [(0.0, 0)] * len(pairs)
@@ -59,7 +59,7 @@ def log_likelihoods(
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Indices in batches of ascending length whose padded size is at most ``tokens``."""
+    """Return indices in batches of ascending length whose padded size is at most ``tokens``."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         if batches and (len(batches[-1]) + 1) * lengths[index] <= tokens:
@@ -70,7 +70,7 @@ def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, int]]:
-    """:func:`log_likelihoods` of pairs that are read together."""
+    """Return :func:`log_likelihoods` of one batch."""
     longest = max(len(prompt) + len(answer) - 1 for prompt, answer in pairs)
     shape = (len(pairs), longest)
     ids = torch.zeros(shape, dtype=torch.long)
@@ -81,9 +81,9 @@ def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
         real[row, :read] = 1
         scored[row, len(prompt) - 1 : read] = True
     labels = torch.tensor([token for _, answer in pairs for token in answer], device=target.device)
-    # a mask of ones alone would only cost time
+    # a mask of ones would only cost time
     features = target.features(ids.to(target.device), None if bool(real.all()) else real.to(target.device))
-    final = features[scored.to(target.device)][:, : target.hidden_size]  # after them: layers that a drafter watches
+    final = features[scored.to(target.device)][:, : target.hidden_size]  # the rest are layers for a drafter
     scores, likeliest = _token_scores(target, final, labels)
     lengths = [len(answer) for _, answer in pairs]
     parts = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
@@ -91,7 +91,7 @@ def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
 
 
 def _token_scores(target: Target, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """log p(labels [K]) at features [K, H], fp32, and are they the likeliest; in pieces: no [K, V] tensor is alive."""
+    """Return log p(labels [K]) at features [K, H] and whether they are likeliest, in pieces without a [K, V] tensor."""
     rows = max(1, LOGIT_BYTES // (4 * target.vocab_size))
     pieces, likeliest = [], []
     for start in range(0, len(labels), rows):

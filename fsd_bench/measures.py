@@ -1,4 +1,4 @@
-"""What is measured of an answer's text: score, copies, repetition, coverage, language, what it says in the end."""
+"""Measure an answer's text: score, copies, repetition, coverage, language, final answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fsd_infer.engine.ngrams import copied_ngrams, coverage, repeated_ngrams
 
 
 def measure(answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRow, reference: Reference | None) -> None:
-    """Note an answer's text, and what is measured of it. Nothing of an answer that is unknown (of some servers).
+    """Measure an answer's text, and store it and the results in the answer. Skips answers without text and tokens.
 
     Args:
-        answer: gets what is found.
-        tokenizer: the target's.
+        answer: receives the results.
+        tokenizer: the target's tokenizer.
         prompt: token ids.
-        row: of the prompt.
-        reference: to hold the answer against, if there is one.
+        row: the prompt's row.
+        reference: what the answer is scored against, or None.
     """
     text, tokens = answer.text, answer.tokens
     if tokens is not None:
@@ -42,15 +42,15 @@ def measure(answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRo
 
 
 def word_coverage(source: str, summary: str) -> float | None:
-    """:func:`fsd_infer.engine.ngrams.coverage` of words, in lower case."""
+    """Return :func:`fsd_infer.engine.ngrams.coverage` of words in lower case."""
     words, others = (re.findall(r"\w+", text.lower()) for text in (source, summary))
     return coverage(words, others)
 
 
 def final_answer(text: str, options: Sequence[str] = ()) -> str | None:
-    """What an answer says in the end: the option that it names first, or without options its last number.
+    """Return the final answer of a text: the option that it names first, or without options its last number.
 
-    Equal numbers give equal texts (18.0 and 18). None where there is no option and no number.
+    Equal numbers give equal texts (18.0 and 18). None without an option or a number.
     """
     if options:
         return first_option(text, options)

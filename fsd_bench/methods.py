@@ -1,21 +1,21 @@
-"""What can be measured, and how it is written.
+"""Parse and make the methods of a benchmark.
 
-A method is written as text, ``[label=]kind[:parameters]``; the label is what tables and records call it:
+A method is written as ``[label=]kind[:parameters]``. Tables and records call it by the label:
 
 =========================  ============================================================================================
 ``plain``                  this package's engine without a drafter
 ``exact``, ``fuzzy:js:0.3``  any rule, with the run's drafter
-``exact@DRAFTER``          any rule with a drafter of its own, whatever ``load_drafter`` takes: ``exact@none``,
+``exact@DRAFTER``          any rule with another drafter, as ``load_drafter`` takes it: ``exact@none``,
                            ``fuzzy:js:0.3@heads/mine``
-``exact@shipped@8x2x16``   with a tree of its own, too: depth, width, nodes and perhaps ``x0.5``, where drafting stops
+``exact@shipped@8x2x16``   with another tree, too: depth, width, nodes and perhaps ``x0.5``, below which drafting stops
 ``hf-generate``            transformers' ``generate``
-``hf-lookup:8``            the same with prompt lookup of so many tokens (8)
+``hf-lookup:8``            the same with prompt lookup of this many tokens (default: 8)
 ``hf-assisted:DIR``        the same with an assistant model
-``hf-beams:4``             the same with so many beams
-``beams:4``                as many beams of this package, with the run's drafter; ``beams:4@none`` without
-``beams:4:depth=6``        with ``BeamOptions``, more of them after further colons
+``hf-beams:4``             the same with this many beams
+``beams:4``                beams of this package, with the run's drafter; ``beams:4@none`` without
+``beams:4:depth=6``        with ``BeamOptions``, separated by colons
 ``server:URL#MODEL``       a server with the OpenAI completions API; without ``#MODEL`` the first model it names
-``command:PROGRAM``        a program that keeps to the protocol of :mod:`fsd_bench.process`
+``command:PROGRAM``        a program with the protocol of :mod:`fsd_bench.process`
 =========================  ============================================================================================
 
 A new kind of method is one class and one entry here.
@@ -45,22 +45,22 @@ from fsd_infer.targets.loading import load_target
 
 __all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
 
-LOOKUP_TOKENS, MOST_LOOKUP, MOST_BEAMS = 8, 1024, 64
+LOOKUP_TOKENS, MOST_BEAMS = 8, 64
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 _SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One method as it was asked for.
+    """One requested method.
 
     Attributes:
-        name: its label, or else its text.
-        text: without the label.
+        name: its label, else its text.
+        text: the text without the label.
         kind: a name in METHODS or RULES.
-        argument: what follows the first colon.
-        drafter: of a rule, or a kind that takes one, what follows "@"; None: the run's drafter.
-        tree: of that drafter, what follows a second "@"; None: the run's tree.
+        argument: the text after the first colon.
+        drafter: the text after "@"; None: the run's drafter.
+        tree: the tree after a second "@"; None: the run's tree.
     """
 
     name: str
@@ -72,23 +72,23 @@ class Spec:
 
 
 class Kind(ABC):
-    """One kind of method.
+    """A kind of method.
 
     Attributes:
-        own_process: its methods run in processes of their own whatever the mode.
-        takes_drafter: "@" names a drafter, and perhaps a tree, as with rules.
+        own_process: whether its methods always run in their own processes.
+        takes_drafter: whether "@" names a drafter, and perhaps a tree, as with rules.
     """
 
     own_process = takes_drafter = False
 
     def check(self, spec: Spec) -> None:
-        """Raise FsdError for what can be refused before anything is loaded; by default any parameters."""
+        """Raise FsdError for parameters that can be refused before anything is loaded. Default: any parameters."""
         if spec.argument:
             raise FsdError(f"method {spec.text!r}: {spec.kind} takes no parameters.")
 
     @abstractmethod
     def make(self, spec: Spec, models: Models) -> Method:
-        """The method; loads what it needs."""
+        """Make the method, and load what it needs."""
 
 
 METHODS: Registry[Kind] = Registry("method")
@@ -99,40 +99,38 @@ class _Plain(Kind):
         return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
 
 
+@dataclass(frozen=True)
 class _Generate(Kind):
-    def make(self, spec: Spec, models: Models) -> Method:
-        return GenerateMethod(spec.name, models.reference[0])
+    """transformers' ``generate`` with a whole number as argument ``name``."""
 
+    name: str = ""
+    least: int = 0
+    most: int = 0
+    default: int | None = None
 
-class _Lookup(Kind):
     def check(self, spec: Spec) -> None:
-        if spec.argument and not 1 <= (read_int(spec.argument) or 0) <= MOST_LOOKUP:
-            raise FsdError(
-                f"method {spec.text!r}: {spec.argument!r} must be a number of tokens, at most {MOST_LOOKUP}, e.g. "
-                f"hf-lookup:{LOOKUP_TOKENS}."
-            )
+        if not self.name:
+            super().check(spec)
+        elif spec.argument or self.default is None:
+            check_number(spec, self.least, self.most, self.default or self.least)
 
     def make(self, spec: Spec, models: Models) -> Method:
-        facts = {"prompt_lookup_num_tokens": int(spec.argument or LOOKUP_TOKENS)}
+        facts = {self.name: int(spec.argument or self.default or 0)} if self.name else {}
         return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
 
-class _HfBeams(Kind):
-    def check(self, spec: Spec) -> None:
-        if not 2 <= (read_int(spec.argument) or 0) <= MOST_BEAMS:
-            raise FsdError(f"method {spec.text!r}: give 2 to {MOST_BEAMS} beams, e.g. {spec.kind}:4.")
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        facts = {"num_beams": int(spec.argument)}
-        return GenerateMethod(spec.name, models.reference[0], facts, facts)
+def check_number(spec: Spec, least: int, most: int, example: int) -> None:
+    """Raise FsdError unless the parameter is a whole number from ``least`` to ``most``."""
+    if not least <= (read_int(spec.argument) or 0) <= most:
+        raise FsdError(f"method {spec.text!r}: give a number from {least} to {most}, e.g. {spec.kind}:{example}.")
 
 
-class _Beams(_HfBeams):
+class _Beams(Kind):
     takes_drafter = True
 
     def check(self, spec: Spec) -> None:
         beams, _, options = spec.argument.partition(":")
-        super().check(replace(spec, argument=beams))
+        check_number(replace(spec, argument=beams), 2, MOST_BEAMS, 4)
         if options:
             BeamOptions.parse(options)
 
@@ -152,7 +150,7 @@ class _Assisted(Kind):
         model, tokenizer = models.reference
         assistant, own = load_target(spec.argument, dtype=models.options.dtype, device=models.options.device)
         speculation: dict[str, Any] = {"assistant_model": assistant}
-        # transformers translates between vocabularies where it is given both tokenizers
+        # transformers translates between vocabularies if it has both tokenizers
         if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
             speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
         return GenerateMethod(spec.name, model, speculation, {"assistant_model": spec.argument})
@@ -184,7 +182,7 @@ class _Command(Kind):
     def _words(self, spec: Spec) -> list[str]:
         try:
             words = shlex.split(spec.argument)
-        except ValueError:  # a quotation without an end
+        except ValueError:  # an unclosed quotation
             words = []
         if not words or "\0" in spec.argument:
             raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
@@ -194,8 +192,8 @@ class _Command(Kind):
 for _name, _kind in (
     ("plain", _Plain()),
     ("hf-generate", _Generate()),
-    ("hf-lookup", _Lookup()),
-    ("hf-beams", _HfBeams()),
+    ("hf-lookup", _Generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS)),
+    ("hf-beams", _Generate("num_beams", 2, MOST_BEAMS)),
     ("beams", _Beams()),
     ("hf-assisted", _Assisted()),
     ("server", _Server()),
@@ -205,10 +203,10 @@ for _name, _kind in (
 
 
 def parse_methods(texts: Sequence[str]) -> list[Spec]:
-    """What ``texts`` ask for; loads nothing.
+    """Parse methods. Loads nothing.
 
     Raises:
-        UnknownNameError, FsdError: a method that is unknown, wrongly written, or of the same name as another.
+        UnknownNameError, FsdError: a method is unknown, malformed, or has another's name.
     """
     if not texts:
         raise FsdError("no methods: give at least one, e.g. --methods plain,exact.")
@@ -217,7 +215,7 @@ def parse_methods(texts: Sequence[str]) -> list[Spec]:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise FsdError(
-            f"method {repeated[0]!r} is named twice: name each once, and use --repeat to measure more often."
+            f"method {repeated[0]!r} is named twice: name it once, and use --repeat to measure it more often."
         )
     return specs
 
@@ -254,26 +252,20 @@ def _takes_drafter(kind: str) -> bool:
 
 
 def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
-    """The methods that ``texts`` name. Servers are asked first, then models are loaded.
+    """Make the methods. Servers are contacted first, then models are loaded.
 
     Raises:
-        UnknownNameError, FsdError: see :func:`parse_methods`; ServerError for a server that cannot be reached; and
-            whatever loading raises.
+        UnknownNameError, FsdError: as :func:`parse_methods`, or whatever loading raises.
+        ServerError: a server cannot be reached.
     """
     specs = parse_methods(texts)
-    methods: dict[str, Method] = {}
-    for spec in specs:
-        if spec.kind == "server":
-            methods[spec.name] = METHODS.get(spec.kind).make(spec, models)
     drafters = [spec.drafter or models.options.drafter for spec in specs if _takes_drafter(spec.kind)]
     models.first_drafter = drafters[0] if drafters else "none"
-    for spec in specs:
-        if spec.name in methods:
-            continue
+    methods: dict[str, Method] = {}
+    for spec in sorted(specs, key=lambda spec: spec.kind != "server"):
         if spec.kind in METHODS:
             methods[spec.name] = METHODS.get(spec.kind).make(spec, models)
         else:
             rule = parse_rule(spec.text.partition("@")[0])
-            drafter = models.load(spec.drafter, spec.tree)
-            methods[spec.name] = EngineMethod(spec.name, models.decoder, rule, drafter)
+            methods[spec.name] = EngineMethod(spec.name, models.decoder, rule, models.load(spec.drafter, spec.tree))
     return [methods[spec.name] for spec in specs]

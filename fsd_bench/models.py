@@ -1,7 +1,8 @@
-"""What the methods of one benchmark run on: each model is loaded once, when it is first needed."""
+"""Options and models of a measurement: each model is loaded once, when it is first needed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,13 +14,13 @@ from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_device, parse_dtype
 from fsd_infer.targets.target import Target
 
-# fields of options that count something
+# options that count something
 COUNTS = ("limit", "every", "max_new_tokens", "repeat", "repeats", "batch_size", "threads", "isolate")
 
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which models a run loads, and how: as in ``FuzzyDecoder.from_pretrained``, dtype by name."""
+    """Which models a run loads, and how: the arguments of ``FuzzyDecoder.from_pretrained``, dtype by name."""
 
     target: str = "smollm2-135m"
     drafter: str | None = None
@@ -33,22 +34,25 @@ class ModelOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From the JSON values of a record; what is not there takes its default, what is not known is left out."""
+        """Return the options in a record's JSON values. Absent ones take their default, unknown ones are left out."""
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         tree = known.get("tree")
         return cls(**{**known, "tree": TreeShape(**tree) if isinstance(tree, dict) else tree})
 
     def check(self) -> None:
-        """Raises FsdError for what can be refused before anything is loaded."""
+        """Raise FsdError for options that can be refused before anything is loaded."""
         parse_dtype(self.dtype)
         parse_device(self.device)
         for name in COUNTS:
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise FsdError(f"{name} must be at least 1, got {value}.")
+        for value in getattr(self, "temperatures", [getattr(self, "temperature", 0.0)]):
+            if not 0 <= value < math.inf:
+                raise FsdError(f"temperature must be 0 or above and finite, got {value}.")
 
     def load(self, drafter: str | None, pack: bool = True) -> FuzzyDecoder:
-        """The target, with a drafter of this name."""
+        """Load the target and the drafter of this name."""
         return FuzzyDecoder.from_pretrained(
             self.target, drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree,
             cuda_graphs=self.cuda_graphs, expand=self.expand, quantize=self.quantize, pack=pack,
@@ -57,16 +61,16 @@ class ModelOptions:
 
 
 class Models:
-    """What methods run on.
+    """The models that methods run on.
 
-    ``decoder`` packs the linear layers of its model in place, so transformers' methods get ``reference``: a second,
-    untouched copy of the same weights.
+    ``decoder`` packs the linear layers of its model in place. So transformers' methods get ``reference``, a second copy
+    of the same weights.
 
     Args:
         options: what to load.
 
     Attributes:
-        first_drafter: name of the drafter to load together with the target; others follow through :meth:`load`.
+        first_drafter: name of the drafter to load with the target. :meth:`load` loads others.
     """
 
     def __init__(self, options: ModelOptions) -> None:
@@ -83,7 +87,7 @@ class Models:
         return decoder
 
     def load(self, drafter: str | None, tree: TreeShape | None = None) -> Drafter:
-        """The drafter of that name (see ``load_drafter``), loaded and packed once; None: the run's, of either."""
+        """Return the drafter of that name with that tree, loaded and packed once; None: the run's."""
         decoder, name = self.decoder, drafter or self.options.drafter
         if (name, tree) not in self._drafters:
             self._drafters[name, tree] = decoder.load_drafter(name, tree or self.options.tree)
@@ -99,14 +103,14 @@ class Models:
         )  # fmt: skip
 
     def scorer(self) -> Target:
-        """A target for teacher-forced forwards, whichever model is loaded."""
+        """Return a target for teacher-forced forwards, from a model that is loaded if there is one."""
         if self.decoder_loaded or not self.reference_loaded:
             return self.decoder.target
         return Target(*self.reference, name=self.options.target)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's, None without one. Loads no weights for it."""
+        """The target's tokenizer, or None. Loads no weights."""
         if self.decoder_loaded:
             return self.decoder.tokenizer
         return self.reference[1] if self.reference_loaded else load_tokenizer(self.options.target)

@@ -1,4 +1,4 @@
-"""Servers that speak the OpenAI completions API (vLLM, SGLang, llama.cpp ...): asked, asked again, streamed."""
+"""Client of servers with the OpenAI completions API (vLLM, SGLang, llama.cpp ...): completions, retries, streams."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fsd_infer.errors import FsdError
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable
 LONGEST_PAUSE = 30.0  # seconds
-# Servers take what a request leaves open from the model's generation config (Qwen2.5's penalises repetition, also at
-# temperature 0). An answer is the target's own where nothing shapes its distribution:
+# Servers fill in missing fields from the model's generation config (Qwen2.5's penalises repetition, also at temperature
+# 0). These fields leave the target's distribution unchanged:
 UNSHAPED: dict[str, Any] = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-# The same in fields that OpenAI's protocol lacks, and vLLM's for the answer's ids.
+# The same in extensions of OpenAI's protocol, and vLLM's field for the answer's ids.
 EXTENSIONS: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class ServerError(FsdError):
-    """A server that cannot be reached or refuses a request. The message names it and what it said.
+    """A server cannot be reached or refuses a request. The message names it and quotes its reply.
 
     Attributes:
-        status: the HTTP status it refused with, or None.
+        status: HTTP status of the refusal, or None.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -42,23 +42,23 @@ class ServerError(FsdError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may succeed later: no answer, too many requests, a fault of the server."""
+        """Whether a retry may succeed: after no answer, too many requests, or a server error."""
         return self.status is None or self.status == 429 or self.status >= 500
 
 
 class Server:
-    """One server. Connections are kept open; threads may share it.
+    """A server. Connections stay open, and threads may share it.
 
-    A completion takes fields of OpenAI's protocol and, apart from them, extensions of it. A server that refuses the
-    latter (status 400 or 422) and answers without them gets none from then on; a warning in the log says so.
+    A completion has fields of OpenAI's protocol and extensions of it. If a server refuses the extensions (status 400 or
+    422) and answers without them, it gets none from then on, and a warning is logged.
 
     Args:
         url: e.g. ``http://localhost:8000``; ``/v1`` is added to an address without a path.
-        api_key: sent as bearer token; None: what the environment has as ``OPENAI_API_KEY``; "": none.
-        timeout: seconds without a sign of life.
-        attempts: tries of :meth:`complete`. Streams are asked for once.
+        api_key: bearer token; None: the environment's ``OPENAI_API_KEY``; "": none.
+        timeout: seconds without data before a request fails.
+        attempts: tries of :meth:`complete`. A stream is tried once.
         pause: seconds before the second try, doubled for each further one up to 30, less a random part.
-        connections: requests in flight at once for which connections are kept.
+        connections: number of connections that are kept for parallel requests.
 
     Raises:
         FsdError: not an http or https address.
@@ -76,7 +76,7 @@ class Server:
     ) -> None:
         try:
             parts = urlsplit(url)
-            host, _ = parts.hostname, parts.port  # a port that is no number is an error only when it is read
+            host, _ = parts.hostname, parts.port  # reading the port checks that it is a number
         except ValueError:
             host = None
         if host is None or parts.scheme not in ("http", "https"):
@@ -87,7 +87,7 @@ class Server:
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._base = parts.path.rstrip("/") or "/v1"
         self._session = requests.Session()
-        self._session.trust_env = host not in _THIS_MACHINE  # no proxy between this machine and itself
+        self._session.trust_env = host not in _THIS_MACHINE  # no proxy for this machine
         self._session.headers["Accept-Encoding"] = "identity"  # unpacking would delay streamed tokens
         key = os.environ.get(API_KEY) if api_key is None else api_key
         self._session.auth = _Bearer(key)
@@ -95,7 +95,7 @@ class Server:
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=connections))
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server says it serves, at least one. Raises ServerError."""
+        """Return the models that the server serves, at least one. Raises ServerError."""
         reply = self._open("GET", "/models")
         try:
             models = [row for row in reply.json()["data"] if isinstance(row["id"], str)]
@@ -106,11 +106,11 @@ class Server:
         return models
 
     def complete(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None = None) -> Any:
-        """The reply to one completions request, as JSON. Raises ServerError after the last try.
+        """Return the reply to one completions request as JSON. Raises ServerError after the last try.
 
         Args:
             body: fields of OpenAI's protocol.
-            extensions: others, for servers that take them.
+            extensions: further fields, for servers that accept them.
         """
         attempt = 1
         while True:
@@ -132,11 +132,11 @@ class Server:
             raise ServerError(f"server {self.url}: {self._base}/completions answered no JSON.") from error
 
     def stream(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """The events of a streamed completion as they arrive; arguments as of :meth:`complete`. Raises ServerError."""
+        """Yield the events of a streamed completion. Takes the arguments of :meth:`complete`. Raises ServerError."""
         done = False
         try:
             with self._ask({**body, "stream": True}, extensions, stream=True) as reply:
-                # a chunk is read as it arrives; without chunks requests waits until it has the size, so take bytes then
+                # chunks are read as they arrive; without chunks requests would wait for the whole size
                 for line in reply.iter_lines(chunk_size=1 << 20 if reply.raw.chunked else 1):
                     data = line.removeprefix(b"data:").strip()
                     if data == b"[DONE]":
@@ -156,19 +156,19 @@ class Server:
     def _ask(
         self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None, stream: bool = False
     ) -> requests.Response:
-        """A completion, with the extensions if the server takes them. Raises ServerError."""
+        """Request a completion, with the extensions if the server accepts them. Raises ServerError."""
         if extensions and self._takes_extensions:
             try:
                 return self._open("POST", "/completions", {**body, **extensions}, stream)
             except ServerError as error:
                 if error.status not in (400, 422):
                     raise
-            reply = self._open("POST", "/completions", body, stream)  # raises where the extensions are not to blame
-            if self._takes_extensions:  # no other thread was first
+            reply = self._open("POST", "/completions", body, stream)  # raises if the extensions were not the cause
+            if self._takes_extensions:  # warn once, also with several threads
                 self._takes_extensions = False
                 log.warning(
-                    "server %s refuses %s, which go beyond OpenAI's protocol, and is asked without them from now on; "
-                    "its own defaults apply", self.url, ", ".join(extensions),
+                    "server %s refuses %s, extensions of OpenAI's protocol. Further requests go without them, so its "
+                    "defaults apply.", self.url, ", ".join(extensions),
                 )  # fmt: skip
             return reply
         return self._open("POST", "/completions", body, stream)
@@ -176,7 +176,7 @@ class Server:
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, stream: bool = False
     ) -> requests.Response:
-        """The response with status 200. Raises ServerError otherwise."""
+        """Return the response if its status is 200. Raises ServerError otherwise."""
         try:
             reply = self._send(method, path, body, stream)
             if reply.status_code == 200:
@@ -208,7 +208,7 @@ class Server:
 
 
 class _Bearer(AuthBase):
-    """The key as a header; also where there is none, as requests would look for a password in ~/.netrc then."""
+    """Sends the key as a header. Also used without a key, so that requests does not read ~/.netrc."""
 
     def __init__(self, key: str | None) -> None:
         self.key = key
@@ -220,7 +220,7 @@ class _Bearer(AuthBase):
 
 
 def _root(error: BaseException) -> BaseException:
-    """What went wrong below the libraries; an FsdError is what the caller was at before."""
+    """Return the first error below the libraries. An FsdError in the chain belongs to the caller."""
     while (cause := error.__cause__ or error.__context__) is not None and not isinstance(cause, FsdError):
         error = cause
     return error

@@ -1,6 +1,6 @@
-"""Means of what answers are like, and how they differ from a baseline's on the same prompts, with intervals.
+"""Average the qualities of answers, and compare them with a baseline's on the same prompts, with intervals.
 
-All intervals are 95 % percentile bootstrap intervals over prompts. A prompt counts where both methods were measured.
+All intervals are 95 % percentile bootstrap intervals over prompts. A prompt counts if both methods were measured on it.
 
 ========================  =====================================================  =======================================
 quantity                  an answer's value                                      compared with a baseline's
@@ -16,8 +16,7 @@ answer_tokens             new tokens                                            
 target_forwards           verifying forwards                                     ratio of sums
 speed, tau                new tokens per second; tokens that verifying forwards  ratio of means (sweeps)
                           emitted per forward
-same_final_answer         is :func:`.final_answer` the baseline's                mean, of prompts where the baseline's
-                                                                                 answer has one
+same_final_answer         1 if its :func:`.final_answer` is the baseline's       mean over prompts with a final answer
 ========================  =====================================================  =======================================
 """
 
@@ -32,11 +31,11 @@ from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.intervals import mean_interval, ratio_interval
 
 Pair = tuple[float, float]  # sum and weight
-Value = Callable[[TimedRun, Answer], "Pair | None"]  # None where an answer has none
+Value = Callable[[TimedRun, Answer], "Pair | None"]  # None for an answer without a value
 
 
 def _each(name: str) -> Value:
-    """A field of answers, which count alike."""
+    """Return a field of answers, each with weight 1."""
 
     def value(run: TimedRun, answer: Answer) -> Pair | None:
         found = getattr(answer, name)
@@ -46,7 +45,7 @@ def _each(name: str) -> Value:
 
 
 def _per_token(name: str) -> Value:
-    """A field of answers, which count by their length."""
+    """Return a field of answers, each with its length as weight."""
 
     def value(run: TimedRun, answer: Answer) -> Pair | None:
         found = getattr(answer, name)
@@ -78,14 +77,14 @@ QUANTITIES: dict[str, Value] = {  # of a method's summary
 
 
 def pooled(name: str, turns: Sequence[Turn], value: Value) -> float | None:
-    """Σ sums / Σ weights over a method's answers; None where none has a weight."""
+    """Return Σ sums / Σ weights over a method's answers, or None without weights."""
     pairs = list(sums(name, turns, value).values())
     weights = sum(weight for _, weight in pairs)
     return sum(total for total, _ in pairs) / weights if weights else None
 
 
 def sums(name: str, turns: Sequence[Turn], value: Value) -> dict[int, Pair]:
-    """By prompt: sums and weights over a method's answers that have one."""
+    """Return sums and weights by prompt over a method's answers."""
     found: dict[int, Pair] = {}
     for turn in turns:
         run = turn.runs[name]
@@ -98,7 +97,7 @@ def sums(name: str, turns: Sequence[Turn], value: Value) -> dict[int, Pair]:
 
 
 def columns(name: str, turns: Sequence[Turn], *values: Value) -> np.ndarray:
-    """[prompts, 2 · values] the same as numbers, 0 and 0 where an answer has none."""
+    """Return sums and weights of each value as an array [prompts, 2 · values], 0 for answers without a value."""
 
     def padded(value: Value) -> Value:
         return lambda run, answer: value(run, answer) or (0.0, 0.0)
@@ -108,7 +107,7 @@ def columns(name: str, turns: Sequence[Turn], *values: Value) -> np.ndarray:
 
 
 def intervals(name: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
-    """Mean and interval of each measured quantity of one method: {"mean", "low", "high", "prompts"}."""
+    """Return mean and interval of each measured quantity of a method: {"mean", "low", "high", "prompts"}."""
     measured = {quantity: sums(name, turns, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
     return {quantity: mean_interval(list(own.values()), seed=seed) for quantity, own in measured.items() if own}
 
@@ -116,8 +115,11 @@ def intervals(name: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]
 def against(
     name: str, baseline: str, turns: Sequence[Turn], seed: int = 0, rates: Mapping[str, Value] = SUMS
 ) -> dict[str, Any]:
-    """``differences``: a method's means less the baseline's; ``ratios``: of ``rates``; ``same_final_answer``: share of
-    prompts whose final answer is the baseline's, None if the baseline's answers have none. What was measured.
+    """Compare a method with a baseline in the quantities that were measured.
+
+    Returns:
+        ``differences``: the method's means less the baseline's. ``ratios``: of ``rates``. ``same_final_answer``: share
+        of prompts with the baseline's final answer, or None if the baseline has none.
     """
     differences, ratios = {}, {}
     for quantity, value in AVERAGES.items():
@@ -142,7 +144,7 @@ def _agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int) -> di
 
 
 def _shared(name: str, baseline: str, turns: Sequence[Turn], value: Value) -> tuple[list[Pair], list[Pair]]:
-    """Both methods' sums of the prompts that both have."""
+    """Return both methods' sums over the prompts that both have."""
     own, other = sums(name, turns, value), sums(baseline, turns, value)
     both = [index for index in own if index in other]
     return [own[index] for index in both], [other[index] for index in both]

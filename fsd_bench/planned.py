@@ -1,4 +1,4 @@
-"""Targets without values, on torch's "meta" device: whatever follows from a config alone can be asked of them."""
+"""Make targets without values, on torch's "meta" device, to answer what follows from a config alone."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Target:
-    """A target without values: of a name in :data:`SHAPES`, a directory with a config.json, or as for decoding.
+    """Make a target without values.
 
     Args:
-        name: of the shape.
-        changes: sizes that are to differ from it, by the config's names.
+        name: a name in :data:`SHAPES`, a directory with a config.json, or a target as decoding takes it.
+        changes: sizes to change, by the config's names.
 
     Raises:
-        ModelLoadError: there is no such config, or it describes nothing that a token tree can be verified through.
+        ModelLoadError: no such config, or a model that cannot verify a draft tree.
     """
     directory = Path(name).expanduser()
     try:
@@ -56,7 +56,7 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
                 config, dtype=torch.bfloat16, attn_implementation=attention_for(config)
             )
         target = Target(model, name=name)
-        _ = target.layer_windows  # names and refuses other kinds of layers
+        _ = target.layer_windows  # refuses other kinds of layers
     except FsdError:
         raise
     except Exception as error:  # a config can make any part of transformers fail
@@ -66,15 +66,15 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
 
 @dataclass(frozen=True)
 class Sizes:
-    """What memory and time of a target follow from.
+    """The sizes that determine a target's memory and time.
 
     Attributes:
         name: of the target.
         family: transformers' ``model_type``.
-        parameters: number of weights, tied ones once.
-        hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, vocab_size: as in its config; the vocabulary
-            is the width of the logits.
-        positions: longest context, or None if the config does not say.
+        parameters: number of weights, tied ones counted once.
+        hidden_size, intermediate_size, layers, heads, kv_heads, head_dim: as in its config.
+        vocab_size: width of the logits.
+        positions: longest context in tokens, or None if the config does not say.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Sizes:
 
 
 def sizes_of(target: Target) -> Sizes:
-    """The sizes of a target, with or without values."""
+    """Return the sizes of a target, with or without values."""
     config, hidden = target.config, target.hidden_size
     heads = int(config.num_attention_heads)
     return Sizes(
@@ -110,12 +110,12 @@ def sizes_of(target: Target) -> Sizes:
 
 
 def count_weights(module: nn.Module) -> int:
-    """Tied ones once."""
+    """Return the number of weights, tied ones counted once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, int]:
-    """ "KEY=NUMBER" ... as a mapping. Raises FsdError for a change that is none."""
+    """Parse "KEY=NUMBER" texts. Raises FsdError for another text."""
     try:
         return {key: int(value) for key, value in (text.split("=") for text in changes)}
     except ValueError:
@@ -123,11 +123,11 @@ def read_changes(changes: Sequence[str]) -> dict[str, int]:
 
 
 def _check_layers(config: Any) -> None:
-    """Raise ModelLoadError for families that do without attention in some layers; :class:`Target` sees to the rest."""
+    """Raise ModelLoadError for families with layers without attention. :class:`Target` refuses other kinds."""
     kinds = {str(kind) for kind in getattr(config, "layers_block_type", None) or []}
     foreign = sorted(kind for kind in kinds if "attention" not in kind)
     if foreign or not getattr(config, "num_attention_heads", None):
         raise ModelLoadError(
-            f"{config.model_type} has layers of type {', '.join(foreign) or 'other than attention'}; a token tree can "
-            "be verified in one forward only through full or sliding-window attention. Use another target."
+            f"{config.model_type} has layers of type {', '.join(foreign) or 'other than attention'}. Verifying a draft "
+            "tree takes full or sliding-window attention: use another target."
         )

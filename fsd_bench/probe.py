@@ -1,4 +1,4 @@
-"""A target's forward over new tokens after a context, as decoding runs it, for measurements."""
+"""Run a target's forward over new tokens after a context as decoding does, for measurements."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fsd_infer.targets.target import Target
 
 
 class Probe:
-    """Runs a target over a chain of tokens after a context, repeatedly, in the same slots.
+    """A target that runs over a chain of tokens after a context, repeatedly, in the same slots.
 
-    Tokens are arbitrary: the ids counted through.
+    The tokens are consecutive ids.
 
     Args:
         target: as it decodes.
         context: tokens before the chain, C.
-        largest: length of the longest chain that will be asked for.
-        rows: B, the same context and chain so many times.
+        largest: length of the longest chain.
+        rows: B, identical rows.
 
     Attributes:
-        features: [B, C, F] of the context.
+        features: [B, C, F], the context's features.
     """
 
     def __init__(self, target: Target, context: int, largest: int, rows: int = 1) -> None:
@@ -36,16 +36,16 @@ class Probe:
         _, self.features = target.forward(self._tokens[:, :context], text, causal, self._cache, keep=1)
 
     def tokens(self, nodes: int) -> Tensor:
-        """[B, nodes], the chain."""
+        """Return the chain [B, nodes]."""
         return self._tokens[:, self.context : self.context + nodes]
 
     def visible(self, nodes: int) -> Tensor:
-        """[B, nodes, C + nodes] bool: each token sees the context and the chain up to itself."""
+        """Return the mask [B, nodes, C + nodes]: each token sees the context and the chain up to itself."""
         chain = torch.ones(nodes, nodes, dtype=torch.bool, device=self._slots.device).tril()
         return visible_slots(self._lengths, chain.expand(len(self._lengths), -1, -1))
 
     def __call__(self, nodes: int, visible: Tensor | None = None) -> Tensor:
-        """Logits [B, nodes, V]. ``visible`` where it was made before; otherwise it is made here, as in a round."""
+        """Return logits [B, nodes, V]. A mask that was not made before is made here, as in a round."""
         end = self.context + nodes
         own = self._slots[:, self.context : end]
         self._cache.set_write_slots(own, self.context if len(own) == 1 else None, end)

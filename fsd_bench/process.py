@@ -1,14 +1,14 @@
-"""A method in a process of its own, so that nothing else lies in its memory or runs beside it.
+"""Measure a method in its own process, without anything else in its memory.
 
-The process reads a JSON line per question on its standard input and answers each with one on its standard output::
+The process reads a JSON line per question from standard input and answers each with a line on standard output::
 
     (when it is ready)                                          -> {}
     {"prompts": [[1, 2]], "options": {"max_new_tokens": 64, "do_sample": false}, "seed": 0}
                                                                 -> the fields of :class:`TimedRun`
     {"describe": true}                                          -> the fields of :meth:`Method.describe`
 
-or with ``{"error": "one line"}``. It ends when its input does. What it measures is its own time: neither the start nor
-the pipe is part of it. Any program that keeps to this can be measured: ``NAME=command:PROGRAM ARGUMENTS``.
+or with ``{"error": "one line"}``. It ends when its input does. It measures its own time, so neither its start nor the
+pipe counts. Any program with this protocol can be measured: ``NAME=command:PROGRAM ARGUMENTS``.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ STOP_SECONDS = 20.0
 
 
 class ProcessMethod(Method):
-    """Starts the process and waits until it is ready.
+    """A method in a process. The constructor waits until the process is ready.
 
     Args:
         name: of the method.
-        command: what to start.
-        environment: variables in place of this process's, or beside them.
+        command: program and arguments.
+        environment: variables that replace this process's or are added to them.
 
     Attributes:
-        load_seconds: from the start until it was ready.
+        load_seconds: seconds from the start until it was ready.
 
     Raises:
-        FsdError: it cannot be started, or it ended.
+        FsdError: the process cannot be started, or it ended.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -57,7 +57,7 @@ class ProcessMethod(Method):
             raise FsdError(f"method {name!r}: {command[0]} cannot be started ({error}).") from error
         try:
             self._read()
-        except BaseException:  # an interrupt too must not leave it running
+        except BaseException:  # an interrupt must not leave it running either
             self.close()
             raise
         self.load_seconds = time.perf_counter() - start
@@ -93,7 +93,7 @@ class ProcessMethod(Method):
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        except OSError:  # it has ended; what it said last is read below
+        except OSError:  # it has ended; its last words are read below
             pass
         return self._read()
 

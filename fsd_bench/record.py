@@ -1,4 +1,4 @@
-"""From timed runs to the record of a benchmark: totals, categories, ratios pair by pair."""
+"""Turn timed runs into the record of a benchmark: totals, categories, ratios pair by pair."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
-from fsd_bench.paired import QUANTITIES, against, intervals, pooled
+from fsd_bench.paired import QUANTITIES, RATES, SUMS, against, intervals, pooled
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable, write_text
 
-_DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)  # a list's entries, two levels in
+# entries of a list, two levels deep in indented JSON
+_DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)
 RATIOS = ("tokens_per_second", "decode_tokens_per_second", "seconds_per_answer")
 SPEEDS = (*RATIOS, "prefill_seconds", "decode_seconds")
 OF_ANSWER = (
@@ -32,7 +33,7 @@ Cell = dict[str, "float | None"]  # one method on one unit: medians over repeats
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One encoded prompt and where it came from."""
+    """One encoded prompt and where it stands."""
 
     id: str
     category: str
@@ -48,85 +49,92 @@ def build_record(
     baselines: Sequence[str] = (),
     blocks: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
-    """The parts ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement`` and ``prompts`` of a record.
+    """Build a record's ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement`` and ``prompts``.
 
-    Speeds are medians over units of medians over repeats, in new tokens per second of wall time: a unit is a group of
-    prompts that are decoded together, or a block of such groups (their tokens / their seconds).
-    ``tokens_per_second`` counts prefill, ``decode_tokens_per_second`` leaves out prefill and its token. ``tau`` is
-    pooled: tokens that verifying forwards emitted / verifying forwards; ``tau_category_mean`` weighs categories
-    equally. ``target_forwards``, ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer, gate fractions
-    and ``log_likelihood_per_token`` (nats, raw) means per token. ``drafts`` pools the drafters' first choices, see
-    :class:`fsd_infer.engine.drafts.Drafts`. ``phases`` are seconds summed over all runs,
-    ``phase_fractions`` their shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards, and
-    ``round_overhead_fraction`` the share of the time after the prefill that neither the target nor the drafter takes.
-    A ratio is the method's speed / the baseline's on the same unit (seconds: the baseline's / the method's, above 1 is
-    faster): its median over units, with a 95 % percentile bootstrap interval over units. What a method does not report
-    (a server its forwards) is None.
+    Speeds are medians over units of medians over repeats, in new tokens per second of wall time. A unit is a group of
+    prompts that are decoded together, or a block of such groups (its tokens / its seconds). ``tokens_per_second``
+    counts the prefill; ``decode_tokens_per_second`` excludes it and its token. ``tau`` is pooled: tokens emitted by
+    verifying forwards / verifying forwards; ``tau_category_mean`` weighs categories equally. ``target_forwards``,
+    ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer. Gate fractions and
+    ``log_likelihood_per_token`` (nats, raw) are means per token. ``drafts`` pools the drafters' first choices, see
+    :class:`fsd_infer.engine.drafts.Drafts`. ``phases`` are seconds over all runs, ``phase_fractions`` their shares,
+    ``milliseconds_per_round`` each phase after the prefill / verifying forwards. ``round_overhead_fraction`` is the
+    share of the time after the prefill that neither target nor drafter takes. What a method does not report is None.
 
-    ``score`` is the mean over answers of 1 for a right one and 0 for a wrong one (:mod:`fsd_bench.score`), None
-    where no prompt has a reference. A method's ``intervals`` has the 95 % percentile bootstrap interval over prompts of
-    the quantities of :mod:`fsd_bench.paired`; ``differences[BASELINE][METHOD]`` that of the method's less the
-    baseline's on the same prompts, ``{"mean", "low", "high", "prompts"}`` each; ``ratios[BASELINE][METHOD]`` also
-    those of answer lengths and of target forwards, ``{"ratio", "low", "high", "prompts"}``; and
-    ``agreement[BASELINE][METHOD]`` the share of prompts with the baseline's final answer. What was not measured is not
-    there.
+    A ratio of speeds is the method's / the baseline's on the same unit (of seconds the inverse, so that above 1 is
+    faster): the median over units with a 95 % percentile bootstrap interval. Other ratios, a method's ``intervals``,
+    ``differences[BASELINE][METHOD]`` and ``agreement[BASELINE][METHOD]`` (the share of prompts with the baseline's
+    final answer) are those of :mod:`fsd_bench.paired`, over prompts. Quantities that were not measured are absent.
 
     Args:
-        prompts: all that the turns' indices mean.
+        prompts: all prompts that the turns' indices refer to.
         methods: description of each method by name, in the order of the report.
         turns: every group and repeat.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
         baselines: methods to compare with, see :func:`choose_baselines`.
         blocks: block of each group; None: each group is a unit.
     """
     compared = choose_baselines(list(methods), baselines)
-    baseline = compared[0]
     cells = {name: _cells(name, turns, blocks) for name in methods}
-    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    reference = _first_tokens(baseline, turns)
-    facts_by_name: dict[str, Any] = {}
+    reference = _first_tokens(compared[0], turns)
+    by_category: dict[str, list[Turn]] = {}
+    for turn in turns:
+        by_category.setdefault(prompts[turn.prompts[0]].category, []).append(turn)
+    facts = {}
     for name, description in methods.items():
         parts = {
-            category: summary(name, [turn for turn in turns if prompts[turn.prompts[0]].category == category])
-            for category in categories
+            category: summary(name, by_category.get(category, []))
+            for category in dict.fromkeys(p.category for p in prompts)
         }
-        own = _first_tokens(name, turns)
-        whole = summary(name, turns, cells[name])
-        whole["tau_category_mean"] = mean([part["tau"] for part in parts.values()])
-        whole["identical_to_baseline"] = mean([_same(own[i], reference[i]) for i in own])
-        whole.update(_phases(name, turns))
-        whole.update(description)
-        whole["intervals"] = intervals(name, turns, seed)
-        whole["categories"] = {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()}
-        facts_by_name[name] = whole
-    speeds = {other: _ratios(cells, other, seed) for other in compared}
-    paired = {other: {name: against(name, other, turns, seed) for name in speeds[other]} for other in compared}
+        facts[name] = {
+            **summary(name, turns, cells[name]),
+            "tau_category_mean": _mean([part["tau"] for part in parts.values()]),
+            "identical_to_baseline": _mean([_same(own, reference[i]) for i, own in _first_tokens(name, turns).items()]),
+            **_phases(name, turns),
+            **description,
+            "intervals": intervals(name, turns, seed),
+            "categories": {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()},
+        }
+    beside = {
+        other: {name: _beside(name, other, turns, cells, seed) for name in methods if name != other}
+        for other in compared
+    }
 
     def table(key: str) -> dict[str, dict[str, Any]]:
-        return {other: {name: facts[key] for name, facts in names.items()} for other, names in paired.items()}
+        return {other: {name: found[key] for name, found in names.items()} for other, names in beside.items()}
 
     return {
-        "methods": facts_by_name,
-        "baseline": baseline,
-        "ratios": {
-            other: {name: {**speeds[other][name], **facts} for name, facts in names.items()}
-            for other, names in table("ratios").items()
-        },
+        "methods": facts,
+        "baseline": compared[0],
+        "ratios": table("ratios"),
         "differences": table("differences"),
         "agreement": table("same_final_answer"),
         "prompts": _prompt_rows(prompts, methods, turns),
     }
 
 
+def _beside(
+    name: str, baseline: str, turns: Sequence[Turn], cells: Mapping[str, Mapping[int, Cell]], seed: int
+) -> dict[str, Any]:
+    """Compare a method with a baseline: speeds unit by unit, everything else prompt by prompt."""
+    speeds = {}
+    for quantity in RATIOS:
+        pairs = [(own[quantity], cells[baseline][unit][quantity]) for unit, own in cells[name].items()]
+        values = [b / a if quantity == "seconds_per_answer" else a / b for a, b in pairs if a and b]
+        speeds[quantity] = interval(values, seed)
+    found = against(name, baseline, turns, seed, {**SUMS, "tau": RATES["tau"]})
+    return {**found, "ratios": {**speeds, **found["ratios"]}}
+
+
 def choose_baselines(names: Sequence[str], chosen: Sequence[str] = ()) -> list[str]:
-    """Names of the methods that the others are compared with; answers are compared with the first one's.
+    """Return the names of the methods that the others are compared with. Tokens are compared with the first one's.
 
     Args:
-        names: of all methods, in the order of the report.
-        chosen: what was asked for; nothing: hf-generate and plain as far as they are measured, else the first method.
+        names: all methods, in the order of the report.
+        chosen: requested names. Default: hf-generate and plain if they are measured, else the first method.
 
     Raises:
-        FsdError: a chosen name that is not measured.
+        FsdError: a chosen name is not measured.
     """
     missing = [name for name in chosen if name not in names]
     if missing:
@@ -140,20 +148,20 @@ def _same(own: list[int] | None, other: list[int] | None) -> float | None:
 
 
 def _cells(name: str, turns: Sequence[Turn], blocks: Mapping[int, int] | None = None) -> dict[int, Cell]:
-    """By unit."""
+    """Return the method's speeds by unit."""
     units: dict[int, dict[int, list[TimedRun]]] = {}
     for turn in turns:
         unit = turn.group if blocks is None else blocks[turn.group]
         units.setdefault(unit, {}).setdefault(turn.repeat, []).append(turn.runs[name])
-    return {unit: _cell([_speeds(runs) for runs in repeats.values()]) for unit, repeats in units.items()}
-
-
-def _cell(repeats: Sequence[Cell]) -> Cell:
-    return {quantity: median([speeds[quantity] for speeds in repeats]) for quantity in repeats[0]}
+    found = {}
+    for unit, repeats in units.items():
+        speeds = [_speeds(runs) for runs in repeats.values()]
+        found[unit] = {quantity: _median([one[quantity] for one in speeds]) for quantity in speeds[0]}
+    return found
 
 
 def _speeds(runs: Sequence[TimedRun]) -> Cell:
-    """One repeat of a unit. Seconds are means per call."""
+    """Return the speeds of one repeat of a unit. Seconds are means per call."""
     answers = sum(len(run.answers) for run in runs)
     tokens = sum(answer.length for run in runs for answer in run.answers)
     seconds, prefill = sum(run.seconds for run in runs), sum(run.prefill_seconds for run in runs)
@@ -169,32 +177,17 @@ def _speeds(runs: Sequence[TimedRun]) -> Cell:
 
 
 def summary(name: str, turns: Sequence[Turn], cells: Mapping[int, Cell] | None = None) -> dict[str, Any]:
-    """Numbers of one method over these turns; speeds from ``cells``, by default one per group."""
+    """Return the numbers of one method over these turns, with speeds from ``cells`` (default: one per group)."""
     groups = _cells(name, turns)
     units = list((groups if cells is None else cells).values())
     drafts = Drafts.pooled(Drafts(answer.regrets) for turn in turns for answer in turn.runs[name].answers)
     return {
         "answers": len({index for turn in turns for index in turn.prompts}),
-        **{quantity: median([cell[quantity] for cell in units]) for quantity in SPEEDS},
+        **{quantity: _median([cell[quantity] for cell in units]) for quantity in SPEEDS},
         "seconds_total": sum(cell["seconds"] or 0.0 for cell in groups.values()),
         **{quantity: pooled(name, turns, value) for quantity, value in QUANTITIES.items()},
         "drafts": drafts.summary() if drafts else None,
     }
-
-
-def _ratios(cells: Mapping[str, Mapping[int, Cell]], baseline: str, seed: int) -> dict[str, Any]:
-    ratios: dict[str, Any] = {}
-    for name, own in cells.items():
-        if name == baseline:
-            continue
-        ratios[name] = {}
-        for quantity in RATIOS:
-            pairs = [(own[unit][quantity], cells[baseline][unit][quantity]) for unit in own]
-            values = [a / b for a, b in pairs if a and b]
-            if quantity == "seconds_per_answer":
-                values = [1 / value for value in values]
-            ratios[name][quantity] = interval(values, seed)
-    return ratios
 
 
 def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -211,7 +204,7 @@ def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: 
 
 
 def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
-    """One repeat. Seconds are those of the whole batch."""
+    """Return the figures of one repeat. Seconds are those of the whole batch."""
     return {
         "repeat": turn.repeat,
         "batch": len(run.answers),
@@ -229,14 +222,14 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
 
 
 def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Where the time of all runs went. Only the names prefill, target and draft are known here."""
+    """Return where the time of all runs went. Only the phases prefill, target and draft have a meaning here."""
     total: dict[str, float] = {}
     rounds = 0
     for turn in turns:
         run = turn.runs[name]
         for phase, seconds in run.phases.items():
             total[phase] = total.get(phase, 0.0) + seconds
-        # rows of a batch share their rounds; the longest-lived row was there in all of them
+        # rows of a batch share their rounds, and the longest-lived row took part in all of them
         rounds += max((answer.target_forwards or 0 for answer in run.answers), default=0)
     whole = sum(total.values())
     looped = {phase: seconds for phase, seconds in total.items() if phase != "prefill"}
@@ -253,7 +246,7 @@ def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int] | None]:
-    """Each prompt's tokens in the first repeat."""
+    """Return each prompt's tokens in the first repeat."""
     return {
         index: answer.tokens
         for turn in turns
@@ -262,22 +255,20 @@ def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int] | Non
     }
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    """Of the values that are there; None without any."""
-    there = [value for value in values if value is not None]
-    return statistics.fmean(there) if there else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
-def median(values: Sequence[float | None]) -> float | None:
-    """Of the values that are there; None without any."""
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, atomically: indented, with a line per prompt, or per entry of any other long list.
+    """Write a record atomically as indented JSON with a line per prompt, or per entry of any other long list.
 
-    Files hold summaries: of each answer a hash of its tokens, and numbers to six digits.
+    A file holds summaries: a hash of each answer's tokens, and numbers to six digits.
     """
     text = json.dumps(_summarised(jsonable(record)), indent=1)
     write_text(path, _DEEP.sub(lambda match: match[1] + json.dumps(json.loads(match[2])), text) + "\n")
@@ -290,7 +281,7 @@ def _summarised(value: Any) -> Any:
         return [_summarised(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() >= {"id", "prompt_tokens", "methods"}:  # a prompt with every answer's figures
+    if value.keys() >= {"id", "prompt_tokens", "methods"}:  # a prompt with its answers
         hashes = {name: runs[0]["tokens_sha256"] for name, runs in value["methods"].items()}
         return {key: value[key] for key in ("id", "category", "prompt_tokens")} | {"answers": hashes}
     return {key: _summarised(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Records for the terminal: the tables of a benchmark, the lines of a calibration and of an estimate."""
+"""Format records for the terminal: the tables of a benchmark, the lines of a calibration and of an estimate."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fsd_bench.roofline import HARDWARE, size
 from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters.shape import TreeShape
 
-WIDTH = 100  # columns of a terminal that tables are to fit
+WIDTH = 100  # columns of a terminal
 NAME_WIDTH = 24
 
 
 def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
-    """One table, or several below each other that repeat the first column, so that no line exceeds ``width``."""
+    """Return a table, cut into several that repeat the first column if a line would exceed ``width``."""
     columns = list(zip(headers, *rows, strict=True))
     sizes = [max(map(len, column)) for column in columns]
     parts: list[list[int]] = [[]]
@@ -32,7 +32,7 @@ def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: 
 
 
 def short_names(names: Sequence[str], width: int = NAME_WIDTH) -> dict[str, str]:
-    """Names cut in the middle to ``width``, still different from each other."""
+    """Cut names in the middle to ``width`` characters, and keep them different."""
     shown: dict[str, str] = {}
     for name in names:
         short, number = _cut(name, width), 1
@@ -51,10 +51,10 @@ def _cut(name: str, width: int) -> str:
 
 
 def bench_table(record: dict[str, Any]) -> str:
-    """The tables of a benchmark's record, at most 100 columns wide.
+    """Return the tables of a benchmark's record, at most 100 columns wide.
 
-    Speed, ratios, answers; task score and log-likelihood where they were measured; tau by category where there are
-    several; and where the time goes, as far as methods tell.
+    Speed, ratios and answers come first. Tables of score, log-likelihood, first drafts, tau by category and phases
+    follow if they were measured.
     """
     methods = record["methods"]
     shown = short_names(list(methods))
@@ -86,13 +86,13 @@ def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     answers = next(iter(record["methods"].values()))["answers"]
     blocks = (record.get("settings") or {}).get("isolate")
     unit = "prompt" if blocks is None else "block"
-    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in a process of its own")
+    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in its own process")
     note += f"; medians over {unit}s; tok/s counts prefill, ratios compare tok/s {unit} by {unit}"
     return "speed\n" + fitted_tables(headers, rows) + "\n" + note
 
 
 def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
-    """Trees that heads drafted in a record, as --tree takes them, and the methods of each."""
+    """Return the trees that heads drafted in a record, as --tree takes them, and the methods of each."""
     drafters = {name: facts.get("drafter") or {} for name, facts in methods.items()}
     named: dict[str, list[str]] = {}
     for name, drafter in drafters.items():
@@ -107,7 +107,7 @@ def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
-    """A line for each tree that some methods share."""
+    """Return a line for each tree and the methods that share it."""
     named = head_trees(methods)
     alone = len(named) == 1
     lines = [
@@ -131,7 +131,7 @@ def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
 
 
 def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    """Task score and log-likelihood, what was measured of them, each with its difference to the first baseline."""
+    """Return task score and log-likelihood, if measured, with differences to the first baseline."""
     methods = record["methods"]
     columns = [("score", "score %", 100.0, 1), ("log_likelihood_per_token", "log-lik", 1.0, 3)]
     measured = [column for column in columns if any(column[0] in facts["intervals"] for facts in methods.values())]
@@ -145,7 +145,7 @@ def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
 
 
 def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequence[tuple[str, str, float, int]]) -> str:
-    """Columns (quantity, title, scale, digits), each with its difference to the first baseline."""
+    """Return columns (quantity, title, scale, digits), each with its difference to the first baseline."""
     methods, baseline = record["methods"], record["baseline"]
     headers, rows = ["method"], [[shown[name]] for name in methods]
     for quantity, title, scale, digits in columns:
@@ -157,7 +157,7 @@ def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequenc
 
 
 def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
-    """What needs no reference, beside the first baseline; nothing if only that was measured."""
+    """Return the comparison with the first baseline that needs no reference, or "" if only that was measured."""
     methods, baseline = record["methods"], record["baseline"]
     against, agreement = record["ratios"].get(baseline, {}), record.get("agreement", {}).get(baseline, {})
     if not any("answer_tokens" in compared for compared in against.values()):
@@ -181,7 +181,7 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
 
 
 def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
-    """How good the first drafts are; nothing if no method has any."""
+    """Return how good the first drafts are, or "" if no method has any."""
     drafted = {name: facts["drafts"] for name, facts in methods.items() if facts.get("drafts")}
     if not drafted:
         return ""
@@ -208,7 +208,7 @@ def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> 
 
 
 def calibration_lines(record: dict[str, Any]) -> str:
-    """What calibrate found: the setting, and the promise on both sets of prompts."""
+    """Return the setting that calibrate chose, and how the promise held on both sets of prompts."""
     lines = [f"{record['promise']['text']}, confidence {record['confidence']:g}: {record['setting']}"]
     for name in ("calibration", "verification"):
         facts = record[name]
@@ -226,10 +226,10 @@ def calibration_lines(record: dict[str, Any]) -> str:
 
 
 def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
-    """Memory, the parts of an exact round, each with its formula, and the devices."""
+    """Return memory and the parts of an exact round, each with its formula, and the table of devices."""
     parts, work = planned.memory(exact), planned.round(exact)
     lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
-    lines.append(f"memory together: {size(sum(part.bytes for part in parts))}\n")
+    lines.append(f"memory in total: {size(sum(part.bytes for part in parts))}\n")
     for each in work:
         operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
         lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")

@@ -1,9 +1,8 @@
-"""What hardware allows: work is not done before its bytes are read nor before its operations are computed.
+"""Bound the time of work on a device by its bandwidth and peak (the roofline of Williams et al. 2009).
 
     seconds = max(bytes / bandwidth, operations / peak)
 
-(the roofline of Williams et al. 2009). Nothing runs faster, and a real program is slower: launches, waits and kernels
-that miss the peak are not in it.
+A real program is slower: launches, waits and kernels below the peak are not counted.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ SPARE = 0.1  # of a device's memory that is kept free: the CUDA context, fragmen
 
 @dataclass(frozen=True)
 class Work:
-    """What is done one after another ``times`` times.
+    """Work that is done ``times`` times in sequence.
 
     Attributes:
         name: what it is.
         bytes, operations: of each time.
         how: the formula, with its numbers.
-        times: how often.
-        shared: several devices share it out evenly; otherwise each of them does all of it.
+        times: number of times.
+        shared: whether several devices divide it evenly; otherwise each of them does all of it.
     """
 
     name: str
@@ -61,14 +60,14 @@ class Work:
     shared: bool = False
 
     def seconds(self, hardware: Hardware, devices: int = 1) -> float:
-        """At least; what several devices exchange is not counted."""
+        """Return the least seconds. What several devices exchange is not counted."""
         alone = self.times * max(self.bytes / hardware.bandwidth, self.operations / hardware.peak)
         return alone / devices if self.shared else alone
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes memory: its name, bytes and formula; ``shared`` as of :class:`Work`."""
+    """Something that takes memory: its name, bytes and formula; ``shared`` as in :class:`Work`."""
 
     name: str
     bytes: float
@@ -77,21 +76,21 @@ class Part:
 
 
 def devices_for(parts: Iterable[Part], hardware: Hardware) -> int | None:
-    """The fewest devices, of 1, 2, 4 and 8, that hold these parts with :data:`SPARE` to spare; None if none do."""
+    """Return the fewest of 1, 2, 4 and 8 devices that hold these parts with :data:`SPARE` to spare, or None."""
     parts, free = list(parts), (1 - SPARE) * hardware.memory
     sums = ((count, sum(part.bytes / (count if part.shared else 1) for part in parts)) for count in (1, 2, 4, 8))
     return next((count for count, total in sums if total <= free), None)
 
 
 def seconds(work: Iterable[Work], hardware: Hardware, devices: int = 1) -> float:
-    """Of parts that follow one another."""
+    """Return the seconds of parts that run in sequence."""
     return sum(part.seconds(hardware, devices) for part in work)
 
 
 def device_rows(
     parts: Sequence[Part], cells: Callable[[Hardware, int], list[str]], columns: Sequence[str]
 ) -> list[list[str]]:
-    """A row per device: its name, how many hold the parts, and ``cells``; "-" where eight are too few."""
+    """Return a row per device: its name, how many hold the parts, and ``cells``; "-" if eight are too few."""
     counts = {hardware: devices_for(parts, hardware) for hardware in HARDWARE}
     return [
         [hardware.name, "over 8", *("-" for _ in columns[2:])]
@@ -102,5 +101,5 @@ def device_rows(
 
 
 def size(number: float) -> str:
-    """Bytes in words: GB and MB are powers of ten."""
+    """Format bytes in GB or MB, which are powers of ten."""
     return f"{number / 1e9:.2f} GB" if number >= 1e7 else f"{number / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""Finished runs as JSON lines, which a killed measurement goes on with: the settings first, then a line per run."""
+"""Keep finished runs as JSON lines, so that a killed measurement can continue. The first line has the settings."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Job:
 class RunFile:
     """The runs of a measurement, on disk as soon as they are finished.
 
-    A line that a kill cut short is dropped, with all that follow. What was measured with other settings is never mixed
-    in or overwritten.
+    A line that a kill cut short is dropped, with all lines after it. A file with other settings is neither extended nor
+    overwritten.
 
     Args:
-        path: of the file, whose folder is there; None: runs are kept in memory alone.
-        kind: what measures, "bench" or "sweep".
-        settings: what must be the same for a measurement to go on (JSON values).
-        jobs: all that are to be done, and how many answers each gives.
-        facts: about the measurement, stored beside the settings.
-        advice: how to go on after an error; where settings differ, what to do instead of using the same.
+        path: file in an existing folder; None keeps runs in memory.
+        kind: "bench" or "sweep".
+        settings: JSON values that must be equal for a measurement to continue.
+        jobs: all jobs, and how many answers each gives.
+        facts: further facts of the first line.
+        advice: how to continue after an error, and the alternative to equal settings.
 
     Attributes:
-        runs: by job.
-        described: what a record says about the methods, by name.
+        runs: runs by job.
+        described: descriptions of the methods by name.
 
     Raises:
-        FsdError: a file of another kind or with other settings is in the way, or it cannot be written.
+        FsdError: a file of another kind or with other settings is in the way, or the file cannot be written.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunFile:
         settings: dict[str, Any],
         jobs: Mapping[Job, int],
         facts: dict[str, Any] | None = None,
-        advice: tuple[str, str] = ("the same command goes on there", "another name"),
+        advice: tuple[str, str] = ("the same command continues it", "another name"),
     ) -> None:
         self.path, self.advice = path, advice[0]
         self.runs: dict[Job, TimedRun] = {}
@@ -71,7 +71,7 @@ class RunFile:
             raise FsdError(f"{path} was made with other settings ({', '.join(other)}): use the same, or {advice[1]}.")
         environment = stored.get("environment")
         if isinstance(environment, dict) and environment.keys() == head.get("environment", {}).keys():
-            head["environment"] = environment  # where it began
+            head["environment"] = environment  # of the first process
         kept = [head]
         for line in lines:
             if not self._read(line, jobs):
@@ -81,7 +81,7 @@ class RunFile:
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _read(self, line: dict[str, Any], jobs: Mapping[Job, int]) -> bool:
-        """Is the line of this measurement?"""
+        """Take in a line. Return False if it does not belong to this measurement."""
         try:
             if "described" in line:
                 self.described.update(typed(line["described"], dict[str, dict[str, Any]]))
@@ -95,12 +95,12 @@ class RunFile:
         return True
 
     def add(self, job: Job, run: TimedRun) -> None:
-        """Keep a finished run; it is on disk when this returns."""
+        """Keep a finished run. It is on disk when this returns."""
         self.runs[job] = run
         self._append({"job": asdict(job), "run": asdict(run)})
 
     def describe(self, name: str, facts: dict[str, Any]) -> None:
-        """Keep what a record says about a method."""
+        """Keep the description of a method."""
         self.described[name] = facts
         self._append({"described": {name: facts}})
 
@@ -110,7 +110,7 @@ class RunFile:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """An FsdError within the block says what is kept, and how to go on; a file without a run is removed then."""
+        """Add what is kept and how to continue to an FsdError of the block. A file without a run is removed."""
         try:
             yield
         except FsdError as error:
@@ -122,19 +122,20 @@ class RunFile:
 
 
 def read_run(line: dict[str, Any]) -> tuple[Job, TimedRun]:
-    """A line's. Raises TypeError, KeyError or ValueError if it holds none."""
+    """Return the job and run of a line. Raises TypeError, KeyError or ValueError if it has none."""
     return typed(line["job"], Job), typed(line["run"], TimedRun)
 
 
 def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
-    """The file's objects up to the first line that is none, the head first; None if there is no file, or an empty one.
+    """Return the objects of a file up to its first damaged line, the settings first; None without a file or content.
 
-    Raises FsdError for a file of another kind.
+    Raises:
+        FsdError: a file of another kind.
     """
     if not path.exists():
         return None
     if not path.is_file():
-        raise FsdError(f"{path} is no file: give another name.")
+        raise FsdError(f"{path} is not a file: give another name.")
     with _disk_errors(path):
         content = path.read_bytes()
     lines: list[dict[str, Any]] = []

@@ -1,24 +1,23 @@
-"""Task scores: an answer is right (1) or wrong (0) by a small matcher, or like a reference, the same for every method.
+"""Score answers by a small matcher, the same for every method: right (1), wrong (0), or similar to a reference.
 
 ========  ==================================================  =====================================================
-kind      a row has such a reference where its ``answer``     an answer is right where
+kind      a row has this reference if its ``answer``          an answer is right if
 ========  ==================================================  =====================================================
 number    is a number, or ends in GSM8K's ``#### N``          the last number in it equals the reference
-choice    is one of the options that its prompt ends in       the option that it names first, as a word of its own,
-          (``Answer format: true/false``), or of yes/no or    is the reference; "answer 2" names answer2, and letter
-          true/false                                          case counts for options of a single letter alone
+choice    is one of the options that its prompt ends in       the option that it names first, as a whole word, is
+          (``Answer format: true/false``), or of yes/no or    the reference. "answer 2" names answer2. Case counts only
+          true/false                                          for options of a single letter
 ifeval    is absent, but ``instruction_id_list`` and          all of its instructions are followed, see
           ``kwargs`` say what is asked                        :func:`fsd_bench.texts.follows`
 ========  ==================================================  =====================================================
 
-``chrf`` and ``rouge`` are used only where they are asked for (``--score chrf``): the reference is the row's ``answer``
-or ``reference``, a text or a list of them, and the score, the best over references, is chrF2 of characters, or ROUGE-L,
-the F measure of the longest common subsequence of words (Lin 2004; lower case, letters and digits alone, no stemming),
-which copies of the prompt raise.
+``chrf`` and ``rouge`` must be requested (``--score chrf``). The reference is then the row's ``answer`` or
+``reference``, a text or a list of texts, and the score is the best over them. It is chrF2 of characters, or ROUGE-L,
+the F measure of the longest common subsequence of words (Lin 2004; lower case, letters and digits only, no stemming).
+Copies of the prompt raise ROUGE-L.
 
-Numbers may have a sign, decimals and commas between thousands; 18, 18.0 and $18. are equal. Nothing else of an answer
-is looked at: one that was cut off before its result is wrong, so give it enough new tokens. A reference that says
-something else (a text to be compared with) gives no score.
+Numbers may have a sign, decimals and commas between thousands: 18, 18.0 and $18. are equal. An answer that was cut off
+before its result is wrong, so allow enough new tokens. Any other reference gives no score.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ _WITHOUT_FORMAT = (("true", "false"), ("yes", "no"))
 
 @dataclass(frozen=True)
 class Reference:
-    """What an answer must say.
+    """What an answer is scored against.
 
     Attributes:
         kind: one of :data:`KINDS`.
         value: the number, the option, the texts, or IFEval's arguments (JSON).
-        options: of a choice, all of them; of IFEval, the prompt and the instructions.
+        options: all options of a choice; for IFEval the prompt and the instructions.
     """
 
     kind: str
@@ -60,7 +59,7 @@ class Reference:
     options: tuple[str, ...] = ()
 
     def score(self, answer: str) -> float:
-        """1.0 where the answer is right, else 0.0; chrF or ROUGE-L, from 0 to 1, where the reference is a text."""
+        """Return 1.0 for a right answer and 0.0 for a wrong one, or chrF or ROUGE-L between 0 and 1."""
         if self.kind == "ifeval":
             return float(follows(self.options[0], self.options[1:], str(self.value), answer))
         if self.kind == "chrf":
@@ -72,9 +71,9 @@ class Reference:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """F measure of the longest common subsequence of words, 0 to 1."""
+    """Return the F measure of the longest common subsequence of words, 0 to 1."""
     own, other = (_WORD.findall(text.lower()) for text in (answer, reference))
-    lengths = [0] * (len(other) + 1)  # of the longest common subsequence of what was read so far and other[:i]
+    lengths = [0] * (len(other) + 1)  # of the longest common subsequence of the words read so far and other[:i]
     for word in own:
         before = 0
         for place, wanted in enumerate(other, start=1):
@@ -85,13 +84,13 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, or None."""
+    """Return the last number in a text, or None."""
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def first_option(text: str, options: Sequence[str]) -> str | None:
-    """The option that a text names first, or None."""
+    """Return the option that a text names first, or None."""
     places = [(match.start(), option) for option in options if (match := re.search(_pattern(option), text))]
     return min(places)[1] if places else None
 
@@ -102,17 +101,17 @@ def _pattern(option: str) -> str:
 
 
 def check_score(kind: str) -> None:
-    """Raises FsdError for a kind of score that there is not."""
+    """Raise FsdError for an unknown kind of score."""
     if kind not in SCORES:
         raise FsdError(f"unknown score {kind!r}. Known: {', '.join(SCORES)}.")
 
 
 def read_references(rows: Sequence[PromptRow], kind: str = AUTO) -> list[Reference | None]:
-    """The reference of each row, None where it has none of this kind (``"auto"``: of any).
+    """Return the reference of each row; None if it has none of this kind (``"auto"``: of any kind).
 
     Raises:
         FsdError: an unknown kind.
-        DataError: a kind was asked for and no row has such a reference.
+        DataError: no row has a reference of the requested kind.
     """
     check_score(kind)
     references = [_reference(row, kind) for row in rows]
@@ -122,7 +121,7 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO) -> list[Referen
 
 
 def asked_options(row: PromptRow) -> tuple[str, ...]:
-    """The options that a prompt ends in (``Answer format: true/false``); none where it names none."""
+    """Return the options that a prompt ends in (``Answer format: true/false``), if it does."""
     asked = _FORMAT.search(row.messages[-1]["content"])
     return tuple(option.strip() for option in asked[1].split("/")) if asked else ()
 

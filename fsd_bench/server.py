@@ -1,7 +1,7 @@
-"""Any server that speaks the OpenAI completions API (vLLM, SGLang, llama.cpp ...) as a method.
+"""Measure a server with the OpenAI completions API (vLLM, SGLang, llama.cpp ...).
 
-It gets the same prompt token ids as the other methods and streams its answer, so that the time until the first token
-(prefill) and the rest are timed separately. Wall time is the client's: the cost of the server's protocol is part of it.
+It gets the same prompt token ids as the other methods. Its answer is streamed, so that the prefill is timed apart from
+the rest. Wall time is the client's and includes the cost of the protocol.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ __all__ = ["Server", "ServerError", "ServerMethod"]
 
 
 class ServerMethod(Method):
-    """A server's completions at the same temperature and without other shaping, on the same prompt token ids.
+    """A server's completions at the same temperature, without other changes of the distribution.
 
-    Tokens are the ids the server sends where it does (vLLM: ``return_token_ids``), else its ``usage`` counts them and
-    their ids are unknown. Target forwards are unknown either way. Prefill is the time until the first tokens arrive.
-    A server that refuses the fields beyond OpenAI's protocol does so at the first answer, which the warm-up gets.
+    Tokens are the ids that the server sends (vLLM: ``return_token_ids``). Without ids its ``usage`` counts them. Target
+    forwards are unknown. Prefill is the time until the first tokens arrive. A server refuses extensions of OpenAI's
+    protocol at the first answer, which is the warm-up's.
 
     Args:
         name: of the method.
-        server: where.
-        model: which; None for the first that the server names.
+        server: the server.
+        model: name of the model; None: the first that the server names.
 
     Raises:
-        ServerError: not reachable, or it does not serve the model.
+        ServerError: the server cannot be reached, or does not serve the model.
     """
 
     def __init__(self, name: str, server: Server, model: str | None = None) -> None:
@@ -78,7 +78,7 @@ class ServerMethod(Method):
             ]
         else:
             raise ServerError(
-                f"server {self.server.url} reports neither token ids nor usage: its tokens cannot be counted."
+                f"server {self.server.url} reports neither token ids nor usage, so its tokens cannot be counted."
             )
         return TimedRun(seconds, (first or start + seconds) - start, answers)
 

@@ -1,23 +1,21 @@
-"""`fsd-infer skip-layers`: which decoder layers a target's drafter can do without.
+"""`fsd-infer skip-layers`: find the decoder layers that a drafter made of the target can skip.
 
-Greedy: of the layers that are left, the one is dropped without which the remaining model agrees most often with the
-whole target, until so many are left. Agreement is the share of the tokens of the target's own greedy answers that the
-remaining model finds likeliest, given the text before them: the chance that a draft is accepted by ``exact`` at
-temperature 0 after drafts that were. Each step tries every layer that is left, one forward over all texts each.
+The search is greedy. Each step drops the layer whose loss keeps the agreement with the whole target highest. Agreement
+is the share of tokens of the target's own greedy answers that the smaller model finds likeliest, given the text before
+them. That is the chance that ``exact`` accepts a draft at temperature 0 after accepted drafts. A step costs one forward
+over all texts per remaining layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from fsd_bench.likelihood import log_likelihoods
-from fsd_bench.runner import encode_row
-from fsd_infer.chat.encoding import read_prompts
+from fsd_bench.prompts import encode_rows, first_rows
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.errors import DataError, FsdError
+from fsd_infer.errors import FsdError
 from fsd_infer.targets.sharing import with_layers
 from fsd_infer.targets.target import Target
 
@@ -26,36 +24,32 @@ Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 @dataclass(frozen=True)
 class Step:
-    """Layers that are left, and how often they agree with all of them."""
+    """The remaining layers, and how often they agree with the whole target."""
 
     layers: tuple[int, ...]
     agreement: float
 
 
 def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens: int) -> list[Pair]:
-    """The target's greedy answers to the first ``limit`` prompts of a file, as for `fsd-infer bench`.
+    """Return the first ``limit`` prompts of a file with the target's greedy answers.
 
     Raises:
         DataError: a row without a prompt, or no rows.
     """
-    found: list[Pair] = []
-    chat = bool(getattr(decoder.tokenizer, "chat_template", None))
-    for row in islice(read_prompts(path), limit):
-        prompt = encode_row(row, decoder.target.name, decoder.tokenizer, decoder.target.max_positions, raw=not chat)
-        answer = decoder.generate(prompt, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0]
-        found.append((prompt, answer))
-    if not found:
-        raise DataError(f"{path}: no prompts. Give a file with one or more.")
-    return found
+    target, tokenizer = decoder.target, decoder.tokenizer
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    prompts = encode_rows(first_rows(path, limit), target.name, tokenizer, target.max_positions, raw=not chat)
+    made = (decoder.generate(ids, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0] for ids in prompts)
+    return list(zip(prompts, made))
 
 
 def agreement(model: Target, texts: Sequence[Pair]) -> float:
-    """The share of the answers' tokens that the model finds likeliest."""
+    """Return the share of the answers' tokens that the model finds likeliest."""
     return sum(agreed for _, agreed in log_likelihoods(model, texts)) / sum(len(answer) for _, answer in texts)
 
 
 def search(target: Target, texts: Sequence[Pair], left: int) -> Iterator[Step]:
-    """All layers first, then one less at a time until ``left`` are. Raises FsdError."""
+    """Yield all layers, then one fewer at a time down to ``left``. Raises FsdError."""
     count = int(target.config.num_hidden_layers)
     if not 1 <= left < count:
         raise FsdError(f"--layers goes from 1 to {count - 1}, of the {count} that {target.name} has; got {left}.")

@@ -1,8 +1,7 @@
-"""Scores of open-ended answers by other people's programs, from the extra ``lm-eval``.
+"""Score open-ended answers with the packages of the extra ``lm-eval``.
 
-IFEval (Zhou et al., 2023, arXiv:2311.07911): does an answer follow instructions that a program checks, by the checkers
-of lm-evaluation-harness. chrF (Popović, 2015) of translations, by sacrebleu, and whether they are in the language of
-their references, by langdetect.
+IFEval (Zhou et al., 2023, arXiv:2311.07911): whether an answer follows verifiable instructions, by the checkers of
+lm-evaluation-harness. chrF (Popović, 2015) of translations by sacrebleu, and their language by langdetect.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from fsd_infer.errors import FsdError
 
 
 def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: str) -> bool:
-    """Does the answer follow all of its prompt's instructions: IFEval's strict prompt-level score.
+    """Return whether the answer follows all of its prompt's instructions: IFEval's strict prompt-level score.
 
     Args:
-        prompt: of the row.
+        prompt: the row's prompt.
         instructions: its ``instruction_id_list``.
         arguments: its ``kwargs`` as JSON.
-        answer: a text.
+        answer: the answer's text.
 
     Raises:
-        FsdError: an unknown instruction, or what the checkers need is missing.
+        FsdError: an unknown instruction, or a missing package or data set of the checkers.
     """
     utils = _module("lm_eval.tasks.ifeval.utils")
     example = utils.InputExample(0, list(instructions), prompt, json.loads(arguments))
@@ -36,18 +35,18 @@ def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: st
         raise FsdError(f"IFEval knows no instruction {error}: check the row's instruction_id_list.") from error
     except LookupError as error:
         raise FsdError(
-            "IFEval counts words with NLTK's punkt_tab, which is not here: python -m nltk.downloader punkt_tab."
+            "IFEval counts words with NLTK's punkt_tab, which is missing: python -m nltk.downloader punkt_tab."
         ) from error
 
 
 def chrf(answer: str, references: Sequence[str]) -> float:
-    """chrF2 of an answer, 0 to 1, the best over references."""
+    """Return chrF2 of an answer, 0 to 1, the best over references."""
     sentence_chrf = _module("sacrebleu").sentence_chrf
     return max(float(sentence_chrf(answer, [reference]).score) for reference in references) / 100
 
 
 def other_language(answer: str, references: Sequence[str]) -> bool:
-    """Is the answer in another language than its first reference, as far as it is in one at all?"""
+    """Return whether the answer's language differs from its first reference's."""
     detect = _detector()
     return detect(answer) != detect(references[0])
 

@@ -1,4 +1,4 @@
-"""One method of this package or of transformers, served over the protocol of :mod:`fsd_bench.process`."""
+"""Serve one method of this package or of transformers over the protocol of :mod:`fsd_bench.process`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fsd_infer.errors import FsdError
 
 
 def private_stdout() -> TextIO:
-    """Standard output for answers alone; whatever else this process prints goes to standard error from now on."""
+    """Return standard output for answers. Everything else that this process prints goes to standard error."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return out
 
 
 def serve(method: Method, out: TextIO) -> None:
-    """Answer the questions on standard input until it ends."""
+    """Answer the questions on standard input until the input ends."""
     _reply(out, {})
     for line in sys.stdin:
         question = json.loads(line)
@@ -42,7 +42,7 @@ def _reply(out: TextIO, content: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m fsd_bench.worker SETTINGS METHOD``. 2 after bad input."""
+    """Run ``python -m fsd_bench.worker SETTINGS METHOD``. Return 2 after bad input."""
     settings_text, text = sys.argv[1:] if argv is None else argv
     out = private_stdout()
     try:

@@ -1,11 +1,11 @@
-"""Run the fast tests with the lowest and the highest versions that pyproject.toml allows, in throw-away environments.
+"""Run the fast tests with the lowest and the highest versions that pyproject.toml allows, in temporary environments.
 
     make test-versions
     python scripts/check_versions.py highest:3.12 lock:3.11 --tests tests/test_engine.py
 
-A set is ``lowest`` (of every direct dependency), ``highest`` or ``lock`` (requirements.lock), with the version of
-Python. uv resolves and installs it under runs/versions; the environment is removed when its tests have passed. What is
-printed last goes into the report, one paragraph per set.
+A set is ``lowest`` (of every direct dependency), ``highest`` or ``lock`` (requirements.lock), with a version of Python.
+uv resolves and installs it under runs/versions, and its environment is removed when its tests have passed. The report
+has a paragraph per set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resolve(kind: str, version: str, into: Path) -> None:
 
 
 def install(version: str, environment: Path, requirements: Path) -> Path:
-    """Python of the environment, made unless it is there with these requirements."""
+    """Return the Python of the environment, which is made unless it has these requirements."""
     python, stamp = environment / "bin" / "python", environment / "installed.txt"
     if not stamp.is_file() or stamp.read_text() != requirements.read_text():
         subprocess.run(uv("venv", "--clear", "--seed", "--python", version, str(environment)), check=True)
@@ -54,23 +54,11 @@ def install(version: str, environment: Path, requirements: Path) -> Path:
 
 
 def run_tests(python: Path, tests: Sequence[str], workers: int) -> tuple[int, list[str]]:
-    """Show what pytest prints; its status, and its last lines: the failures, and the counts."""
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow and not gpu",
-        "-n",
-        str(workers),
-        "--dist",
-        "worksteal",
-    ]
+    """Run pytest and print its output. Return its status, and its failures and counts."""
+    command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not gpu", "-W", "ignore"]
+    command += ["-n", str(workers), "--dist", "worksteal", *tests]
     lines = []
-    process = subprocess.Popen(
-        [*command, "-W", "ignore", *tests], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
@@ -80,7 +68,7 @@ def run_tests(python: Path, tests: Sequence[str], workers: int) -> tuple[int, li
 
 
 def versions(requirements: Path) -> str:
-    """The direct dependencies' versions."""
+    """Return the versions of the direct dependencies."""
     direct = set(re.findall(r'^    "([A-Za-z0-9-]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M))
     lines = requirements.read_text().splitlines()
     return ", ".join(line.replace("==", " ") for line in lines if line.split("==")[0] in {n.lower() for n in direct})

@@ -1,8 +1,8 @@
 """Draw a package as a house: a room per module or subpackage, a floor per step of its longest chain of imports.
 
-An arrow points from a room to what it imports; it is dashed where every such import stands inside a function. Arrows
-of a circle are red. Imports for type checkers alone are left out, and so are the packages' own ``__init__``. The
-number in a room is its lines; circles are counted among modules.
+An arrow points from a room to what it imports. It is dashed if every such import is inside a function. Arrows of a
+circle are red. Imports for type checkers and the packages' own ``__init__`` are left out. The number in a room is its
+lines. Circles are counted among modules.
 
     python scripts/draw_house.py docs/figures/house.png
 """
@@ -24,7 +24,7 @@ PACKAGES = ("fsd_infer", "fsd_bench", "fsd_train")
 
 
 def modules(root: Path, package: str) -> nx.DiGraph:
-    """Modules of a package below ``root``; edges are imports, ``lazy`` where functions alone do it."""
+    """Return the modules of a package below ``root``. Edges are imports, ``lazy`` if only functions import."""
     files = {file: file.relative_to(root).with_suffix("").parts for file in sorted((root / package).rglob("*.py"))}
     names = {file: ".".join(parts[:-1] if parts[-1] == "__init__" else parts) for file, parts in files.items()}
     graph = nx.DiGraph()
@@ -41,7 +41,7 @@ def modules(root: Path, package: str) -> nx.DiGraph:
 
 
 def rooms(graph: nx.DiGraph) -> nx.DiGraph:
-    """The modules with each subpackage as one."""
+    """Return the graph with each subpackage as one room."""
     house = nx.DiGraph()
     for name, facts in graph.nodes(data=True):
         room = name.split(".")[1]
@@ -55,7 +55,7 @@ def rooms(graph: nx.DiGraph) -> nx.DiGraph:
 
 
 def _imports(tree: ast.AST, package: tuple[str, ...], lazy: bool = False) -> Iterator[tuple[str, bool]]:
-    """(module, whether a function imports it); ``from package import name`` gives package.name."""
+    """Yield (module, whether a function imports it). ``from package import name`` gives package.name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, lazy) for alias in node.names)
@@ -69,12 +69,12 @@ def _imports(tree: ast.AST, package: tuple[str, ...], lazy: bool = False) -> Ite
 
 
 def circles(graph: nx.DiGraph) -> list[set[str]]:
-    """Groups of rooms that import each other, directly or around corners."""
+    """Return groups of rooms that import each other, directly or indirectly."""
     return [group for group in nx.strongly_connected_components(graph) if len(group) > 1]
 
 
 def floors(graph: nx.DiGraph) -> dict[str, int]:
-    """0 for a room that imports none of the others; else one above the highest that it imports. A circle shares one."""
+    """Return each room's floor: 0 without imports, else one above the highest room it imports. Circles share one."""
     groups = nx.condensation(graph)
     height: dict[int, int] = {}
     for group in reversed(list(nx.topological_sort(groups))):
@@ -83,7 +83,7 @@ def floors(graph: nx.DiGraph) -> dict[str, int]:
 
 
 def summary(graph: nx.DiGraph) -> str:
-    """Its numbers in one line, from the graph of its modules."""
+    """Return the counts of a package in one line, from the graph of its modules."""
     house, loops = rooms(graph), circles(graph)
     named = "" if not loops else " (" + "; ".join(" ↔ ".join(sorted(group)) for group in loops) + ")"
     return (
@@ -93,14 +93,14 @@ def summary(graph: nx.DiGraph) -> str:
 
 
 def draw(axes: plt.Axes, graph: nx.DiGraph, title: str) -> None:
-    """One house, from the graph of its modules."""
+    """Draw one house from the graph of its modules."""
     title = f"{title}: {summary(graph)}"
     graph = rooms(graph)
     height = floors(graph)
     rows = [sorted(room for room in graph if height[room] == floor) for floor in range(max(height.values()) + 1)]
     widest = max(map(len, rows))
     x = {room: (i + 0.5) / len(row) * widest for row in rows for i, room in enumerate(row)}
-    for _ in range(8):  # order each floor by where its neighbours stand
+    for _ in range(8):  # order each floor by the places of its neighbours
         for row in rows:
             near = {r: [x[other] for other in nx.all_neighbors(graph, r)] or [x[r]] for r in row}
             row.sort(key=lambda r: sum(near[r]) / len(near[r]))

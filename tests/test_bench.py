@@ -1,10 +1,8 @@
-"""The benchmark: its record, its ratios, the order of jobs, and that a killed run continues."""
+"""The benchmark: its record, its ratios, the order of jobs, and its files."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,14 @@ import pytest
 
 from fsd_bench import Answer, Method, TimedRun, build_record, run
 from fsd_bench.base import Turn
-from fsd_bench.intervals import interval
 from fsd_bench.jobs import Asked, Session, in_turns, run_jobs
+from fsd_bench.prompts import group_prompts
 from fsd_bench.record import BenchPrompt, write_record
 from fsd_bench.report import bench_table, fitted_tables, head_trees, short_names
-from fsd_bench.runner import group_prompts, partial_path
+from fsd_bench.runner import partial_path
 from fsd_bench.runs import Job, RunFile
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import encode_chat, read_prompts
-from fsd_infer.cli.main import main
 from fsd_infer.cli.report import table
 from fsd_infer.files import jsonable
 from fsd_infer.targets.loading import parse_dtype
@@ -128,13 +125,6 @@ def test_numbers_on_a_worked_example() -> None:
     assert exact["seconds_total"] == pytest.approx(0.5 + 0.45 + 2.8)
 
 
-def test_intervals_of_medians() -> None:
-    values = [1.0, 1.2, 1.1, 3.0, 0.9, 1.3]
-    found = interval(values, seed=1)
-    assert found["median"] == pytest.approx(1.15) and min(values) <= found["low"] < 1.15 < found["high"] <= 3
-    assert interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "pairs": 1} and interval([])["median"] is None
-
-
 class Recorder(Method):
     """Writes down who was asked what."""
 
@@ -190,49 +180,6 @@ def test_rows_that_are_not_asked_for_are_not_read(toy: Toy, tmp_path: Path) -> N
     assert len(toy_run(broken, ["hf-generate"], limit=1)["prompts"]) == 1
     with pytest.raises(FsdError, match="prompts.jsonl:2: not JSON"):
         toy_run(broken, ["hf-generate"])
-
-
-KILLED = """
-import os, signal, sys
-from fsd_bench.runs import RunFile
-from fsd_infer.cli.main import main
-
-add = RunFile.add
-
-def add_and_die(self, job, run):
-    add(self, job, run)
-    if len(self.runs) == 3:
-        with self.path.open("a") as file:
-            file.write('{"job": {"method": "exact", "gro')
-        os.kill(os.getpid(), signal.SIGKILL)
-
-RunFile.add = add_and_die
-main(sys.argv[1:])
-"""
-
-
-def test_killed_run_continues_without_loss(
-    toy: Toy, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bench.json"
-    argv = ["bench", "--prompts", str(toy.prompts), "--methods", "plain,exact", "--max-new-tokens", "6"]
-    argv += ["--no-warmup", "--json", str(path), *toy.models]
-    done = subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=repo_root, capture_output=True, check=False)
-    partial = tmp_path / "bench.json.partial.jsonl"
-    assert done.returncode == -9 and not path.exists()
-    before = [json.loads(line) for line in partial.read_text().splitlines()[1:4]]
-
-    assert main(argv) == 2
-    assert "--resume" in capsys.readouterr().err
-    assert main([*argv, "--resume", "--seed", "9"]) == 2
-    assert "other settings (seed)" in capsys.readouterr().err
-    assert main([*argv, "--resume"]) == 0
-    assert "plain" in capsys.readouterr().out and not partial.exists()
-    record = json.loads(path.read_text())
-    assert [list(row["answers"]) for row in record["prompts"]] == 4 * [["plain", "exact"]]
-    for name, facts in record["methods"].items():  # what was measured before the kill is part of it
-        measured = [line["run"]["seconds"] for line in before if line["job"]["method"] == name]
-        assert measured and facts["seconds_total"] > sum(measured)
 
 
 def test_where_no_record_can_be_written_is_found_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:

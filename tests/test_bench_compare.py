@@ -1,4 +1,4 @@
-"""`make bench`: other engines in environments of their own; what cannot run is reported and left out."""
+"""`make bench`: other engines in their own environments; what cannot run is reported and left out."""
 
 from __future__ import annotations
 

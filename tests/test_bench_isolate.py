@@ -90,9 +90,15 @@ def test_process_that_dies_loses_nothing(
     assert "method 'a': its process ended with status 1: RuntimeError: out of luck" in said
     assert "3 finished runs are kept" in said and "--resume" in said
     log.write_text("")
-    assert main([*argv, "--resume"]) == 0
+    partial = path.with_name("record.json.partial.jsonl")
+    with partial.open("a") as file:  # as a kill leaves it
+        file.write('{"job": {"method": "a", "gro')
+    for more, message in (([], "add --resume to continue it"), (["--resume", "--seed", "9"], "other settings (seed)")):
+        assert main([*argv, *more]) == 2 and message in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0 and not partial.exists()
     assert log.read_text().count("answer") == 1, "what was measured is not measured again"
-    assert len(json.loads(path.read_text())["prompts"]) == 4
+    record = json.loads(path.read_text())
+    assert len(record["prompts"]) == 4 and record["methods"]["a"]["seconds_total"] == 4 * 0.5
 
 
 def test_ratios_are_of_blocks_totals() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.markdown_table import markdown
 from fsd_bench import Answer, TimedRun, build_record
 from fsd_bench.base import Turn
-from fsd_bench.intervals import mean_interval
+from fsd_bench.intervals import interval, mean_interval
 from fsd_bench.measures import final_answer
 from fsd_bench.record import BenchPrompt
 from fsd_bench.score import SCORES, first_option, last_number, read_references, rouge_l
@@ -139,6 +139,10 @@ def test_rouge_l() -> None:
 
 
 def test_interval_is_that_of_the_normal_law_and_pairs_narrow_it() -> None:
+    values = [1.0, 1.2, 1.1, 3.0, 0.9, 1.3]
+    of_median = interval(values, seed=1)
+    assert of_median["median"] == pytest.approx(1.15) and 0.9 <= of_median["low"] < 1.15 < of_median["high"] <= 3
+    assert interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "pairs": 1} and interval([])["median"] is None
     easy = np.random.default_rng(0).random(400) < 0.5
     own = [(float(right), 1.0) for right in easy]
     other = [(float(right or i % 20 == 0), 1.0) for i, right in enumerate(easy)]

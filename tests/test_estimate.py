@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsd_bench.estimate import Planned, by_device, planned_head
-from fsd_bench.planned import planned_target
+from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
+from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
 from fsd_bench.roofline import Hardware, Part, Work, devices_for
 from fsd_infer.cli.main import main as infer
@@ -90,7 +90,7 @@ def test_bytes_and_operations_on_paper_are_those_of_the_models(
     target.model.config.save_pretrained(tmp_path)
     drafter = EagleDrafter(EagleHead(EagleConfig.for_target(target, **options)), target, shape)
     paper = planned_target(str(tmp_path))
-    planned = Planned(paper, planned_head(paper, **options), batch=2, context=20, new=10)
+    planned = Planned(paper, head_on_paper(paper, planned_head(paper, **options)), batch=2, context=20, new=10)
     sizes = {part.name: part.bytes for part in planned.memory(shape)}
     assert sizes["target's weights"] == tensor_bytes(target.model.parameters())
     head = tensor_bytes(weight for module in drafter.modules() for weight in module.parameters())
@@ -120,11 +120,12 @@ def test_the_roofline() -> None:
 def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> None:
     """Weights are counted as published, the page has the tables, the recipe's header what training takes."""
     target = planned_target(name)
-    planned = Planned(target, planned_head(target, layout="eagle3", draft_vocab_size=32000), graphs=True)
+    head = planned_head(target, layout="eagle3", draft_vocab_size=32000)
+    planned = Planned(target, head_on_paper(target, head), graphs=True)
     shown = (repo_root / "docs" / "gpu.md").read_text(encoding="utf-8")
     for row in by_device(planned, DEFAULT_SHAPES["cuda"], TILTED_SHAPES["cuda"]):
         assert f"| {' | '.join(row)} |" in shown
-    assert planned.weights == weights and target.cache_bytes_per_token == cache
+    assert count_weights(target.model) == weights and target.cache_bytes_per_token == cache
     if name == "llama-3.1-8b":
         path = repo_root / "recipes" / "llama-3.1-8b.yaml"
         header = re.findall(r"^#   (target|head|activations|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)

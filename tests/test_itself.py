@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsd_bench.estimate import Planned, PlannedLM, planned_lm
-from fsd_bench.planned import planned_target
+from fsd_bench.estimate import lm_on_paper, weights_read
+from fsd_bench.planned import count_weights, planned_target
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.cli.main import main
 from fsd_infer.cpu.ops import packed_products, speed_up, weight_rows
@@ -142,17 +142,17 @@ def test_names() -> None:
 
 def test_what_they_cost_on_paper(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = planned_target("llama-3.1-8b")
-    plain = planned_lm(target, "self:layers=0-31")
-    half, rounded = planned_lm(target, "self:layers=0-15"), planned_lm(target, "self:layers=0-15:bits=4")
-    assert plain.own_weights == Planned(target, plain.head).read_weights  # type: ignore[arg-type]
-    assert plain.held.bytes == half.held.bytes == 0 and 2 * half.head_cache == plain.head_cache
-    layers = plain.own_weights - target.vocab_size * target.hidden_size
-    assert half.own_weights == pytest.approx(plain.own_weights - layers / 2, rel=1e-5)
-    assert rounded.drafter_bytes == pytest.approx(half.drafter_bytes - (2 - 4 / 8 - 4 / 64) * layers / 2, rel=1e-4)
+    plain = lm_on_paper(target, "self:layers=0-31")
+    half, rounded = lm_on_paper(target, "self:layers=0-15"), lm_on_paper(target, "self:layers=0-15:bits=4")
+    assert plain.weights == weights_read(target)
+    assert plain.held.bytes == half.held.bytes == 0 and 2 * half.cache == plain.cache
+    layers = plain.weights - target.vocab_size * target.hidden_size
+    assert half.weights == pytest.approx(plain.weights - layers / 2, rel=1e-5)
+    assert rounded.depth_bytes == pytest.approx(half.depth_bytes - (2 - 4 / 8 - 4 / 64) * layers / 2, rel=1e-4)
     assert rounded.held.bytes == pytest.approx((4 / 8 + 4 / 64) * layers / 2, rel=1e-4)
     toys = make_toys(tmp_path)
-    small = planned_lm(planned_target(str(toys / "target")), str(toys / "target"))
-    assert isinstance(small, PlannedLM) and small.held.bytes == 2 * small.weights
+    small = planned_target(str(toys / "target"))
+    assert lm_on_paper(small, str(toys / "target")).held.bytes == 2 * count_weights(small.model)
     assert main(["estimate", "--drafter", "self:layers=0-7:bits=3"]) == 0
     assert "round, small LM" in capsys.readouterr().out
     assert main(["estimate", "--drafter", "self:layers=40"]) == 2

@@ -1,4 +1,4 @@
-"""The experiment on stories: its beginnings, its loss, and its replay of `exact` without the target."""
+"""The experiments on drafters: made beginnings, the loss that knows its rule, recipes by loss, and the ladder."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import judge_stories
-from benchmarks.beginnings import WORDS, beginnings
-from benchmarks.judge_stories import Judge
-from benchmarks.stories import ValueLoss
+from benchmarks import ladder, stories
+from benchmarks.beginnings import WORDS, beginnings, tasks
+from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
 from tests.loss_toys import check, distributions, make_batch
 
 
 def test_beginnings_to_judge_by_share_nothing_with_those_to_train_on() -> None:
-    train, judge = ([text.strip() for texts in WORDS[kind].values() for text in texts] for kind in ("train", "judge"))
+    train, judge = ([text for texts in WORDS[kind].values() for text in texts] for kind in ("train", "judge"))
     assert not set(train) & set(judge)
     made = beginnings("train", 400)
     assert len(set(made)) == 400 and made[:50] == beginnings("train", 50) != beginnings("train", 50, seed=1)
-    assert not any("{" in text or "  " in text or text != text.strip() for text in made)
+    asked = [row["prompt"].partition("\n")[0] for row in tasks(48)]
+    assert not any("{" in text or "  " in text or text != text.strip() for text in made + asked)
 
 
 def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
@@ -36,20 +36,48 @@ def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
     lengths = kept[steps, starts + steps].cumprod(0).sum(0)
     anchor = ((p * (p.log() - q.log())).sum(-1) * batch.weights).sum() / batch.weights.sum()
     expected = 0.1 * anchor - (lengths / 3).log().mean()
-    check(batch, estimates, ValueLoss(price=0.3)(batch.batch()).loss, expected)
+    check(batch, estimates, stories.ValueLoss(price=0.3)(batch.batch()).loss, expected)
 
 
-@pytest.mark.parametrize("chain", [1, 4])
-def test_exact_is_replayed_as_it_decodes(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int) -> None:
-    monkeypatch.setattr(judge_stories, "beginnings", lambda *_, **__: ["the cat sat on", "what is the answer", "it is"])
-    judge = Judge(argparse.Namespace(target=str(toy.target), tokens=24, prompts=3, work=tmp_path), torch.float32)
-    replayed = judge.replay(str(toy.drafter))
-    decoded = judge.decoded(str(toy.drafter), "exact", 0.0, chain)
-    assert decoded["nats_per_token"] == 0 and 1 < decoded["tau"]
-    assert replayed["forwards"][str(chain)] == decoded["forwards"]
-    assert replayed["tau"][str(chain)] == pytest.approx(decoded["tau"])
-    record = tmp_path / "speed.json"
-    method = f"exact,{chain}"
-    words = ["--target", str(toy.target), "--drafters", str(toy.drafter), "--methods", method, "--tokens", "8"]
-    assert judge_stories.main([*words, "--json", str(record)]) == 0
-    assert json.loads(record.read_text())["methods"].keys() == {"plain", f"drafter {method}"}
+def test_every_loss_has_its_recipe(tmp_path: Path) -> None:
+    args = argparse.Namespace(work=tmp_path, target="models/target", drafter="models/drafter", steps=7)
+    for loss, written in stories.LOSSES.items():
+        recipe = read_recipe(stories.write_recipe(args, loss, tmp_path / loss))
+        asked = recipe.model["loss"]
+        assert (asked if isinstance(written, str) else asked["class_path"].rpartition(".")[2]) == (
+            written if isinstance(written, str) else written["class_path"].rpartition(".")[2]
+        )
+        assert recipe.model["unroll_steps"] == (4 if loss.startswith(stories.CHAINED) else 1)
+        assert recipe.trainer["max_steps"] == 7 and recipe.trainer["default_root_dir"] == str(tmp_path / loss)
+        assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
+
+
+def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--target", str(toy.target), "--rungs", str(toy.drafter), "noise:0.02", "--prompts", str(toy.prompts)]
+    words += ["--rules", "draft-only", "alone", "--batch", "2", "--depth", "4", "--max-new-tokens", "8", "--forecast"]
+    words += ["--work", "work", "--json", "ladder.json", "--figure", "ladder.png"]
+    assert ladder.main(words) == 0
+    record = json.loads((tmp_path / "ladder.json").read_text())
+    assert record["settings"]["target"] == "target" and str(tmp_path) not in json.dumps(record["rungs"])
+    assert list(record["rungs"]) == ["drafter", "noise:0.02"] and (tmp_path / "ladder.png").stat().st_size > 1000
+    for rung in record["rungs"].values():
+        exact, lossy, alone = (rung["rules"][rule] for rule in ("exact", "draft-only", "alone"))
+        assert exact["tau"] < lossy["tau"] and lossy["gain"]["ratio"] == pytest.approx(
+            lossy["tau"] / exact["tau"], rel=1e-4
+        )
+        assert alone["gain"] is None and alone["differences"].keys() == lossy["differences"].keys()
+        assert rung["forecast"]["exact"]["tau"] == pytest.approx(exact["tau"], rel=0.2)
+        assert rung["drafts"]["count"] > 0
+    before = (tmp_path / "work" / "drafter.json").stat().st_mtime_ns
+    monkeypatch.chdir(tmp_path)
+    assert ladder.main(words) == 0
+    assert (tmp_path / "work" / "drafter.json").stat().st_mtime_ns == before, "a finished rung is kept"
+
+
+def test_quality_is_equal_within_the_bounds() -> None:
+    assert ladder.is_model("smollm2-135m-maths") and not ladder.is_model("shipped")
+    same = {name: {"mean": 0.0} for name in ladder.BOUNDS}
+    assert ladder.within(same) and ladder.within({"copied_4grams": {"mean": -0.5}})
+    assert not ladder.within({**same, "copied_4grams": {"mean": 0.03}})
+    assert not ladder.within({**same, "score": {"mean": -0.03}})

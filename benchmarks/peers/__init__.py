@@ -1,4 +1,4 @@
-"""Other engines on the same prompts, each in an environment and a process of its own: methods of `make bench`.
+"""Measure other engines on the same prompts, each in its own environment and process, for `make bench`.
 
 ==========================  ==========================================================================================
 ``vllm``, ``vllm:ngram``    vLLM's offline ``LLM`` class in bf16, the second with n-gram speculation
@@ -7,7 +7,7 @@
 ``…+ngram``                 the same with llama.cpp's n-gram drafts, or with OpenVINO's prompt lookup
 ==========================  ==========================================================================================
 
-A new one is a script that keeps to ``protocol.py``, and an entry in :data:`PEERS`.
+A new engine is a script that uses ``protocol.py``, and an entry in :data:`PEERS`.
 """
 
 from __future__ import annotations
@@ -31,26 +31,24 @@ FILES = ("directory", "bf16", "f16", "gguf")  # forms of a target
 
 
 class Unavailable(FsdError):
-    """Why a peer cannot be measured: one line."""
+    """A peer cannot be measured. The message says why in one line."""
 
 
 @dataclass
 class Peer(Kind):
     """One engine.
 
-    Args:
-        modes: what may stand after its name, and the arguments of its script for each: ``{one of FILES}`` becomes the
-            target in that form, ``{THREADS}`` their number.
+    Attributes:
+        modes: what may follow its name, and the arguments of its script for each. ``{one of FILES}`` becomes the
+            target in that form, ``{THREADS}`` the number of threads.
         requirements: what pip installs.
-        script: in this directory.
+        script: file in this directory.
         imports: a statement that must work after the installation.
         unneeded: packages that are removed again, because importing them fails.
-        variables: of the environment, from the environment's Python and the number of threads.
-
-    Attributes:
-        python: of its environment; set by :func:`prepare`.
+        variables: environment variables, from the environment's Python and the number of threads.
+        python: Python of its environment; set by :func:`prepare`.
         files: the target by form; set by :func:`prepare`.
-        threads: of the processor.
+        threads: threads of the engine; set by :func:`prepare`.
     """
 
     modes: dict[str, list[str]]
@@ -72,14 +70,14 @@ class Peer(Kind):
 
     def make(self, spec: Spec, models: Models) -> Method:
         if self.python is None:
-            raise Unavailable(f"method {spec.text!r} runs in `make bench` alone, which installs it.")
+            raise Unavailable(f"method {spec.text!r} runs only in `make bench`, which installs it.")
         words = [word.format(**self.files, THREADS=self.threads) for word in self.modes[spec.argument]]
         command = [str(self.python), str(HERE / self.script), *words]
         return ProcessMethod(spec.name, command, self.variables(self.python, self.threads))
 
 
 def vllm_variables(python: Path, threads: int) -> dict[str, str]:
-    """As many threads as the others have, one GiB of key-value cache; Intel's OpenMP, which vLLM's package brings."""
+    """Return variables for these threads, one GiB of KV cache, and the OpenMP library of vLLM's package."""
     wanted = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
@@ -120,7 +118,7 @@ PEERS = {
 
 
 def install(peer: Peer, environment: Path, python: str = sys.executable) -> Path:
-    """Python of an environment with the peer, made there unless it is already. Raises Unavailable."""
+    """Return the Python of an environment with the peer, which is made if it is missing. Raises Unavailable."""
     stamp, inside = environment / ".installed", environment / "bin" / "python"
     if stamp.is_file() and stamp.read_text(encoding="utf-8").split() == peer.requirements:
         return inside
@@ -145,16 +143,16 @@ def install(peer: Peer, environment: Path, python: str = sys.executable) -> Path
 def prepare(
     methods: Sequence[str], environments: Path, pythons: Mapping[str, Path], files: dict[str, str], threads: int
 ) -> list[str]:
-    """Install the peers that ``methods`` name, and register them; the methods that can be measured are returned.
+    """Install and register the peers that ``methods`` name. Return the methods that can be measured.
 
-    Each of the others is reported in one line on standard error.
+    Every other method is reported in one line on standard error.
 
     Args:
-        methods: of peers.
-        environments: where environments are made.
-        pythons: of environments that have a peer already, by its name.
-        files: the target by form; a form that is missing leaves its methods out.
-        threads: of the processor.
+        methods: methods of peers.
+        environments: directory of the environments.
+        pythons: Pythons of environments that have a peer already, by the peer's name.
+        files: the target by form. Methods of a missing form are left out.
+        threads: threads of each engine.
     """
     for name in dict.fromkeys(text.partition(":")[0] for text in methods):
         peer = PEERS[name]

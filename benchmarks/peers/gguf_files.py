@@ -1,4 +1,4 @@
-"""GGUF files with the target's weights in another type: the 16-bit numbers that its 4-bit ones stand for."""
+"""Convert GGUF files to 16-bit weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPES = {
 
 
 def converted(source: Path, name: str, target: Path) -> Path:
-    """``target``, made unless it is there: ``source`` with its matrices as numbers of the type ``name``."""
+    """Write ``source`` to ``target`` with matrices of the type ``name``, unless it exists. Return the path."""
     if target.is_file():
         return target
     kind, file_type = TYPES[name]

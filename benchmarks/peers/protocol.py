@@ -1,4 +1,4 @@
-"""The other side of :mod:`fsd_bench.process`, for programs in environments that do not have this package."""
+"""Serve the protocol of :mod:`fsd_bench.process` from an environment without this package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = Fal
     """Load, then answer one prompt or one batch at a time until standard input ends.
 
     Args:
-        load: returns the function (prompt's token ids, new tokens, temperature, seed) -> an answer, and what a record
-            says about the method. An answer has ``seconds``, ``first`` (seconds until the first new token),
-            ``tokens`` or else ``text`` and ``count``, and ``stopped``; with drafts also ``verified`` and ``forwards``.
-        batches: the function takes a list of prompts, and returns ``seconds``, ``first`` and ``answers``.
+        load: returns a function (prompt's token ids, new tokens, temperature, seed) -> answer, and what a record stores
+            about the method. An answer has ``seconds``, ``first`` (seconds until the first new token), ``stopped``, and
+            ``tokens`` or else ``text`` and ``count``. With drafts it also has ``verified`` and ``forwards``.
+        batches: whether the function takes a list of prompts and returns ``seconds``, ``first`` and ``answers``.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
@@ -41,7 +41,7 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = Fal
         temperature = (options.get("temperature") or 1.0) if options.get("do_sample") else 0.0
         prompts = question["prompts"]
         if len(prompts) > 1 and not batches:
-            reply({"error": "answers one prompt at a time: --batch-size 1."})
+            reply({"error": "answers one prompt at a time. Use --batch-size 1."})
             continue
         run = answer(prompts if batches else prompts[0], options["max_new_tokens"], temperature, question["seed"])
         answers = [

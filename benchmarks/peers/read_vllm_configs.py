@@ -1,8 +1,7 @@
-"""What vLLM makes of exported heads' configs, by its own classes: ``read_vllm_configs.py TARGET METHOD=DIR ...``; runs
-in vLLM's environment and imports nothing of ours.
+"""Read exported heads' configs by vLLM's classes: ``read_vllm_configs.py TARGET METHOD=DIR ...``.
 
-METHOD is "eagle" or "eagle3"; "speculators" stands for a directory that names target and method itself. Prints a JSON
-object: what was found by directory. No weights are read.
+The script runs in vLLM's environment and imports nothing of this repository. METHOD is "eagle" or "eagle3", or
+"speculators" for a directory that names target and method. It prints a JSON object by directory, and reads no weights.
 """
 
 from __future__ import annotations

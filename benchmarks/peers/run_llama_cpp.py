@@ -1,4 +1,4 @@
-"""llama.cpp in this process, through the package xllamacpp: ``run_llama_cpp.py MODEL.gguf [--ngram]``."""
+"""Run llama.cpp in this process through the package xllamacpp: ``run_llama_cpp.py MODEL.gguf [--ngram simple]``."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from typing import Any
 
 from protocol import Answer, serve
 
+MATCH, DRAFT = 3, 8  # equal tokens before a draft, drafted tokens
+LONGEST = 4096  # tokens of a text
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--ngram", metavar="KIND", help="draft by n-grams of the text: simple, map_k, map_k4v or mod")
-    parser.add_argument("--match", type=int, default=3, help="tokens that must be equal (%(default)s)")
-    parser.add_argument("--draft", type=int, default=8, help="tokens drafted then (%(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
-    parser.add_argument("--length", type=int, default=4096, help="longest text (%(default)s)")
+    parser.add_argument("--ngram", metavar="KIND", help="draft by n-grams of the text: simple, map_k or map_k4v")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(default: %(default)s)")
     args = parser.parse_args()
-    drafts = {"kind": f"ngram_{args.ngram}", "match": args.match, "draft": args.draft} if args.ngram else None
+    drafts = {"kind": f"ngram_{args.ngram}", "match": MATCH, "draft": DRAFT} if args.ngram else None
 
     def load() -> tuple[Answer, dict[str, Any]]:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
         params.model.path = args.model
-        params.n_ctx, params.n_parallel, params.verbosity = args.length, 1, -1
+        params.n_ctx, params.n_parallel, params.verbosity = LONGEST, 1, -1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
         if drafts:
             kind = f"COMMON_SPECULATIVE_TYPE_NGRAM_{args.ngram.upper()}"
             params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind)]
             options = getattr(params.speculative, f"ngram_{args.ngram}")
-            if args.ngram == "mod":
-                options.n_match, options.n_min, options.n_max = args.match, 1, args.draft
-            else:
-                options.size_n, options.size_m = args.match, args.draft
+            options.size_n, options.size_m = MATCH, DRAFT
         server = xllamacpp.Server(params)
 
         def answer(prompt: list[int], new: int, temperature: float, seed: int) -> dict[str, Any]:

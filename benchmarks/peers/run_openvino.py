@@ -1,4 +1,4 @@
-"""OpenVINO GenAI in this process: ``run_openvino.py MODEL.gguf [--lookup]``."""
+"""Run OpenVINO GenAI in this process: ``run_openvino.py MODEL.gguf [--lookup]``."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from typing import Any
 
 from protocol import Answer, serve
 
+LOOKUP = {"max_ngram_size": 3, "num_assistant_tokens": 5}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="GGUF file, or directory in OpenVINO's format")
     parser.add_argument("--lookup", action="store_true", help="draft by prompt lookup")
-    parser.add_argument("--match", type=int, default=3, help="tokens that must be equal, at most (%(default)s)")
-    parser.add_argument("--draft", type=int, default=5, help="tokens drafted then (%(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
-    parser.add_argument("--property", action="append", default=[], metavar="KEY=VALUE", help="of the pipeline")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(default: %(default)s)")
     args = parser.parse_args()
-    drafts = {"max_ngram_size": args.match, "num_assistant_tokens": args.draft} if args.lookup else {}
-    properties = dict(text.split("=", 1) for text in args.property)
+    drafts = LOOKUP if args.lookup else {}
 
     def load() -> tuple[Answer, dict[str, Any]]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
-        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads, **properties}
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
         pipeline = genai.LLMPipeline(args.model, "CPU", **({"prompt_lookup": True} if drafts else {}), **options)
 
         def answer(prompt: list[int], new: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -52,13 +50,7 @@ def main() -> None:
             }  # fmt: skip
 
         version = f"openvino-genai {metadata.version('openvino-genai')}"
-        return answer, {
-            "by": "openvino",
-            "version": version,
-            "mode": "in-process",
-            "drafts": drafts or None,
-            **properties,
-        }
+        return answer, {"by": "openvino", "version": version, "mode": "in-process", "drafts": drafts or None}
 
     serve(load)
 

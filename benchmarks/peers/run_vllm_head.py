@@ -1,11 +1,11 @@
-"""vLLM decoding with a draft head, for ``benchmarks.heads_in_vllm``: ``run_vllm_head.py JOB.json``; runs in vLLM's
-environment and imports nothing of ours.
+"""Decode with a draft head in vLLM, for ``benchmarks.heads_in_vllm``: ``run_vllm_head.py JOB.json``.
 
-The job: ``target``, ``prompts`` (ids), ``new`` (tokens of an answer), ``dtype``, ``output`` (a directory), and, to
-speculate, ``head`` (an exported directory), ``method`` ("eagle" or "eagle3") and ``drafted`` (tokens a round).
+The script runs in vLLM's environment and imports nothing of this repository. The job has ``target``, ``prompts`` (ids),
+``new`` (tokens per answer), ``dtype``, ``output`` (a directory), and, to speculate, ``head`` (an exported directory),
+``method`` ("eagle" or "eagle3") and ``drafted`` (tokens per round).
 
-Written to ``output``: ``answers.json`` (ids of the answers, drafts, those accepted by position), and of the head's
-first call, on the first prompt, ``call.safetensors``: what it was given and the logits that it gave.
+It writes ``answers.json`` to ``output``: ids of the answers, number of drafts, accepted ones by position. The file
+``call.safetensors`` has the inputs and logits of the head's first call, on the first prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from run_vllm import keep_executor, package_version
 
 
 def watch_first_call(model: Any, kept: dict[str, Any]) -> None:
-    """Keep the inputs and logits of the first call of vLLM's model of a head, whatever warms it up left out."""
+    """Keep the inputs and logits of the first call of vLLM's model of a head. Warm-up calls do not count."""
     combine = getattr(model, "combine_hidden_states", None)
     if combine is not None:
 

@@ -1,9 +1,9 @@
-"""From a promise to a setting: measure candidates, keep those that certainly keep it, verify the best on other prompts.
+"""Choose a setting that keeps a promise: measure candidates, certify those that keep it, verify the best one.
 
 Candidates of one list (``fuzzy:js:0.1/0.2/0.4``) are tested in order, from careful to bold, and the first that fails
-ends the list; with F lists each test has the level (1 - confidence) / F. So the chance that any setting that breaks the
-promise is certified at all is at most 1 - confidence (fixed-sequence testing with a Bonferroni correction over lists;
-Angelopoulos et al., Learn then Test, 2021), and the fastest of the certified ones may be picked freely.
+ends the list. With F lists each test has the level (1 - confidence) / F. So any setting that breaks the promise is
+certified with a probability of at most 1 - confidence, and the fastest certified setting may be picked freely. This is
+fixed-sequence testing with a Bonferroni correction over lists (Angelopoulos et al., Learn then Test, 2021).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Promise:
 
     Attributes:
         kind: ``score``: the mean score is at most ``value`` below exact's (0.02 is two of a hundred answers). ``nats``:
-            no answer spends more than ``value``; the engine enforces it as the rule's budget. ``speed``: new tokens per
-            second of wall time are at least ``value`` times exact's.
-        value: see there.
-        copies: beside that, the mean share of 4-grams that stand in the prompt is at most so much above exact's (0.02
-            is two points); None for no such bound.
-        repeats: the same of 4-grams that the answer repeats.
+            no answer spends more than ``value``, which the engine enforces as the rule's budget. ``speed``: new tokens
+            per second of wall time are at least ``value`` times exact's.
+        value: see ``kind``.
+        copies: largest rise over exact in the mean share of 4-grams copied from the prompt (0.02 is two points), or
+            None.
+        repeats: the same for 4-grams that the answer repeats.
     """
 
     kind: str
@@ -66,11 +66,12 @@ class Promise:
                 raise FsdError(f"a bound on {name} must be between 0 and 1 (100 points), got {most}.")
 
     def bounds(self) -> dict[str, float]:
-        """By name in :class:`fsd_bench.base.Answer`, most that the share may be above exact's."""
+        """Return the largest rises over exact by name in :class:`fsd_bench.base.Answer`."""
         given = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
         return {name: most for name, most in given.items() if most is not None}
 
     def text(self) -> str:
+        """Return the promise in words."""
         main = {
             SCORE: f"at most {100 * self.value:g} points of score below exact",
             NATS: f"at most {self.value:g} nats per answer",
@@ -91,16 +92,16 @@ def calibrate(
     verify: Sequence[str | Path] = (),
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Find the setting, verify it, and write it beside the drafter; see :mod:`fsd_infer.decoder.calibrated`.
+    """Find a setting, verify it, and write it beside the drafter, see :mod:`fsd_infer.decoder.calibrated`.
 
     Args:
-        options: prompts, candidates (lists from careful to bold, or "auto" alone: see :mod:`.candidates`) and one
+        options: prompts, candidates (lists from careful to bold, or only "auto", see :mod:`.candidates`) and one
             temperature. A promise of score uses only prompts with a reference.
-        promise: what is to be kept.
-        output: folder for the sweeps of both sets (``calibration.jsonl``, ``verification.jsonl``; a killed run goes on
-            there), their reports, and ``record.json``.
-        confidence: chance, at least, that the promise holds for prompts like these.
-        verify: files of prompts to verify on; nothing: half of the prompts are kept for that, chosen by their text.
+        promise: what the setting must keep.
+        output: folder for the sweeps of both sets (``calibration.jsonl``, ``verification.jsonl``), from which a killed
+            run continues, their reports, and ``record.json``.
+        confidence: least probability that the promise holds for prompts like these.
+        verify: files of prompts to verify on. Default: half of the prompts, chosen by their text.
         progress: show progress bars.
 
     Returns:
@@ -108,20 +109,11 @@ def calibrate(
         ``options``, ``environment``, ``file``.
 
     Raises:
-        FsdError: options that make no sense, no candidate that reaches a promised speed, a drafter without a directory,
-            and as of :func:`.sweep`.
-        DataError: no prompts on one side, prompts on both, or none with a reference for a promise of score.
+        FsdError: invalid options, no candidate that reaches a promised speed, a drafter without a directory, or
+            whatever :func:`.sweep` raises.
+        DataError: a side without prompts, a prompt on both sides, or no reference for a promise of score.
     """
-    if not 0.5 <= confidence < 1:
-        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
-    if len(options.temperatures) != 1:
-        raise FsdError("calibrate for one temperature at a time: a setting is used at the temperature it was tried at.")
-    if list(options.rules) == [AUTO]:
-        options = replace(options, rules=forecast_rules(options, progress))
-    if promise.kind == NATS:
-        options = replace(options, rules=[_with_budget(rule, promise.value) for rule in options.rules])
-    options = replace(options, controls=False)
-    options.check()
+    options = _checked(options, promise, confidence, progress)
     directory, target = _home(options)
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE)
     folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
@@ -130,23 +122,24 @@ def calibrate(
     facts = summarise(turns, [setting.name for setting in settings], options.seed)
     certified = certify(turns, settings, promise, confidence, options.seed)
     chosen = _choose(settings, certified, facts, promise)
+    verified: dict[str, Any] = {"prompts": 0, "kept": True}
     if chosen.name != EXACT:
         on_other = _sweep(replace(options, rules=[chosen.name]), verification, folder / "verification.jsonl", progress)
         verified = check(on_other, chosen.name, promise, options.seed)
-    else:
-        verified = {"prompts": 0, "kept": True}
-    record = {
-        "promise": {**asdict(promise), "text": promise.text()},
+    evidence = {
         "confidence": confidence,
-        "setting": chosen.name,
-        "certified": certified,
         "calibration": check(turns, chosen.name, promise, options.seed),
         "verification": verified,
+    }
+    record = {
+        "promise": {**asdict(promise), "text": promise.text()},
+        "setting": chosen.name,
+        "certified": certified,
+        **evidence,
         "candidates": facts,
         "options": options.to_dict(),
         "environment": environment(),
     }
-    evidence = {key: record[key] for key in ("confidence", "calibration", "verification")}
     tree = chosen.tree or options.tree
     assert not isinstance(tree, str), "options.check() refuses it"
     setting = Calibrated(
@@ -158,10 +151,25 @@ def calibrate(
     return record
 
 
+def _checked(options: SweepOptions, promise: Promise, confidence: float, progress: bool) -> SweepOptions:
+    """Return the options with their candidates, each with the promised budget. Raises FsdError."""
+    if not 0.5 <= confidence < 1:
+        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
+    if len(options.temperatures) != 1:
+        raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
+    if list(options.rules) == [AUTO]:
+        options = replace(options, rules=forecast_rules(options, progress))
+    if promise.kind == NATS:
+        options = replace(options, rules=[_with_budget(rule, promise.value) for rule in options.rules])
+    options = replace(options, controls=False)
+    options.check()
+    return options
+
+
 def _with_budget(rule: str, nats: float) -> str:
-    """The rule's lists with that budget."""
+    """Return the rule with that budget."""
     if "budget" in rule:
-        raise FsdError(f"rule {rule}: a promise of nats sets the budget itself. Leave it out.")
+        raise FsdError(f"rule {rule}: a promise of nats sets the budget itself, so leave the budget out.")
     text, at, tree = rule.partition("@")
     return text if text == EXACT else f"{text}:budget={nats:g}{at}{tree}"
 
@@ -169,7 +177,7 @@ def _with_budget(rule: str, nats: float) -> str:
 def split(
     options: SweepOptions, verify: Sequence[str | Path], needs_score: bool
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """(prompts to calibrate on, prompts to verify on); no text is in both. Errors as of :func:`calibrate`."""
+    """Return prompts to calibrate on and prompts to verify on, without common texts. Raises as :func:`calibrate`."""
     rows = options.read()
     if verify:
         halves = [rows, replace(options, prompts=verify).read()]
@@ -209,13 +217,13 @@ def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progres
 def certify(
     turns: Sequence[Turn], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """The settings that keep the promise, in the order of their tests: {"setting", "p"}. Exact keeps all but speed."""
+    """Return the settings that keep the promise, in order of their tests: {"setting", "p"}."""
     families: dict[str, list[Setting]] = {}
     for setting in settings:
         if setting.name != EXACT:
             families.setdefault(setting.family, []).append(setting)
     level = (1 - confidence) / max(len(families), 1)
-    passed = [] if promise.kind == SPEED else [{"setting": EXACT, "p": 0.0}]
+    passed = [] if promise.kind == SPEED else [{"setting": EXACT, "p": 0.0}]  # exact keeps every other promise
     for candidates in families.values():
         for setting in reversed(candidates) if promise.kind == SPEED else candidates:
             p = p_value(turns, setting.name, promise, seed)
@@ -226,7 +234,7 @@ def certify(
 
 
 def p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> float:
-    """Of the hypothesis that the setting breaks some part of the promise: the largest of the parts' own."""
+    """Return the p-value of the hypothesis that the setting breaks the promise: the largest over its parts."""
     parts = [loss_p_value(-score_losses(turns, name, quality), most) for quality, most in promise.bounds().items()]
     return max([_main_p_value(turns, name, promise, seed), *parts])
 
@@ -244,31 +252,31 @@ def _main_p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int)
 
 
 def score_losses(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
-    """[prompts] exact's score, or another share, less the setting's, means over repeats."""
+    """Return exact's score, or another share, less the setting's [prompts], as means over repeats."""
     return _scores(turns, EXACT, quality) - _scores(turns, name, quality)
 
 
 def score_scale(turns: Sequence[Turn]) -> float:
-    """The score that is gone where exact's whole answer is: 1 if answers are right or wrong.
+    """Return the score that a whole answer of exact is worth: 1 if answers are right or wrong.
 
-    For graded scores (ROUGE-L) their mean over prompts, each weighted by its own score: Σ score² / Σ score.
+    For graded scores (ROUGE-L) it is their mean weighted by the scores themselves: Σ score² / Σ score.
     """
     scores = _scores(turns, EXACT)
     return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
 
 
 def _scores(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
-    """[prompts] of a setting, means over repeats; answers too short for a 4-gram have none."""
+    """Return a setting's scores [prompts] as means over repeats. Answers too short for a 4-gram count 0."""
     sums = columns(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
     return np.asarray(sums[:, 0] / sums[:, 1])
 
 
 def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
-    """Of the hypothesis that the mean of ``losses`` [N], each from -1 to 1, is ``most`` or above.
+    """Return the p-value of the hypothesis that the mean of ``losses`` [N], each in [-1, 1], is at least ``most``.
 
-    The larger of two: a normal test on paired differences with two pseudo-prompts, one half lost and one half won, so
-    that few differences are not taken for none (Agresti and Min, 2005); and the exact binomial test for the hardest
-    case, a setting that loses whole answers, worth ``scale`` each (:func:`score_scale`), and wins none.
+    It is the larger of two. The first is a normal test on paired differences with two pseudo-prompts, one half lost and
+    one half won, which guards against few differences (Agresti and Min, 2005). The second is the exact binomial test
+    for the hardest case: a setting that loses whole answers, worth ``scale`` each (:func:`score_scale`), and wins none.
     """
     from scipy.stats import binom, norm
 
@@ -282,12 +290,12 @@ def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
 def _choose(
     settings: Sequence[Setting], certified: Sequence[dict[str, Any]], facts: dict[str, dict[str, Any]], promise: Promise
 ) -> Setting:
-    """The fastest of the certified; for a promise of speed the one with the best score, or else the fewest nats."""
+    """Return the fastest certified setting; for a promise of speed the one with the best score or fewest nats."""
     if not certified:
         best = max(found["ratios"]["speed"]["ratio"] for found in facts.values())
         raise FsdError(
             f"no candidate is certainly {promise.value:g} times as fast as exact; the best measured {best:.2f}. "
-            "Add bolder ones or deeper trees, ask for less, or measure more prompts."
+            "Add bolder candidates or deeper trees, promise less, or measure more prompts."
         )
     names = [found["setting"] for found in certified]
 
@@ -302,7 +310,7 @@ def _choose(
 
 
 def check(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
-    """What was measured of a setting on some prompts, and whether the promise was kept there."""
+    """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
     found = summarise(turns, [EXACT, name], seed)[name]
     spent = [turn.runs[name].answers[0].divergence_spent for turn in turns]
     score = found["differences"].get("score")
@@ -329,7 +337,7 @@ def check(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> 
 
 
 def _home(options: SweepOptions) -> tuple[Path, Target]:
-    """The drafter's directory and its target."""
+    """Return the drafter's directory and its target. Raises FsdError without a directory."""
     decoder = options.load(options.drafter, pack=False)
     if decoder.drafter.directory is None:
         raise FsdError(f"drafter {decoder.drafter.name} has no directory to write a setting to: use a head or a model.")

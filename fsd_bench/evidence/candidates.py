@@ -1,39 +1,39 @@
-"""Candidates for a calibration that names none: the rules that a forecast finds worth trying with this drafter."""
+"""Choose candidates for a calibration that names none: the rules that a forecast recommends for this drafter."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fsd_bench.evidence.settings import EXACT, SweepOptions
-from fsd_bench.runner import encode_row
+from fsd_bench.prompts import encode_rows
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.text import verdict
 from fsd_infer.errors import FsdError
 
 AUTO = "auto"
 PROMPTS, TOKENS = 16, 96  # of the forecast
-MOST = 4  # candidates; each takes a share of the confidence
+MOST = 4  # candidates, because each takes a share of the confidence
 
 
 def forecast_rules(options: SweepOptions, progress: bool = False) -> list[str]:
-    """Up to :data:`MOST` rules of the forecast's frontier, each with its fastest shape, from cheap to dear per token.
+    """Return up to :data:`MOST` rules of the forecast's frontier with their fastest shapes, from cheap to dear.
 
     The forecast sees some of the prompts, but neither references nor scores.
 
     Raises:
-        FsdError: no rule is forecast to be faster than exact, options that make no sense, and as of :func:`.forecast`.
+        FsdError: no rule is forecast to be faster than exact, invalid options, or whatever :func:`.forecast` raises.
     """
-    replace(options, rules=[EXACT, "tilted"]).check()  # whatever else is wrong is told before anything is loaded
+    replace(options, rules=[EXACT, "tilted"]).check()  # other errors are raised before anything is loaded
     decoder = options.load(options.drafter)
     target, rows = decoder.target, options.read()
     rows = rows[:: max(len(rows) // PROMPTS, 1)][:PROMPTS]
-    prompts = [encode_row(row, target.name, decoder.tokenizer, target.max_positions) for row in rows]
+    prompts = encode_rows(rows, target.name, decoder.tokenizer, target.max_positions, options.raw)
     found = forecast(
         decoder, prompts, temperature=float(options.temperatures[0]),
         max_new_tokens=min(options.max_new_tokens, TOKENS), seed=options.seed, progress=progress,
     )  # fmt: skip
     rules = found.frontier()
     if not rules:
-        raise FsdError(f"nothing to calibrate: {verdict(found)} Name rules to try some all the same.")
+        raise FsdError(f"nothing to calibrate: {verdict(found)} Name rules to calibrate some anyway.")
     kept = rules if len(rules) <= MOST else [rules[place * (len(rules) - 1) // (MOST - 1)] for place in range(MOST)]
     return [f"{row.rule}@{row.best.shape.text}" for row in kept]

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: points with intervals, lines, histograms. Series differ in mark, dash and colour."""
+"""Draw charts as inline SVG: points with intervals, lines, histograms. Series differ in mark, dash and colour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS = "osD^v*PX"
 
 @dataclass(frozen=True)
 class Point:
-    """x, y and their intervals; ``label`` is shown beside it."""
+    """A point with its intervals. ``label`` is shown beside it."""
 
     x: float
     y: float
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind, joined by a line and a band through their intervals."""
+    """Points that a line joins, with a band through their intervals."""
 
     name: str
     points: Sequence[Point]
@@ -38,7 +38,7 @@ class Series:
 def chart(
     title: str, x_label: str, y_label: str, series: Sequence[Series], x_ticks: Sequence[tuple[float, str]] = ()
 ) -> str:
-    """Series over two axes, with a legend. ``x_ticks``: (place, text) where round numbers will not do."""
+    """Draw series over two axes with a legend. ``x_ticks``: (place, text) in place of round numbers."""
     figure, axes = _axes(title, x_label, y_label)
     for one in series:
         colour, dashes, mark = _style(one.style)
@@ -61,7 +61,7 @@ def chart(
 def bars(
     title: str, x_label: str, y_label: str, edges: Sequence[float], series: Sequence[tuple[str, Sequence[float], int]]
 ) -> str:
-    """Histograms as outlines over shared bins: (name, share of each bin, style)."""
+    """Draw histograms as outlines over shared bins: (name, share of each bin, style)."""
     figure, axes = _axes(title, x_label, y_label)
     for name, shares, style in series:
         colour, dashes, _ = _style(style)
@@ -89,7 +89,7 @@ def _short(name: str) -> str:
 
 
 def _svg(figure: Figure, axes: Axes) -> str:
-    """The figure as an SVG element. Its text stays text, and equal figures have equal ids."""
+    """Return the figure as an SVG element. Text stays text, and equal figures have equal ids."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
     out = io.StringIO()
     metadata = {"Title": axes.get_title("left"), **dict.fromkeys(("Creator", "Date", "Format", "Type"))}

@@ -1,4 +1,4 @@
-"""The report of a sweep: one HTML file with everything in it, no script, readable in greyscale."""
+"""Write the report of a sweep: one self-contained HTML file without scripts, readable in greyscale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsd_infer.files import write_text
 from fsd_infer.rules import Source
 
 ORIGIN = {Source.TARGET: "", Source.EXACT: "e", Source.GATE: "g"}
-# (of a summary) what is plotted against speed and forwards: title, axis, where it stands, its key, scale
+# of a summary, plotted over speed and forwards: title, axis, part and key in the summary, scale
 QUALITIES = (
     ("Score", "score less exact's, points", "differences", "score", 100.0),
     ("Same final answer", "prompts with exact's final answer, %", "same_final_answer", None, 100.0),
@@ -73,7 +73,7 @@ def write_page(sweep: str | Path, page: str | Path) -> None:
     """Write the report of a sweep's file, finished or not.
 
     Raises:
-        FsdError: no sweep, not one prompt that every setting has answered, or a file that cannot be written.
+        FsdError: no sweep, no prompt that every setting has answered, or a file that cannot be written.
     """
     text = render(read_sweep(sweep))
     try:
@@ -83,7 +83,7 @@ def write_page(sweep: str | Path, page: str | Path) -> None:
 
 
 def render(sweep: Sweep) -> str:
-    """The page."""
+    """Return the page. Raises FsdError if no prompt has been answered under every setting."""
     seed = sweep.head["settings"]["seed"]
     parts = []
     for at in sweep.at:
@@ -101,7 +101,7 @@ def render(sweep: Sweep) -> str:
             "examples": _examples(sweep, at),
         })  # fmt: skip
     if not parts:
-        raise FsdError("no prompt has been answered under every setting yet: let the sweep go on.")
+        raise FsdError("no prompt has been answered under every setting yet: continue the sweep.")
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"), autoescape=True)
     return template.render(head=sweep.head, titles=["setting", *COLUMNS], parts=parts, marked=_marked)
 
@@ -130,7 +130,7 @@ def _point(label: str, x: dict[str, Any], y: dict[str, Any], scale: float) -> Po
 
 
 def _parameter(name: str, names: Sequence[str]) -> str:
-    """What sets a setting apart from its family's others."""
+    """Return the parameters in which a setting differs from the others of its family."""
     if len(names) == 1:
         return ""
     parts = [one.partition("@")[0].split(":") for one in names]
@@ -139,13 +139,13 @@ def _parameter(name: str, names: Sequence[str]) -> str:
 
 
 def _family(family: str, names: Sequence[str]) -> str:
-    """A family's name without its lists of parameters."""
+    """Return a family's name without its lists of parameters."""
     rule, at, tree = family.partition("@")
     return ":".join(part for part in rule.split(":") if "/" not in part) + at + tree
 
 
 def _shown(families: dict[str, list[str]]) -> list[tuple[str, int]]:
-    """(setting, style): of each family the middle one, so that charts of whole answers stay readable."""
+    """Return (setting, style) of each family's middle setting, which keeps charts of whole answers readable."""
     return [(names[len(names) // 2], style) for style, names in enumerate(families.values())]
 
 
@@ -173,13 +173,13 @@ def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
         return []
     edges, rows = np.linspace(0, most, 13), []
     for name, style in _shown(families):
-        counts = np.histogram(np.clip(spent[name], 0, most), edges)[0]  # infinite ones are in the last bin
+        counts = np.histogram(np.clip(spent[name], 0, most), edges)[0]  # the last bin has infinite ones
         rows.append((name, list(counts / len(spent[name])), style))
     return [bars("Nats spent per answer", "nats", "share of answers", list(edges), rows)]
 
 
 def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], Answer, list[tuple[str, Answer]]]]:
-    """(prompt, exact's answer, the others by setting) of the prompts that are shown."""
+    """Return (prompt, exact's answer, the others by setting) of the prompts that are shown."""
     examples = []
     for turn in at.turns:
         exact, *others = ((name, turn.runs[name].answers[0]) for name in sweep.settings)
@@ -189,7 +189,7 @@ def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], Answer, list[t
 
 
 def _marked(answer: Answer) -> Iterator[tuple[str, str]]:
-    """(mark, text) of an answer's tokens by origin; neighbours of one origin share a mark."""
+    """Yield (mark, text) of an answer's tokens. Neighbours of one origin share a mark."""
     assert answer.trace is not None
     marks = [ORIGIN[Source(int(source))] for source in answer.trace.sources]
     for mark, pieces in groupby(zip(marks, answer.trace.pieces or ()), itemgetter(0)):

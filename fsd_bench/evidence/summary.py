@@ -1,4 +1,4 @@
-"""A sweep's answers as numbers: every setting against exact decoding on the same prompts, with paired intervals."""
+"""Summarise a sweep: every setting beside exact decoding on the same prompts, with paired intervals."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEPT = ("tokens_per_second", "tau", "divergence_spent", "drafts", "gate_open_fra
 
 
 def summarise(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """By setting: means, and how they compare with exact's on the same prompts.
+    """Return by setting: means, and how they compare with exact's on the same prompts.
 
     ``means``, ``differences``, ``ratios`` (with ``speed`` and ``tau``) and ``same_final_answer`` are those of
-    :mod:`fsd_bench.paired`; :data:`KEPT` are plain numbers, as in the record of a benchmark.
+    :mod:`fsd_bench.paired`. :data:`KEPT` are numbers as in the record of a benchmark.
     """
     found = {}
     for name in names:
@@ -34,11 +34,14 @@ def summarise(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> dic
 
 
 def tau_by_position(answers: Iterable[Sequence[int]]) -> list[tuple[int, int, float, int]]:
-    """(first position, end, tokens per round, rounds) of bins of positions in the answer at which rounds begin.
+    """Bin rounds by the position in the answer at which they begin.
 
     Args:
-        answers: tokens of each of an answer's rounds. The prefill's own token is left out, and so is an answer's last
-            round, which its end may have cut.
+        answers: tokens of each of an answer's rounds. The prefill's token and the last round, which the answer's end
+            may have cut, are left out.
+
+    Returns:
+        (first position, end, tokens per round, rounds) of each bin.
     """
     bins: dict[int, list[int]] = {}
     for rounds in answers:

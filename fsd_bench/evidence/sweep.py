@@ -1,4 +1,4 @@
-"""The sweep: every setting answers every prompt at every temperature, and each answer is one line of a file."""
+"""The sweep: every setting answers every prompt at every temperature. Each answer is a line of a file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.engine import EngineMethod
 from fsd_bench.environment import environment
 from fsd_bench.evidence.settings import SweepOptions
-from fsd_bench.jobs import Asked, Session, in_turns, run_jobs, turns_of
+from fsd_bench.jobs import UNSHAPED, Asked, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.measures import measure
 from fsd_bench.models import Models
-from fsd_bench.runner import encode_rows, rows_digest
+from fsd_bench.prompts import encode_rows, rows_digest
 from fsd_bench.runs import Job, RunFile, read_lines, read_run
 from fsd_bench.score import Reference, read_references
 from fsd_infer.chat.encoding import PromptRow
@@ -25,20 +25,20 @@ from fsd_infer.files import jsonable, usable_name, writable
 
 
 def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, rows: Sequence[PromptRow] = ()) -> Path:
-    """Answer, measure, and append to the file at ``path`` what it lacks. A finished file is left as it is.
+    """Append the missing answers to the file at ``path``. A finished file is left unchanged.
 
     Args:
         options: what to run.
-        path: of the file, see :class:`.RunFile`; its first line also has ``families``, ``prompts`` and ``environment``.
-        progress: show a progress bar with the time that is left.
-        rows: prompts that were read before, in place of the options'.
+        path: the file, see :class:`.RunFile`. Its first line also has ``families``, ``prompts`` and ``environment``.
+        progress: show a progress bar with the remaining time.
+        rows: prompts in place of the options', if they were read before.
 
     Returns:
         The path.
 
     Raises:
-        FsdError: options that make no sense, another file in the way, and whatever loading or decoding raises; the
-            answers so far are kept.
+        FsdError: invalid options, another file in the way, or whatever loading or decoding raises. Finished answers
+            are kept.
     """
     options.check()
     rows = list(rows) or options.read()
@@ -83,9 +83,8 @@ def _run(
     models = Models(options)
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
-    prompts = [prompt.ids for prompt in encode_rows(rows, models, options.raw)]
-    sampling = dict(top_p=None, top_k=None)  # nothing but the rule shapes a law
-    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed, sampling=sampling)
+    prompts = encode_rows(rows, options.target, decoder.tokenizer, decoder.target.max_positions, options.raw)
+    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed, sampling=UNSHAPED)
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]
@@ -110,7 +109,7 @@ class At:
     turns: list[Turn]
 
     def answers(self, name: str) -> list[Answer]:
-        """A setting's."""
+        """Return a setting's answers."""
         return [turn.runs[name].answers[0] for turn in self.turns]
 
 
@@ -128,19 +127,19 @@ class Sweep:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """The file, finished or not: prompts that not every setting has answered yet are left out.
+    """Read the file, finished or not, without the prompts that some setting has not answered yet.
 
     Raises:
         FsdError: the file holds no sweep.
     """
     lines = read_lines(Path(usable_name(path, "the sweep's file")), "sweep")
     if lines is None:
-        raise FsdError(f"{path} holds no sweep: there is nothing to report.")
+        raise FsdError(f"{path} holds no sweep: name the file of `fsd-infer sweep`.")
     head, settings = lines[0], lines[0]["settings"]
     try:
         runs = dict(read_run(line) for line in lines[1:] if "run" in line)
     except (TypeError, KeyError, ValueError) as error:
-        raise FsdError(f"{path} is damaged ({error}): the sweep that made it measures again what is lost.") from error
+        raise FsdError(f"{path} is damaged ({error}): repeat the sweep, which measures the lost answers.") from error
     groups = [[number] for number in range(len(head["prompts"]))]
     at = [At(value, turns_of(runs, groups, settings["rules"], value)) for value in settings["temperatures"]]
     return Sweep(head, at)

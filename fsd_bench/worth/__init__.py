@@ -1,4 +1,4 @@
-"""What lossy rules would be worth with a drafter, forecast from one run of exact decoding."""
+"""Forecast what lossy rules are worth with a drafter, from one run of exact decoding."""
 
 from fsd_bench.worth.forecasts import Forecast, Row, Shaped, forecast
 

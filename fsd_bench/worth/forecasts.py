@@ -1,15 +1,16 @@
-"""The forecast: what each rule would emit, spend and take, each with the shape that suits it."""
+"""Forecast what each rule would emit, spend and take, each on the shape that suits it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from fsd_bench.worth.replay import Cell, Replay
+from fsd_bench.jobs import UNSHAPED, decoding
+from fsd_bench.worth.replay import Cell, Replay, Tally
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
@@ -41,16 +42,14 @@ class Shaped:
 
     Attributes:
         tau: tokens per target forward.
-        plain_tau: the same without the correction for where a lossy rule's rounds begin.
-        nats: per token, as rules count them.
-        lossy: share of tokens that only another law than the target's let through.
-        depth, nodes: means of the trees, the root counted among the nodes.
-        seconds: of a round, by this run's clock.
+        nats: nats per token, as rules count them.
+        lossy: share of tokens that only another law than the target's lets through.
+        depth, nodes: mean depth and size of the trees, the root counted.
+        seconds: seconds per round, by this run's clock.
     """
 
     shape: TreeShape
     tau: float
-    plain_tau: float
     nats: float
     lossy: float
     depth: float
@@ -62,13 +61,13 @@ class Shaped:
         return self.tau / self.seconds
 
     def per_cost(self, cost: float) -> float:
-        """Tokens per target forward's worth of work, where a drafted token costs ``cost`` and nodes nothing."""
+        """Return tokens per target forward's worth of work. A drafted token costs ``cost`` forwards, nodes nothing."""
         return self.tau / (1 + cost * self.depth)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A rule on its best shape, decoded: tokens per target forward, nats per token, tokens per second after prefill."""
+    """A rule decoded on its best shape: tokens per target forward, nats per token, tokens per second after prefill."""
 
     tau: float
     nats: float
@@ -77,8 +76,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A rule with all shapes. ``best`` is the fastest; ``tokens`` and ``speed`` compare it with exact's fastest.
-    ``measured``: what decoding with it said, where that was checked.
+    """A rule on all shapes.
+
+    Attributes:
+        best: the fastest shape.
+        tokens, speed: tokens per forward and speed there, as multiples of exact's on its fastest shape.
+        measured: what decoding with it measured, if it was checked.
     """
 
     rule: str
@@ -99,10 +102,12 @@ class Forecast:
     Attributes:
         rows: exact first, then from the cheapest rule per token to the dearest.
         regret: of the drafter's first choices, see :meth:`.Drafts.summary`.
-        yardsticks: nats per token that the target's own samples spend, by temperature, counted as at temperature 0.
-        decoded: the shape of exact's run; ``tau`` of that run, as it was measured, and its number of ``rounds``.
-        forwards: seconds of a target forward by nodes; ``draft_step`` and ``rest``: of a drafted step, and of what
-            else a round takes.
+        yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
+        decoded: shape of the run with exact.
+        tau, rounds: measured τ of that run, and its number of rounds.
+        temperature: of the request.
+        forwards: seconds of a target forward by number of nodes.
+        draft_step, rest: seconds of a drafted depth, and of everything else in a round.
     """
 
     rows: list[Row]
@@ -112,23 +117,20 @@ class Forecast:
     tau: float
     rounds: int
     temperature: float
-    forwards: dict[str, float] = field(default_factory=dict)
-    draft_step: float = 0.0
-    rest: float = 0.0
+    forwards: dict[str, float]
+    draft_step: float
+    rest: float
 
     @property
     def exact(self) -> Row:
         return self.rows[0]
 
     def row(self, rule: str) -> Row:
-        """Raises KeyError for a rule that was not replayed."""
-        for row in self.rows:
-            if row.rule == rule:
-                return row
-        raise KeyError(rule)
+        """Return the row of a rule. Raises KeyError for a rule that was not replayed."""
+        return {row.rule: row for row in self.rows}[rule]
 
     def frontier(self, most_nats: float = float("inf")) -> list[Row]:
-        """Rules faster than exact and than every cheaper rule, from cheap to dear."""
+        """Return the rules faster than exact and than every cheaper rule, from cheap to dear."""
         found, fastest = [], 1.0
         for row in self.rows[1:]:
             if row.speed > fastest and row.best.nats <= most_nats:
@@ -137,7 +139,7 @@ class Forecast:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the forecast as JSON values."""
         made = asdict(self)
         for row, facts in zip(self.rows, made["rows"], strict=True):
             facts["per_cost"] = {f"{cost:g}": row.per_cost(cost) for cost in COSTS}
@@ -145,8 +147,10 @@ class Forecast:
 
 
 def deep_drafter(drafter: Drafter) -> TreeDrafter:
-    """The drafter with a shape that others can be cut from: the one that was asked for, or a deep one. Raises FsdError
-    for a drafter without shapes.
+    """Return the drafter with a shape that others can be cut from: the requested one, or a deep default.
+
+    Raises:
+        FsdError: the drafter has no shapes.
     """
     if not isinstance(drafter, TreeDrafter):
         raise FsdError(f"worth forecasts for heads and small LMs, not for drafter {drafter.name!r}: name one of these.")
@@ -155,21 +159,14 @@ def deep_drafter(drafter: Drafter) -> TreeDrafter:
     return drafter.reshaped(replace(drafter.shape, stop_below=0.0))
 
 
-def _shapes(deep: TreeDrafter) -> tuple[TreeShape, list[TreeShape]]:
-    """What is decoded with, and all that are replayed, among them that."""
-    whole = deep.shape
+def _shapes(whole: TreeShape) -> list[TreeShape]:
+    """The shapes to replay, with the one that is decoded among them."""
     if whole.width == 1:
         chains = [TreeShape.chain(length) for length in LENGTHS if length < whole.depth]
         stopped = [TreeShape.chain(length, STOP) for length in {8, whole.depth} if length <= whole.depth]
-        return whole, [*chains, whole, *stopped]
+        return [*chains, whole, *stopped]
     cuts = [TreeShape(d, whole.width, n) for d, n in TREES if d <= whole.depth and n <= whole.nodes]
-    return whole, [*(cut for cut in cuts if cut != whole), whole]
-
-
-def request_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Of ``generate``, with nothing but a temperature."""
-    sampled: dict[str, Any] = dict(do_sample=temperature > 0, temperature=temperature or None)
-    return dict(max_new_tokens=max_new_tokens, top_p=None, top_k=None, **sampled)
+    return [*(cut for cut in cuts if cut != whole), whole]
 
 
 def forecast(
@@ -189,28 +186,27 @@ def forecast(
     Args:
         decoder: target and drafter.
         prompts: as for :meth:`FuzzyDecoder.generate`, one after the other.
-        rules: beside :data:`RULES`.
-        drafter: a head or a small LM; None: the decoder's. Its shape is cut; without one that was asked for it drafts
+        rules: rules to replay besides :data:`RULES`.
+        drafter: a head or a small LM whose shape is cut; None: the decoder's. Without a requested shape it drafts
             :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
         temperature, max_new_tokens, chat: of the request.
-        seed: of draws.
-        progress: show a bar.
+        seed: seed of draws.
+        progress: show a progress bar.
 
     Raises:
-        FsdError: no prompts, a drafter of another kind, a rule that makes no sense, and as of ``generate``.
+        FsdError: no prompts, a drafter without shapes, an invalid rule, or whatever ``generate`` raises.
     """
     if not prompts:
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
-    whole, shapes = _shapes(deep)
+    shapes = _shapes(deep.shape)
     tried = dict.fromkeys([Exact(), *map(parse_rule, RULES), *map(parse_rule, rules)])
     replayed = [rule for rule in tried if temperature == 0 or not isinstance(rule, Fly)]
     names = {parse_rule(text): text for text in ["exact", *RULES, *rules] if isinstance(text, str)}
     eos = decoder.target.model.generation_config.eos_token_id
     replay = Replay(replayed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()))
-    generator = torch.Generator().manual_seed(seed)
-    watch = Watch(replay.add, temperature, max_new_tokens, generator)
-    options = request_options(temperature, max_new_tokens)
+    watch = Watch(replay.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed))
+    options = decoding(temperature, max_new_tokens, **UNSHAPED)
     drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
     for number, prompt in enumerate(tqdm(prompts, desc="worth", unit="answer", disable=not progress)):
         made = decoder.generate([prompt], drafter=Watching(deep, watch), seed=seed + number, chat=chat, **options)
@@ -224,30 +220,31 @@ def forecast(
         raise FsdError("every answer ended with its first token: give other prompts.")
     forwards = Forwards(decoder.target, length // len(prompts), deep.max_nodes)
     step, rest = watch.draft_seconds / max(watch.steps, 1), rest / rounds
-    shaped = {cell: _shaped(replay, cell, whole, forwards, step, rest) for cell in replay.rounds}
+    shaped = {cell: _shaped(cell[1], tally, forwards, step, rest) for cell, tally in replay.tallies.items()}
     yardsticks = {f"{t:g}": watch.spent[t] / watch.contexts for t in YARDSTICKS}
     return Forecast(
         _rows(replayed, shapes, shaped, names, {} if temperature else yardsticks), drafts.summary(), yardsticks,
-        whole, emitted / rounds, rounds, temperature,
+        deep.shape, emitted / rounds, rounds, temperature,
         {str(count): seconds for count, seconds in zip(forwards.counts, forwards.seconds)}, step, rest,
     )  # fmt: skip
 
 
-def _shaped(replay: Replay, cell: Cell, whole: TreeShape, forwards: Forwards, step: float, rest: float) -> Shaped:
-    rule, shape = cell
-    found, (count, depths, nodes) = replay.rounds[cell], replay.drafted[cell]
-    plain = found.mean()
-    rates = plain if isinstance(rule, Exact) and shape == whole else found.stationary()  # the latter was decoded
-    depth, nodes_mean = depths / count, nodes / count
+def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, rest: float) -> Shaped:
+    depth, nodes = tally.depths / tally.rounds, tally.nodes / tally.rounds
     return Shaped(
-        shape, rates.tokens, plain.tokens, rates.nats / rates.tokens, rates.lossy / rates.tokens, depth, nodes_mean,
-        depth * step + forwards.at(nodes_mean) + rest,
+        shape, tally.tokens / tally.rounds, tally.nats / tally.tokens, tally.lossy / tally.tokens, depth, nodes,
+        depth * step + forwards.at(nodes) + rest,
     )  # fmt: skip
 
 
-def _learned(heat: float, allowed: float, shapes: int, found: dict[Rule, list[Shaped]]) -> list[Shaped]:
-    """`tilted` with a learned price: between the two prices, or exact and the dearest, that spend more and less than
-    ``allowed`` nats per token; at most what the cheapest price spends.
+def learned(heat: float, allowed: float, shapes: int, found: dict[Rule, list[Shaped]]) -> list[Shaped]:
+    """Interpolate `tilted` with a learned price between the fixed prices that spend more and less.
+
+    Args:
+        heat: above the default the floor is 0.
+        allowed: nats per token to spend; at most what the cheapest price spends.
+        shapes: number of shapes.
+        found: by rule, a forecast for each shape.
     """
     floor = ":floor=0" if heat > HEAT else ""
     tried = [Exact(), *(parse_rule(f"tilted:{price:g}{floor}") for price in PRICES)]
@@ -280,7 +277,7 @@ def _rows(
     by_rule = {rule: [shaped[rule, shape] for shape in shapes] for rule in rules}
     found = {names.get(rule, rule.name): cells for rule, cells in by_rule.items()}
     for name, heat in HEATS.items() if allowed else ():
-        found[name] = _learned(heat, allowed[f"{heat:g}"], len(shapes), by_rule)
+        found[name] = learned(heat, allowed[f"{heat:g}"], len(shapes), by_rule)
     fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in found.items()}
     base = next(iter(fastest.values()))
     rows = [

@@ -1,8 +1,7 @@
-"""``fsd-infer worth``: models and prompts by name, the forecast, and a check of it by decoding."""
+"""``fsd-infer worth``: load models and prompts by name, forecast, and check the forecast by decoding."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,29 +10,29 @@ from typing import Any
 from tqdm import tqdm
 
 from fsd_bench.environment import environment
+from fsd_bench.jobs import UNSHAPED, decoding
 from fsd_bench.models import ModelOptions
-from fsd_bench.runner import encode_row
-from fsd_bench.worth.forecasts import Forecast, Measured, Row, deep_drafter, forecast, request_options
-from fsd_infer.chat.encoding import read_prompts
+from fsd_bench.prompts import encode_rows, spread_rows
+from fsd_bench.worth.forecasts import Forecast, Measured, Row, deep_drafter, forecast
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.errors import DataError, FsdError
+from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 
 
 @dataclass(kw_only=True)
 class WorthOptions(ModelOptions):
-    """The options of a forecast, beside those of its models; ``tree`` is what is decoded with, and cut.
+    """The options of a forecast, besides those of its models. ``tree`` is decoded with, and cut.
 
     Attributes:
-        prompts: a file of prompts, see :func:`fsd_infer.chat.encoding.read_prompts`.
-        rules: beside the usual ones.
+        prompts: file of prompts, see :func:`fsd_infer.chat.encoding.read_prompts`.
+        rules: rules besides the usual ones.
         temperature: 0 is greedy.
-        limit: at most so many prompts, evenly spread; None for all.
-        max_new_tokens: of each answer.
-        raw: continue the prompts as they are, without the chat template.
-        seed: of draws.
-        measure: decode with so many of the fastest rules too, beside exact.
+        limit: most prompts, evenly spread; None for all.
+        max_new_tokens: new tokens per answer.
+        raw: continue prompts without the chat template.
+        seed: seed of draws.
+        measure: number of the fastest rules to decode with too, besides exact.
     """
 
     prompts: str | Path
@@ -46,28 +45,21 @@ class WorthOptions(ModelOptions):
     measure: int = 0
 
     def check(self) -> None:
-        """Raises FsdError for what can be refused before anything is loaded."""
+        """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
-        if not 0 <= self.temperature < math.inf:
-            raise FsdError(f"temperature must be 0 or above and finite, got {self.temperature}.")
         if isinstance(self.tree, str):
             raise FsdError(f"worth decodes with a named tree and cuts it: give a shape for tree {self.tree}.")
         for rule in self.rules:
             parse_rule(rule)
 
     def encoded(self, decoder: FuzzyDecoder) -> list[list[int]]:
-        """Token ids of the prompts. Raises DataError for a malformed row, or a file without prompts."""
-        rows = list(read_prompts(self.prompts))
-        if not rows:
-            raise DataError(f"{self.prompts}: no prompts. Give a file with at least one row.")
-        count = min(self.limit or len(rows), len(rows))
-        rows = [rows[index * len(rows) // count] for index in range(count)]
-        target = decoder.target
-        return [encode_row(row, target.name, decoder.tokenizer, target.max_positions, self.raw) for row in rows]
+        """Return the prompts' token ids. Raises DataError for a malformed row, or a file without prompts."""
+        target, rows = decoder.target, spread_rows([self.prompts], self.limit)
+        return encode_rows(rows, target.name, decoder.tokenizer, target.max_positions, self.raw)
 
 
 def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, dict[str, Any]]:
-    """The forecast, and a record of it. Errors as of :func:`.forecast`, and whatever loading raises."""
+    """Return the forecast and its record. Raises as :func:`.forecast`, and whatever loading raises."""
     options.check()
     decoder = options.load(options.drafter)
     prompts = options.encoded(decoder)
@@ -93,7 +85,7 @@ def measure(
     seed: int = 0,
     progress: bool = False,
 ) -> Forecast:
-    """The same forecast with what decoding says of exact and of the ``count`` fastest rules, each on its best shape."""
+    """Decode with exact and the ``count`` fastest rules, each on its best shape, and add that to the forecast."""
     fastest = sorted(found.rows[1:], key=lambda row: -row.speed)[:count]
     names = {row.rule for row in [found.exact, *fastest]}
     bar = tqdm(total=len(names), desc="check", unit="rule", disable=not progress)
@@ -105,7 +97,7 @@ def measure(
         emitted = forwards = 0
         seconds = nats = 0.0
         for number, prompt in enumerate(prompts):
-            options = request_options(temperature, max_new_tokens)
+            options = decoding(temperature, max_new_tokens, **UNSHAPED)
             stats = decoder.generate([prompt], row.rule, drafter=shaped, seed=seed + number, **options).stats
             emitted += stats.new_tokens - 1
             forwards += stats.target_forwards

@@ -1,4 +1,4 @@
-"""A forecast for the terminal: a table, and what it says in a sentence."""
+"""Print a forecast: tables, and a recommendation in one sentence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.engine.drafts import drafts_text
 
-MOST_NATS = 0.1  # per token, of what is recommended
-LEAST_SPEED = 1.1  # of what is recommended, times exact's
+# a recommended rule spends at most so much per token, and is at least so many times as fast as exact
+MOST_NATS, LEAST_SPEED = 0.1, 1.1
 
 
 def shape_name(shape: TreeShape) -> str:
@@ -19,7 +19,7 @@ def shape_name(shape: TreeShape) -> str:
 
 
 def worth_text(found: Forecast) -> str:
-    """All of it."""
+    """Return the whole text."""
     parts = [_rules_table(found), _costs_table(found), f"drafter: {drafts_text(found.regret)}"]
     if found.temperature == 0:
         spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in found.yardsticks.items())
@@ -54,13 +54,13 @@ def _costs_table(found: Forecast) -> str:
 
 
 def recommended(found: Forecast) -> Row | None:
-    """The fastest rule that spends little, if that is worth anything."""
+    """Return the fastest rule below :data:`MOST_NATS`, or None if it gains too little."""
     rows = [row for row in found.frontier(MOST_NATS) if row.speed >= LEAST_SPEED]
     return rows[-1] if rows else None
 
 
 def verdict(found: Forecast) -> str:
-    """What to do, in a sentence."""
+    """Return the recommendation."""
     row = recommended(found)
     if row is not None:
         return (

@@ -1,4 +1,4 @@
-"""Exact decoding with a drafter that hands every round to a replay, and the seconds that its parts take."""
+"""Watch exact decoding: hand every round to a replay, and time drafting and forwards."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fsd_bench.probe import Probe
 from fsd_bench.worth.replay import Evidence
-from fsd_bench.worth.steps import BEGINNING
-from fsd_bench.wrapped import WrappedDrafter, WrappedSession
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -27,11 +26,12 @@ class Watch:
 
     Attributes:
         on_round: called with each round's evidence.
-        temperature, limit: of the request.
-        generator: of replays.
-        steps: drafted, and the seconds that took.
-        spent: by temperature of :data:`YARDSTICKS`, the sum over the contexts that tokens were emitted from of
-            E[ln p(y*) - ln p(y)] for y drawn at that temperature; and the number of contexts.
+        temperature, limit: temperature and new tokens of the request.
+        generator: of the replay's draws.
+        steps, draft_seconds: drafted depths, and the seconds they took.
+        spent: by temperature of :data:`YARDSTICKS`, Σ E[ln p(y*) - ln p(y)] in nats over the contexts of emitted
+            tokens, with y drawn at that temperature.
+        contexts: number of these contexts.
     """
 
     on_round: Callable[[Evidence], None]
@@ -44,31 +44,47 @@ class Watch:
     contexts: int = 0
 
 
-class Watching(WrappedDrafter):
-    """Any drafter of a fixed shape, for one prompt at a time."""
+class Watching(Drafter):
+    """A drafter of a fixed shape that is watched, for one prompt at a time. It drafts as ``drafter`` does."""
 
     def __init__(self, drafter: Drafter, watch: Watch) -> None:
-        super().__init__(drafter)
-        self.watch = watch
+        self.drafter, self.watch, self.name, self.auto = drafter, watch, drafter.name, drafter.auto
+
+    @property
+    def parts(self) -> tuple[Drafter]:
+        return (self.drafter,)
+
+    @property
+    def proposers(self) -> tuple[str, ...]:
+        return self.drafter.proposers
+
+    @property
+    def max_nodes(self) -> int:
+        return self.drafter.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         return _Session(self.drafter.start(first_tokens, request), self.watch, first_tokens)
 
 
-class _Session(WrappedSession):
+class _Session(DraftSession):
     def __init__(self, session: DraftSession, watch: Watch, first_tokens: Tensor) -> None:
-        super().__init__(session)
-        self.watch, self.text = watch, first_tokens.tolist()
-        self.emitted, self.state = 0, BEGINNING
+        self.session, self.watch, self.text, self.emitted = session, watch, first_tokens.tolist(), 0
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.text += tokens[0, : int(counts[0])].tolist()
-        super().extend(tokens, features, counts)
+        self.session.extend(tokens, features, counts)
+
+    def select(self, rows: Tensor) -> None:
+        self.session.select(rows)
 
     def draft(self, roots: Tensor) -> DraftTree:
         _wait(roots.device)
         start = time.perf_counter()
-        tree = super().draft(roots)
+        tree = self.session.draft(roots)
         depth = tree.max_depth  # waits for the device
         self.watch.draft_seconds += time.perf_counter() - start
         self.watch.steps += depth
@@ -76,24 +92,21 @@ class _Session(WrappedSession):
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         watch, count = self.watch, int(accepted[0]) + 1
-        nodes = path[0, :count].tolist()
-        log_p = logits[0, nodes].float().log_softmax(-1)
+        log_p = logits[0, path[0, :count]].float().log_softmax(-1)
         watch.contexts += count
         for temperature in YARDSTICKS:
             sampled = (log_p / temperature).softmax(-1)
             mean = (sampled * log_p.nan_to_num(neginf=0.0)).sum(-1)
             watch.spent[temperature] += float((log_p.amax(-1) - mean).sum())
-        if self.emitted:  # else it is the prompt's end
+        if self.emitted:  # the first call is about the prompt's end
             greedy = watch.temperature == 0
             scores = logits if greedy else logits.float() / watch.temperature
-            seen = Evidence(
-                tree, logits, scores, greedy, watch.temperature, [*self.text], watch.limit - self.emitted, self.state,
-                watch.generator,
-            )  # fmt: skip
-            watch.on_round(seen)
-            self.state = seen.end(nodes[-1], int(tokens[0, count - 1]))
+            room = watch.limit - self.emitted
+            watch.on_round(
+                Evidence(tree, logits, scores, greedy, watch.temperature, [*self.text], room, watch.generator)
+            )
         self.emitted += count
-        super().observe(tree, logits, path, tokens, accepted)
+        self.session.observe(tree, logits, path, tokens, accepted)
 
 
 def _wait(device: torch.device) -> None:
@@ -102,7 +115,17 @@ def _wait(device: torch.device) -> None:
 
 
 class Forwards:
-    """Seconds of a target's forward over so many nodes after ``context`` tokens, the least of a few, interpolated."""
+    """Seconds of a target's forward by number of nodes, the least of a few runs each.
+
+    Args:
+        target: as it decodes.
+        context: tokens before the nodes.
+        most: largest number of nodes.
+        repeats: runs of each.
+
+    Attributes:
+        counts, seconds: the numbers of nodes that were timed, and their seconds.
+    """
 
     def __init__(self, target: Target, context: int, most: int, repeats: int = 5) -> None:
         self.counts = [count for count in PROBED if count < most] + [most]
@@ -122,10 +145,5 @@ class Forwards:
         return time.perf_counter() - start
 
     def at(self, nodes: float) -> float:
-        """Seconds, for a mean number of nodes."""
-        for (low, a), (high, b) in zip(
-            zip(self.counts, self.seconds), zip(self.counts[1:], self.seconds[1:]), strict=False
-        ):
-            if nodes <= high:
-                return a + (b - a) * max(0.0, nodes - low) / (high - low)
-        return self.seconds[-1]
+        """Return the seconds for a mean number of nodes, interpolated."""
+        return float(np.interp(nodes, self.counts, self.seconds))

@@ -11,7 +11,7 @@ from fsd_infer.errors import FsdError
 
 def estimate(args: argparse.Namespace) -> int:
     """Run `fsd-infer estimate`."""
-    from fsd_bench.estimate import Planned, planned_head, planned_lm
+    from fsd_bench.estimate import Planned, head_on_paper, lm_on_paper, planned_head
     from fsd_bench.planned import planned_target, read_changes
     from fsd_bench.report import estimate_text
     from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
@@ -23,12 +23,11 @@ def estimate(args: argparse.Namespace) -> int:
     request: dict[str, Any] = dict(
         batch=args.batch_size, context=args.context, new=args.max_new_tokens, graphs=args.cuda_graphs
     )
-    planned: Planned
     if args.drafter is not None and find_head(args.drafter) is None:
-        planned = planned_lm(target, args.drafter, **request)
+        drafter = lm_on_paper(target, args.drafter)
     elif args.drafter is not None:
-        planned = Planned(target, EagleHead.from_pretrained(args.drafter), **request)
-        width = planned.head.config.target_hidden_size
+        head = EagleHead.from_pretrained(args.drafter)
+        drafter, width = head_on_paper(target, head), head.config.target_hidden_size
         if width != target.hidden_size:
             raise FsdError(
                 f"{args.drafter} reads features of width {width}, but {args.target} has {target.hidden_size}: name the "
@@ -36,7 +35,8 @@ def estimate(args: argparse.Namespace) -> int:
             )
     else:
         vocabulary = min(args.draft_vocab, target.vocab_size)
-        planned = Planned(target, planned_head(target, layout=args.layout, draft_vocab_size=vocabulary), **request)
+        drafter = head_on_paper(target, planned_head(target, layout=args.layout, draft_vocab_size=vocabulary))
+    planned = Planned(target, drafter, **request)
     print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
     return 0
 

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from fsd_bench.estimate import Planned, planned_head
+from fsd_bench.estimate import head_on_paper, planned_head, weights_read
 from fsd_bench.planned import count_weights
 from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
@@ -176,17 +176,17 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     """
     name = name or recipe.model["target"]
     facts = facts_of(name)
-    planned = Planned(facts.target, _head(recipe, facts.target))
-    weights = count_weights(planned.head)
+    head = _head(recipe, facts.target)
+    drafter, weights = head_on_paper(facts.target, head), count_weights(head)
     tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
     batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     total = int(recipe.trainer.get("max_steps") or 0)
     cached = recipe.data.get("features") is not None
     loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
-    parts = step_memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
+    parts = step_memory(facts, loaded, weights, drafter.vocabulary, tokens, steps, "cuda")
     # the target's own LM head is not run, but for the draft vocabulary's rows
-    read = planned.read_weights - (facts.vocab_size - planned.drafted) * facts.hidden_size
-    run = weights + planned.head_rows
+    read = weights_read(facts.target) - (facts.vocab_size - drafter.vocabulary) * facts.hidden_size
+    run = weights + drafter.lm_rows
     work = [
         Work("head", 6.0 * run, 6.0 * run * tokens, f"6 x {run:,} x {tokens}", batches * steps, shared=True),
         Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),

@@ -1,0 +1,89 @@
+"""Choose, group and encode the prompts of a measurement."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
+from fsd_infer.errors import ContextLengthError, DataError
+
+
+def first_rows(file: str | Path, limit: int | None = None, every: int = 1) -> list[PromptRow]:
+    """Return every ``every``-th row of a file, at most ``limit``. Later rows are not read.
+
+    Raises:
+        DataError: a malformed row among them, or no rows.
+    """
+    return _some(file, list(islice(islice(read_prompts(file), 0, None, every), limit)))
+
+
+def spread_rows(files: Sequence[str | Path], limit: int | None = None) -> list[PromptRow]:
+    """Return at most ``limit`` rows of each file, evenly spread over it.
+
+    Raises:
+        DataError: a malformed row, or a file without rows.
+    """
+    chosen = []
+    for file in files:
+        rows = _some(file, list(read_prompts(file)))
+        count = min(limit or len(rows), len(rows))
+        chosen += [rows[index * len(rows) // count] for index in range(count)]
+    return chosen
+
+
+def _some(file: str | Path, rows: list[PromptRow]) -> list[PromptRow]:
+    if not rows:
+        raise DataError(f"{file}: no prompts. Give a file with at least one row.")
+    return rows
+
+
+def rows_digest(rows: Sequence[PromptRow]) -> str:
+    """Return a digest of the prompts in their order."""
+    return hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
+
+
+def category_of(row: PromptRow) -> str:
+    """Return the row's ``category``, else its source."""
+    return str(row.row.get("category") or row.source)
+
+
+def group_prompts(categories: Sequence[str], size: int) -> list[list[int]]:
+    """Return the prompts' indices in batches of ``size`` (fewer at a category's end), each of one category."""
+    if size == 1:
+        return [[index] for index in range(len(categories))]
+    by_category: dict[str, list[int]] = {}
+    for index, category in enumerate(categories):
+        by_category.setdefault(category, []).append(index)
+    return [indices[i : i + size] for indices in by_category.values() for i in range(0, len(indices), size)]
+
+
+def encode_rows(
+    rows: Sequence[PromptRow], target: str, tokenizer: Any, positions: int | None, raw: bool = False
+) -> list[list[int]]:
+    """Return the token ids of each prompt.
+
+    Args:
+        rows: prompts.
+        target: name of the target, for errors.
+        tokenizer: the target's tokenizer.
+        positions: tokens of the target's context, or None.
+        raw: encode the last message without the chat template.
+
+    Raises:
+        FsdError: the target has no tokenizer.
+        ContextLengthError: a prompt fills the context.
+    """
+    tokenizer, prompts = need_tokenizer(tokenizer, target), []
+    for row in rows:
+        ids = encode_text(tokenizer, row.messages[-1]["content"]) if raw else encode_chat(tokenizer, row.messages)
+        if positions is not None and len(ids) >= positions:
+            raise ContextLengthError(
+                f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {target} has a context of {positions} "
+                "tokens: shorten or remove it."
+            )
+        prompts.append(ids)
+    return prompts
