@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -25,11 +26,17 @@ ANSWERS = ("response", "completion")
 PROMPT_FIELDS = ("messages", "conversations", "data", "prompt", "question", "turns", "instruction", "input", *ANSWERS)
 
 
-class Message(TypedDict):
-    """One turn of a conversation."""
-
+class _Turn(TypedDict):
     role: str
     content: str
+
+
+class Message(_Turn, total=False):
+    """One turn of a conversation. An assistant's may call tools; a tool's may name the call that it answers."""
+
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
 
 
 def check_text(text: str, where: str) -> str:
@@ -45,29 +52,66 @@ def check_text(text: str, where: str) -> str:
 
 
 def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
-    """``messages`` as plain role/content dicts. Raises DataError where it is not a list of chat turns.
+    """Return ``messages`` as plain turns: role, content, and what belongs to tool calls.
 
     Args:
         messages: what the row holds.
         where: how errors name the row, "file:line".
-        field: how they name what was read.
+        field: how errors name what was read.
+
+    Raises:
+        DataError: no list of chat turns.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise DataError(f"{where}: {field} must be a list of at least one turn.")
-    checked: list[Message] = []
-    for number, turn in enumerate(messages):
-        if not isinstance(turn, Mapping):
-            raise DataError(f"{where}: turn {number} must be an object with `role` and `content`.")
-        role, content = turn.get("role"), turn.get("content")
-        if role not in ROLES:
-            raise DataError(f"{where}: turn {number} has role {role!r}; known roles are {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            raise DataError(f"{where}: turn {number} ({role}) must have `content` of type text.")
-        check_text(content, f"{where}: turn {number} ({role})")
-        if role == "user" and not content.strip():
-            raise DataError(f"{where}: turn {number} (user) is empty. Give it some text or remove the row.")
-        checked.append({"role": role, "content": content})
-    return checked
+    return [_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(messages)]
+
+
+def _turn(turn: Any, where: str) -> Message:
+    """One turn as a plain dict. ``where`` names it in errors."""
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{where} must be an object with `role` and `content`.")
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}.")
+    where = f"{where} ({role})"
+    calls = _tool_calls(turn["tool_calls"], where) if role == "assistant" and turn.get("tool_calls") else []
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where} must have `content` of type text.")
+    check_text(content, where)
+    if role == "user" and not content.strip():
+        raise DataError(f"{where} is empty. Give it some text or remove the row.")
+    made: Message = {"role": role, "content": content}
+    if calls:
+        made["tool_calls"] = calls
+    if role == "tool":
+        for name in ("tool_call_id", "name"):
+            if turn.get(name) is not None:
+                made[name] = check_text(_text(turn[name], where, name), where)  # type: ignore[literal-required]
+    return made
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls as chat templates read them: arguments are an object, which OpenAI's API has as JSON text."""
+    made = []
+    for call in calls if isinstance(calls, Sequence) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise DataError(
+                f"{where} has malformed `tool_calls`. Give a list of objects with `function`: "
+                "its `name` and its `arguments`, a JSON object."
+            )
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made.append({**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}})
+    return made
 
 
 def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
