@@ -111,7 +111,7 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
         (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
         (asked(temperature=-1), 400, "temperature"),
         (asked(n=0), 400, "n: "),
-        (asked(tools=[]), 400, "tools: this server does not support it"),
+        (asked(functions=[]), 400, "functions: this server does not support it"),
         (asked(response_format={"type": "json_schema"}), 400, "response_format"),
         (
             asked(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
@@ -238,7 +238,7 @@ SAID = {  # a value for every field that is honoured
 NEUTRAL = {  # accepted where it changes nothing, and another value
     "best_of": (1, 2), "echo": (False, True), "suffix": ("", "x"), "modalities": (["text"], ["audio"]),
     "response_format": ({"type": "text"}, {"type": "xml"}), "service_tier": ("auto", "flex"),
-    "store": (False, True), "tool_choice": ("none", "auto"),
+    "store": (False, True), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 
 

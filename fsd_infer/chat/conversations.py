@@ -89,7 +89,7 @@ def _turn(turn: Any, where: str) -> Message:
     if role == "tool":
         for name in ("tool_call_id", "name"):
             if turn.get(name) is not None:
-                made[name] = check_text(_text(turn[name], where, name), where)  # type: ignore[literal-required]
+                made[name] = check_text(_text(turn[name], where, name), where)
     return made
 
 
@@ -109,9 +109,12 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f"{where} has malformed `tool_calls`. Give a list of objects with `function`: "
                 "its `name` and its `arguments`, a JSON object."
             )
-        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        made.append({**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}})
+        made.append({**_identity(call), "type": "function", "function": {"name": name, "arguments": dict(arguments)}})
     return made
+
+
+def _identity(call: Mapping[str, Any]) -> dict[str, str]:
+    return {"id": call["id"]} if isinstance(call.get("id"), str) else {}
 
 
 def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:

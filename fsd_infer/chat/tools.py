@@ -54,22 +54,7 @@ class ToolFormat:
     arguments: str
     is_list: bool = False
 
-    def grammar(self, tools: Sequence[Tool]) -> str:
-        """Return a grammar in Lark's notation: exactly one call of one of these tools."""
-        before, after = (f"{self.opening}\n", f"\n{self.closing}") if self.closing else ("", "")
-        before, after = before + "[" * self.is_list, "]" * self.is_list + after
-        rules = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
-        for number, tool in enumerate(tools):
-            head = f'{before}{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
-            schema = {"x-guidance": COMPACT, **tool.parameters}
-            rules += [
-                f"call{number}: {json.dumps(head)} arguments{number} {json.dumps('}' + after)}",
-                f"arguments{number}: %json {json.dumps(schema)}",
-            ]
-        return "\n".join(rules)
 
-
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as json.dumps writes it
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")
 MISTRAL = ToolFormat("[TOOL_CALLS]", "", "arguments", is_list=True)
 LLAMA = ToolFormat("<|python_tag|>", "", "parameters")

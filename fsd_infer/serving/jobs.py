@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.chat.tools import CallReader, ToolFormat, tool_format
+from fsd_infer.chat.tools import CallReader, Tool, ToolFormat, tool_format
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError
-from fsd_infer.request.guide import Guide
+from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.phases import markers_of
 from fsd_infer.serving.adjust import Adjustment
@@ -109,5 +110,19 @@ def _guide(decoder: FuzzyDecoder, asked: Completion) -> Guide | None:
         if guides:
             raise FsdError(f"tools: an answer that calls tools cannot also follow one of {GUIDED}. Leave one out.")
         if asked.forced:
-            return Guide.lark(_format(decoder, asked).grammar(asked.forced))
+            return Guide.lark(call_grammar(_format(decoder, asked), asked.forced))
     return guides[0] if guides else None
+
+
+def call_grammar(format: ToolFormat, tools: Sequence[Tool]) -> str:
+    """Return a grammar in Lark's notation: exactly one call of one of these tools."""
+    before, after = (f"{format.opening}\n", f"\n{format.closing}") if format.closing else ("", "")
+    before, after = before + "[" * format.is_list, "]" * format.is_list + after
+    rules = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = f'{before}{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
+        rules += [
+            f"call{number}: {json.dumps(head)} arguments{number} {json.dumps('}' + after)}",
+            f"arguments{number}: %json {json.dumps({'x-guidance': COMPACT, **tool.parameters})}",
+        ]
+    return "\n".join(rules)
