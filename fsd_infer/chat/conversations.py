@@ -95,26 +95,24 @@ def _turn(turn: Any, where: str) -> Message:
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Calls as chat templates read them: arguments are an object, which OpenAI's API has as JSON text."""
-    made = []
-    for call in calls if isinstance(calls, Sequence) else [None]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            raise DataError(
-                f"{where} has malformed `tool_calls`. Give a list of objects with `function`: "
-                "its `name` and its `arguments`, a JSON object."
-            )
-        made.append({**_identity(call), "type": "function", "function": {"name": name, "arguments": dict(arguments)}})
-    return made
+    return [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [None])]
 
 
-def _identity(call: Mapping[str, Any]) -> dict[str, str]:
-    return {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise DataError(
+            f"{where} has malformed `tool_calls`. Give a list of objects with `function`: "
+            "its `name` and its `arguments`, a JSON object."
+        )
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
