@@ -136,6 +136,8 @@ def test_followers_mask_every_node_as_a_matcher_that_reads_its_whole_path(decode
         except AssertionError:
             return list(range(masks.size))
 
+    whole = GuideProcessor(guide, decoder.tokenizer, 320, frozenset([masks.eos]), 0)  # a whole number of words
+    assert whole(torch.empty(1, 0, dtype=torch.long), torch.zeros(1, 320)).isfinite().sum() == len(masks.allowed([]))
     for _ in range(40):
         answer, paths = text([], draw.randrange(12)), [[]]
         parents = [0]

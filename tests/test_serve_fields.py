@@ -114,7 +114,8 @@ def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path:
 
 
 NAMES = [*(CompletionAsked.model_fields | ChatAsked.model_fields), *ViewAsked.model_fields, "functions", "schema", ""]
-PATHS = [CHAT] * 4 + [COMPLETIONS] * 3 + ["/view/decode", "/v1/models", "/metrics", "/health", "/", "/v1/nothing"]
+POSTS = [*[CHAT] * 4, *[COMPLETIONS] * 3, "/view/decode", "/v1/nothing"]
+GETS = ["/v1/models", "/metrics", "/health", "/", "/docs", CHAT]
 NASTY = [  # values that are well-formed for their field
     {"guided_regex": "(a{1,999}){1,999}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}},
     {"guided_json": {"type": "object", "minProperties": 10**9}}, {"stop": ["\ud800"]}, {"user": "\0"}, {"n": 128},
@@ -138,7 +139,8 @@ def value(draw: random.Random, depth: int = 0) -> Any:
 def body(draw: random.Random, path: str) -> bytes:
     """A request that is valid but for some fields, or for some bytes."""
     made = asked(max_tokens=2) if path == CHAT else {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
-    made |= {draw.choice(NAMES): value(draw) for _ in range(draw.randrange(3))} | draw.choice([{}, *NASTY])
+    made |= {draw.choice(NAMES): value(draw) for _ in range(draw.choice([0, 0, 1, 2]))}
+    made |= draw.choice(NASTY) if draw.random() < 0.3 else {}
     text = json.dumps(made).encode()
     cut = draw.randrange(len(text))
     return draw.choice(
@@ -164,9 +166,9 @@ def headers(draw: random.Random) -> list[tuple[bytes, bytes]]:
 
 async def answered(app: FastAPI, draw: random.Random) -> tuple[int, bytes]:
     """Status and body that one random request is answered with."""
-    path, status, said = draw.choice(PATHS), 0, b""
+    method, status, said = draw.choice(["POST"] * 9 + ["GET"]), 0, b""
+    path = draw.choice(POSTS if method == "POST" else GETS)
     parts = [body(draw, path)]
-    method = draw.choice(["POST"] * 8 + ["GET", "PUT"])
     leaves = draw.random() < 0.02  # a client that disconnects before its answer
 
     async def receive() -> dict[str, Any]:
@@ -190,7 +192,7 @@ async def answered(app: FastAPI, draw: random.Random) -> tuple[int, bytes]:
     return status, b"" if leaves else said
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [320, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_body_and_no_header_makes_the_server_fail(toy_decoder: FuzzyDecoder, count: int) -> None:
     """By statuses and messages; and memory stops growing after the first requests."""
     app, seen, sizes = make_app(toy_decoder, "tilted:2", LIMITS), Counter[int](), list[int]()
@@ -201,15 +203,15 @@ def test_no_body_and_no_header_makes_the_server_fail(toy_decoder: FuzzyDecoder, 
             status, said = await answered(app, draw)
             seen[status] += 1
             assert status in (200, 400, 404, 405, 413), said
-            assert b"the server failed" not in said and (status in (200, 405) or not said or b"message" in said), said
+            assert b"the server failed" not in said and (status == 200 or not said or b"message" in said), said
 
     async def all_of_them() -> None:
         for tenth in range(10):
-            await asyncio.gather(*(several(100 * tenth + seed, count // 40) for seed in range(4)))
+            await asyncio.gather(*(several(4 * tenth + seed, count // 40) for seed in range(4)))
             sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20)
 
     asyncio.run(all_of_them())
     app.state.batcher.close()
     print(dict(seen), "MiB:", sizes)
-    assert sum(seen.values()) == count // 40 * 40 and seen[200] > count / 20 and seen[400] > count / 4
+    assert sum(seen.values()) == count and seen[200] > count / 10 and seen[400] > count / 4
     assert sizes[-1] - sizes[4] < 60, f"memory grows: {sizes} MiB"

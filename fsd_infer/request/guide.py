@@ -187,7 +187,7 @@ class Follower:
         if self.matcher.is_error():
             raise FsdError(f"the guide cannot go on: {_first_line(self.matcher.get_error())}")
         if not self.matcher.is_stopped():
-            return np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+            return np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)[: self.width]  # it has a word more
         ends = np.zeros(self.width, dtype=np.uint8)
         for token in self.eos:
             ends[token // 8] |= 1 << token % 8
