@@ -25,6 +25,7 @@ SCHEMA = {
     "required": ["a", "n"],
     "additionalProperties": False,
 }
+FORCED = "(a|b) cat sat (d|e)on the mat"
 TEXTS = ["the cat", "the cat sat on the mat", "it is there"]
 
 
@@ -88,8 +89,8 @@ def test_no_rule_leaves_the_grammar(decoder: FuzzyDecoder, rule: str, temperatur
             assert set(json.loads(text)) == {"a", "n"}
 
 
-@pytest.mark.parametrize("pattern", ["(a|b|c)(d|e)", "(a|b) cat sat (d|e)on the mat"])
-def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, pattern: str) -> None:
+@pytest.mark.parametrize(("pattern", "name"), [("(a|b|c)(d|e)", "head"), (FORCED, "head"), (FORCED, "small LM")])
+def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: Any, pattern: str, name: str) -> None:
     """Exact decoding against enumeration over all answers of a small grammar, token by token, forced ones too."""
     guide = Guide.regex(pattern)
     masks, model = Masks(decoder, guide), decoder.target.model
@@ -108,7 +109,8 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, patter
                 open_[(*answer, token)] = chance * p
     assert sum(law.values()) == pytest.approx(1.0) and len(law) == (6 if "c)" in pattern else 4)
     count, counts = 0, Counter[str]()
-    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": None}
+    drafter = decoder.drafter if name == "head" else decoder.load_drafter(str(toy.target))
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": None, "drafter": drafter}
     for seed in range(25):
         made = decoder.generate(["the cat"] * 40, "exact", guide=guide, max_new_tokens=40, seed=seed, **options)
         counts.update(made.texts)
@@ -155,7 +157,7 @@ def test_followers_mask_every_node_as_a_matcher_that_reads_its_whole_path(decode
         assert [row.nonzero()[0].tolist() for row in found] == [allowed([*answer, *path]) for path in paths]
 
 
-@pytest.mark.parametrize("name", ["head", "lookup", "none", "lookup+recycle", "auto"])
+@pytest.mark.parametrize("name", ["head", "lookup", "none", "lookup+recycle", "small LM", "auto"])
 def test_forced_tokens_are_drafted(decoder: FuzzyDecoder, toy: Any, name: str) -> None:
     """Two texts are free, and all between them is forced: few forwards, and the tokens of a decoder without drafts."""
     guide = Guide.json_schema(
@@ -167,6 +169,7 @@ def test_forced_tokens_are_drafted(decoder: FuzzyDecoder, toy: Any, name: str) -
         }
     )
     own = {"head": decoder.drafter, "auto": decoder.load_drafter(str(toy.drafter), "auto")}
+    own["small LM"] = decoder.load_drafter(str(toy.target))
     drafter = own.get(name) or decoder.load_drafter(name)
     options: dict[str, Any] = {"guide": guide, "max_new_tokens": 60, "temperature": 0, "drafter": drafter}
     plain = [slow_answer(decoder, guide, text, 60) for text in TEXTS]
