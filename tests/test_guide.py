@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import Counter
-from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
@@ -15,7 +16,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
-from fsd_infer.request.guide import Guide
+from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.serving.app import make_app
 
 SCHEMA = {
@@ -24,6 +25,7 @@ SCHEMA = {
     "required": ["a", "n"],
     "additionalProperties": False,
 }
+FORCED = "(a|b) cat sat (d|e)on the mat"
 TEXTS = ["the cat", "the cat sat on the mat", "it is there"]
 
 
@@ -53,19 +55,22 @@ class Masks:
             assert token in self.allowed(answer[:place]), f"token {place} leaves the grammar"
 
 
+def slow_answer(decoder: FuzzyDecoder, guide: Guide, text: str, most: int) -> list[int]:
+    """The masked target's greedy answer, token by token."""
+    masks, model = Masks(decoder, guide), decoder.target.model
+    prompt, answer = decoder.encode(text), list[int]()
+    while len(answer) < most and (not answer or answer[-1] != masks.eos):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0, -1]
+        allowed = masks.allowed(answer)
+        answer.append(allowed[int(logits[allowed].argmax())])
+    return answer
+
+
 def test_greedy_answers_are_those_of_the_masked_target(decoder: FuzzyDecoder) -> None:
     """Rows of different lengths in one batch; head, lookup and no drafter."""
     guide = Guide.json_schema(SCHEMA)
-    masks, model = Masks(decoder, guide), decoder.target.model
-    wanted = []
-    for text in TEXTS:
-        prompt, answer = decoder.encode(text), []
-        while len(answer) < 24 and (not answer or answer[-1] != masks.eos):
-            with torch.inference_mode():
-                logits = model(torch.tensor([prompt + answer])).logits[0, -1]
-            allowed = masks.allowed(answer)
-            answer.append(allowed[int(logits[allowed].argmax())])
-        wanted.append(answer)
+    wanted = [slow_answer(decoder, guide, text, 24) for text in TEXTS]
     for drafter in (decoder.drafter, decoder.load_drafter("lookup"), decoder.load_drafter("none")):
         found = decoder.generate(TEXTS, "exact", drafter=drafter, schema=SCHEMA, max_new_tokens=24, temperature=0)
         assert found.sequences == wanted
@@ -84,9 +89,10 @@ def test_no_rule_leaves_the_grammar(decoder: FuzzyDecoder, rule: str, temperatur
             assert set(json.loads(text)) == {"a", "n"}
 
 
-def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder) -> None:
-    """Exact decoding against enumeration over all answers of a small grammar, token by token."""
-    guide = Guide.regex("(a|b|c)(d|e)")
+@pytest.mark.parametrize(("pattern", "name"), [("(a|b|c)(d|e)", "head"), (FORCED, "head"), (FORCED, "small LM")])
+def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: Any, pattern: str, name: str) -> None:
+    """Exact decoding against enumeration over all answers of a small grammar, token by token, forced ones too."""
+    guide = Guide.regex(pattern)
     masks, model = Masks(decoder, guide), decoder.target.model
     prompt, law, open_ = decoder.encode("the cat"), {}, {(): 1.0}
     while open_:
@@ -101,15 +107,79 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder) -> Non
                 )
             else:
                 open_[(*answer, token)] = chance * p
-    assert set(law) == {"".join(pair) for pair in product("abc", "de")} and sum(law.values()) == pytest.approx(1.0)
+    assert sum(law.values()) == pytest.approx(1.0) and len(law) == (6 if "c)" in pattern else 4)
     count, counts = 0, Counter[str]()
-    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": None}
+    drafter = decoder.drafter if name == "head" else decoder.load_drafter(str(toy.target))
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": None, "drafter": drafter}
     for seed in range(25):
-        made = decoder.generate(["the cat"] * 40, "exact", guide=guide, max_new_tokens=6, seed=seed, **options)
+        made = decoder.generate(["the cat"] * 40, "exact", guide=guide, max_new_tokens=40, seed=seed, **options)
         counts.update(made.texts)
         count += len(made.texts)
     distance = sum(abs(counts[text] / count - chance) for text, chance in law.items()) / 2
     assert set(counts) <= set(law) and distance < 0.05  # of 1,000 samples of six answers 0.03 on average
+
+
+def test_followers_mask_every_node_as_a_matcher_that_reads_its_whole_path(decoder: FuzzyDecoder) -> None:
+    """Random trees below random texts, in the grammar or not, in any order."""
+    draw, guide = random.Random(1), Guide.json_schema(SCHEMA)
+    masks = Masks(decoder, guide)
+    follower = GuideProcessor(guide, decoder.tokenizer, masks.size, frozenset([masks.eos]), 0).follower()
+
+    def text(start: list[int], length: int) -> list[int]:
+        for _ in range(length):
+            allowed = [token for token in masks.allowed(start) if token != masks.eos]
+            start = [*start, draw.choice(allowed)] if allowed else start
+        return start
+
+    def allowed(path: list[int]) -> list[int]:
+        """Everything may follow a path that has left the grammar."""
+        try:
+            return masks.allowed(path)
+        except AssertionError:
+            return list(range(masks.size))
+
+    whole = GuideProcessor(guide, decoder.tokenizer, 320, frozenset([masks.eos]), 0)  # a whole number of words
+    assert whole(torch.empty(1, 0, dtype=torch.long), torch.zeros(1, 320)).isfinite().sum() == len(masks.allowed([]))
+    for _ in range(40):
+        answer, paths = text([], draw.randrange(12)), [[]]
+        parents = [0]
+        for _ in range(8):
+            parent = draw.randrange(len(paths))
+            inside = draw.random() < 0.8
+            token = draw.choice(allowed([*answer, *paths[parent]]) if inside else range(3, masks.size))
+            if token != masks.eos and [*paths[parent], token] not in paths:
+                paths.append([*paths[parent], token])
+                parents.append(parent)
+        if draw.random() < 0.5:
+            follower.forced(text([], draw.randrange(12)))  # of another text, or of this one
+        tokens = [path[-1] if path else 0 for path in paths]
+        found = np.unpackbits(follower.masks(answer, tokens, parents), axis=1, bitorder="little", count=masks.size)
+        assert [row.nonzero()[0].tolist() for row in found] == [allowed([*answer, *path]) for path in paths]
+
+
+@pytest.mark.parametrize("name", ["head", "lookup", "none", "lookup+recycle", "small LM", "auto"])
+def test_forced_tokens_are_drafted(decoder: FuzzyDecoder, toy: Any, name: str) -> None:
+    """Two texts are free, and all between them is forced: few forwards, and the tokens of a decoder without drafts."""
+    guide = Guide.json_schema(
+        {
+            "type": "object",
+            "properties": {"the cat sat": {"enum": ["x", "yy"]}, "what is the answer": {"enum": [True, None]}},
+            "required": ["the cat sat", "what is the answer"],
+            "additionalProperties": False,
+        }
+    )
+    own = {"head": decoder.drafter, "auto": decoder.load_drafter(str(toy.drafter), "auto")}
+    own["small LM"] = decoder.load_drafter(str(toy.target))
+    drafter = own.get(name) or decoder.load_drafter(name)
+    options: dict[str, Any] = {"guide": guide, "max_new_tokens": 60, "temperature": 0, "drafter": drafter}
+    plain = [slow_answer(decoder, guide, text, 60) for text in TEXTS]
+    for prompts in (TEXTS, TEXTS[:1]):
+        found = decoder.generate(prompts, "exact", **options)
+        assert found.sequences == plain[: len(prompts)]
+        for answer, record, stats in zip(found.sequences, found.records, found.stats.rows, strict=True):
+            guides = len(drafter.proposers)
+            drafted = sum(emission.proposer == guides for emission in record.emissions)
+            assert drafted > len(answer) // 2 and stats.target_forwards < len(answer) // 2
 
 
 def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:

@@ -8,51 +8,26 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from openai.types import completion_create_params as completion_params
-from openai.types.chat import completion_create_params as chat_params
 from transformers import AutoModelForCausalLM
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
-from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
+from tests.serve_toys import CHAT, LIMITS, asked, streamed
 from tests.test_adapters import save_adapter
 from tests.text_toys import save_tiny_chat_target
-
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
 def client(toy_decoder: FuzzyDecoder) -> Iterator[TestClient]:
-    limits = Limits(max_batch=4, max_queue=64, max_new_tokens=24, max_bytes=4096)
-    with TestClient(make_app(toy_decoder, "tilted:2", limits)) as found:
+    with TestClient(make_app(toy_decoder, "tilted:2", LIMITS)) as found:
         yield found
-
-
-def asked(text: str = "the cat sat on the mat", **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
-
-
-def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str]:
-    """Text and finish reason."""
-    text, reason = "", ""
-    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-        lines = [line[6:] for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    assert json.loads(lines[0])["choices"][0]["delta"]["role"] == "assistant"
-    for line in lines:
-        choice = json.loads(line)["choices"][0]
-        text += choice["delta"].get("content", "")
-        reason = choice["finish_reason"] or reason
-    return text, reason
 
 
 def test_many_at_once_answer_as_alone(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
@@ -102,49 +77,6 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
     assert client.post(CHAT, json=asked(**{"rule": "exact", **nulls})).status_code == 200
     assert client.get("/v1/models").json()["data"][0]["id"] == toy_decoder.target.name
     assert client.get("/health").json() == {"status": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "message"),
-    [
-        (asked(rule="nonsense"), 400, "nonsense"),
-        (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
-        (asked(temperature=-1), 400, "temperature"),
-        (asked(n=0), 400, "n: "),
-        (asked(tools=[]), 400, "tools: this server does not support it"),
-        (asked(response_format={"type": "json_schema"}), 400, "response_format"),
-        (
-            asked(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
-            400,
-            "schema cannot",
-        ),
-        (asked(guided_regex="("), 400, "regular expression cannot be followed"),
-        (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
-        (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
-        (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
-        (asked(model="another"), 404, "model 'another' is not here"),
-        ({"max_tokens": 4}, 400, "messages"),
-        (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
-        (b'{"messages": [', 400, "the body is no JSON"),
-        (b"[1]", 400, "must be a JSON object"),
-        (asked("x" * 5000), 413, "more than 4096 bytes"),
-        (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length
-    ],
-)
-def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status: int, message: str) -> None:
-    body = json.dumps(content) if isinstance(content, dict) else content
-    found = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
-    assert found.status_code == status and message in found.json()["error"]["message"]
-
-
-def test_a_key_keeps_others_out(toy_decoder: FuzzyDecoder) -> None:
-    with TestClient(make_app(toy_decoder, api_key="sesame")) as client:
-        assert client.post(CHAT, json=asked()).status_code == client.get("/metrics").status_code == 401
-        assert client.post(CHAT, json=asked(), headers={"Authorization": "Bearer sesame"}).status_code == 200
-        assert client.get("/health").status_code == 200
-        assert client.get("/v1/nothing").json()["error"]["code"] == 404
-    with pytest.raises(FsdError, match="nonsense"):
-        make_app(toy_decoder, "nonsense")
 
 
 def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, Job | None], None]) -> Job:
@@ -227,61 +159,6 @@ def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
         bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
         found = list(pool.map(lambda body: client.post("/v1/completions", json=body).status_code, bodies))
     assert found == [400, 200, 200, 400]
-
-
-SAID = {  # a value for every field that is honoured
-    "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_completion_tokens": 4, "max_tokens": 4, "model": "", "n": 2,
-    "presence_penalty": 0.5, "seed": 3, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
-    "temperature": 0.5, "top_p": 0.9, "user": "me", "messages": [{"role": "user", "content": "the cat"}],
-    "prompt": "the cat",
-}  # fmt: skip
-NEUTRAL = {  # accepted where it changes nothing, and another value
-    "best_of": (1, 2), "echo": (False, True), "suffix": ("", "x"), "modalities": (["text"], ["audio"]),
-    "response_format": ({"type": "text"}, {"type": "xml"}), "service_tier": ("auto", "flex"),
-    "store": (False, True), "tool_choice": ("none", "auto"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path: str, repo_root: Path) -> None:
-    """Of the fields that the openai client knows none is ignored, and the page on serving names each."""
-    kind = chat_params if path == CHAT else completion_params
-    base = asked() if path == CHAT else {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
-    page = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
-    for name in get_type_hints(kind.CompletionCreateParamsNonStreaming):
-        assert f"`{name}`" in page, f"docs/serving.md does not name {name}"
-        if name in ("logprobs", "top_logprobs"):
-            tried = [({"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}, 200)]
-        elif name in SAID:
-            tried = [({name: SAID[name]}, 200)]
-        elif name in NEUTRAL:
-            tried = [({name: value}, status) for value, status in zip(NEUTRAL[name], (200, 400))]
-        else:
-            tried = [({name: "x"}, 400)]
-        for fields, status in tried:
-            found = client.post(path, json={**base, **fields})
-            assert found.status_code == status, (name, found.text)
-            assert status == 200 or name in found.json()["error"]["message"]
-
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = st.sampled_from(
-    [*(CompletionAsked.model_fields | ChatAsked.model_fields), *ViewAsked.model_fields, "tools", "metadata", ""]
-)
-
-
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([CHAT, "/v1/completions", "/view/decode"]), st.dictionaries(FIELDS, ANYTHING, max_size=4))
-def test_no_body_makes_the_server_fail(client: TestClient, path: str, fields: dict[str, Any]) -> None:
-    base = asked(max_tokens=2) if path == CHAT else {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
-    found = client.post(path, content=json.dumps({**base, **fields}), headers={"Content-Type": "application/json"})
-    assert found.status_code in (200, 400, 404, 413), found.text
-    assert found.status_code == 200 or found.json()["error"]["message"]
-    assert "the server failed" not in found.text
 
 
 def test_several_answers_are_those_of_their_seeds(client: TestClient) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.cli.main import main
+from fsd_infer.request.guide import Guide
 from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.page import KNOBS, answers_page, server_page
@@ -34,15 +35,16 @@ def decoder(toy: Any, toy_decoder: FuzzyDecoder) -> FuzzyDecoder:
     return FuzzyDecoder(toy_decoder.target, toy_decoder.load_drafter(str(toy.drafter), TreeShape(4, 3, 9)))
 
 
-@pytest.mark.parametrize("drafter", ["head", "lookup"])
+@pytest.mark.parametrize("drafter", ["head", "lookup", "guide"])
 def test_a_trace_says_what_the_target_and_the_statistics_say(decoder: FuzzyDecoder, drafter: str) -> None:
     """Log-probabilities beside a plain forward over the answer; trees whose accepted paths are the emitted tokens."""
-    used = decoder.drafter if drafter == "head" else decoder.load_drafter("lookup")
+    used = decoder.load_drafter("lookup") if drafter == "lookup" else decoder.drafter
+    guide = Guide.regex("(a|b) cat sat on the mat (a|b)+") if drafter == "guide" else None
     prompt = decoder.encode("the cat sat on the mat the cat sat on the", chat=False)
     trace = Trace(decoder.tokenizer, prompt, used.proposers)
     out = decoder.generate(
         [prompt], "tilted:0.05:novel=0:floor=0", drafter=used, max_new_tokens=40, temperature=0,
-        on_round=lambda row, round: trace.add(round),
+        on_round=lambda row, round: trace.add(round), guide=guide,
     )  # fmt: skip
     tokens = [token for round in trace.rounds for token in round["tokens"]]
     answer, record, stats = out.sequences[0], out.records[0], out.stats.rows[0]
@@ -57,8 +59,9 @@ def test_a_trace_says_what_the_target_and_the_statistics_say(decoder: FuzzyDecod
     assert [token["rank"] for token in tokens] == ranks
     assert sum(token["nats"] for token in tokens) == pytest.approx(stats.divergence_spent, abs=1e-6)
     assert [token["lossy"] for token in tokens] == [source == 2 for source in record.sources]
-    kind = {"head": "head", "lookup": "memory"}[drafter]
-    assert {token["source"] for token in tokens} <= {kind, "target"} and any(t["source"] == kind for t in tokens)
+    kind = {"head": "head", "lookup": "memory", "guide": "grammar"}[drafter]
+    known = {kind, "target", *(["head"] if guide else [])}
+    assert {token["source"] for token in tokens} <= known and any(token["source"] == kind for token in tokens)
     for round in trace.rounds[1:]:
         accepted = [node for node in round["nodes"][1:] if node["accepted"]]
         assert len(accepted) >= len(round["tokens"]) - 1

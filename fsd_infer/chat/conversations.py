@@ -1,14 +1,15 @@
-"""Conversations out of the rows of data files, in the forms that data sets come in."""
+"""Conversations from rows of data files, in the forms of common data sets."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from fsd_infer.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
-# who speaks in ShareGPT's `conversations`
+# role by speaker in ShareGPT's `conversations`
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -25,15 +26,21 @@ ANSWERS = ("response", "completion")
 PROMPT_FIELDS = ("messages", "conversations", "data", "prompt", "question", "turns", "instruction", "input", *ANSWERS)
 
 
-class Message(TypedDict):
-    """One turn of a conversation."""
-
+class _Turn(TypedDict):
     role: str
     content: str
 
 
+class Message(_Turn, total=False):
+    """One turn of a conversation. An assistant's may call tools; a tool's may name the call that it answers."""
+
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
+
+
 def check_text(text: str, where: str) -> str:
-    """``text`` itself. Raises DataError if it holds a lone surrogate, which no tokenizer and no file can take."""
+    """Return ``text``. Raises DataError if it holds a lone surrogate, which no tokenizer and no file can hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -45,46 +52,91 @@ def check_text(text: str, where: str) -> str:
 
 
 def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
-    """``messages`` as plain role/content dicts. Raises DataError where it is not a list of chat turns.
+    """Return ``messages`` as plain turns: role, content, and what belongs to tool calls.
 
     Args:
         messages: what the row holds.
         where: how errors name the row, "file:line".
-        field: how they name what was read.
+        field: how errors name what was read.
+
+    Raises:
+        DataError: no list of chat turns.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise DataError(f"{where}: {field} must be a list of at least one turn.")
-    checked: list[Message] = []
-    for number, turn in enumerate(messages):
-        if not isinstance(turn, Mapping):
-            raise DataError(f"{where}: turn {number} must be an object with `role` and `content`.")
-        role, content = turn.get("role"), turn.get("content")
-        if role not in ROLES:
-            raise DataError(f"{where}: turn {number} has role {role!r}; known roles are {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            raise DataError(f"{where}: turn {number} ({role}) must have `content` of type text.")
-        check_text(content, f"{where}: turn {number} ({role})")
-        if role == "user" and not content.strip():
-            raise DataError(f"{where}: turn {number} (user) is empty. Give it some text or remove the row.")
-        checked.append({"role": role, "content": content})
-    return checked
+    return [_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(messages)]
+
+
+def _turn(turn: Any, where: str) -> Message:
+    """One turn as a plain dict. ``where`` names it in errors."""
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{where} must be an object with `role` and `content`.")
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}.")
+    where = f"{where} ({role})"
+    calls = _tool_calls(turn["tool_calls"], where) if role == "assistant" and turn.get("tool_calls") else []
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where} must have `content` of type text.")
+    check_text(content, where)
+    if role == "user" and not content.strip():
+        raise DataError(f"{where} is empty. Give it some text or remove the row.")
+    made: Message = {"role": role, "content": content}
+    if calls:
+        made["tool_calls"] = calls
+    if role == "tool":
+        for name in ("tool_call_id", "name"):
+            if turn.get(name) is not None:
+                made[name] = check_text(_text(turn[name], where, name), where)
+    return made
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls as chat templates read them: arguments are an object, which OpenAI's API has as JSON text."""
+    return [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [None])]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise DataError(
+            f"{where} has malformed `tool_calls`. Give a list of objects with `function`: "
+            "its `name` and its `arguments`, a JSON object."
+        )
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """The conversation a row asks to be answered.
+    """Return the conversation that a row wants answered.
 
-    Reads, in this order: ``messages``; ``data`` (UltraChat: texts in turn, the user's first); ``conversations``
-    (ShareGPT: ``from`` and ``value``, or ``role`` and ``content``); ``prompt`` (text or a list of turns), ``question``,
-    ``turns`` (the first one) or ``instruction`` (an ``input`` that is not empty stands below it). A final assistant
-    turn is a reference answer and is dropped; the turns before it stay, earlier answers included. Assistant turns
-    before the first user turn answer nothing and are left out. A field that is null counts as absent.
+    The first field of these counts, unless it is null:
+
+    - ``messages``;
+    - ``data``, UltraChat's texts in turn, the user's first;
+    - ``conversations``, ShareGPT's turns with ``from`` and ``value``, or with ``role`` and ``content``;
+    - ``prompt``, a text or a list of turns;
+    - ``question``;
+    - ``turns``, of which the first counts;
+    - ``instruction``, with ``input`` below it.
+
+    A final assistant turn is a reference answer and is dropped. Earlier answers stay. Assistant turns before the first
+    user turn answer nothing and are dropped.
 
     Args:
         row: one row of a prompt file.
         where: how errors name the row, "file:line".
 
     Raises:
-        DataError: none of the fields is there, or one has the wrong type or is empty.
+        DataError: none of the fields, or one of the wrong type, or an empty one.
     """
     turns = _asked(row, where)
     while turns and turns[-1]["role"] == "assistant":
@@ -95,15 +147,15 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
 
 
 def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list[Message], list[Message]]]:
-    """The exchanges of a row: what is asked, and the answer that the row holds (no turns, where it has none).
+    """Return the exchanges of a row: turns that ask, and the turns that answer them, if the row holds any.
 
-    A conversation is cut after each run of assistant turns; each text of ``turns`` is an exchange.
+    A conversation is cut after each run of assistant turns. Each text of ``turns`` is an exchange.
 
     Raises:
         DataError: as for :func:`row_messages`.
     """
     exchanges: list[tuple[list[Message], list[Message]]]
-    first = row_messages(row, where)  # checks the fields, and that there is something to answer
+    first = row_messages(row, where)  # checks the fields
     if all(row.get(name) is None for name in ("messages", "data", "conversations", "prompt", "question")) and row.get(
         "turns"
     ):
@@ -126,13 +178,13 @@ def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list
 
 
 def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """The conversation of a row with its answers, ending with an assistant turn.
+    """Return the conversation of a row with its answers, up to its last assistant turn.
 
-    Either a prompt as :func:`row_messages` reads it and its answer in ``response`` or ``completion`` (text, or a list
-    of turns), or a conversation that holds the answers itself; what follows its last assistant turn is left out.
+    Either the row has a prompt, as :func:`row_messages` reads it, and its answer in ``response`` or ``completion``, a
+    text or a list of turns. Or it has a conversation that holds the answers.
 
     Raises:
-        DataError: no answer, or a malformed field; as for :func:`row_messages`.
+        DataError: no answer, or a malformed field; and as for :func:`row_messages`.
     """
     field = next((name for name in ANSWERS if row.get(name) is not None), None)
     if field is not None:
@@ -147,7 +199,7 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
 
 
 def row_questions(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """The turns of ``messages``, ``data`` or ``conversations`` that are not answers; empty for rows of another form."""
+    """Return the turns of ``messages``, ``data`` or ``conversations`` that are no answers; none for other rows."""
     return [turn for turn in _turns(row, where) or [] if turn["role"] != "assistant"]
 
 
@@ -165,7 +217,7 @@ def _turns(row: Mapping[str, Any], where: str) -> list[Message] | None:
 
 
 def _named(turns: Any, where: str) -> Any:
-    """ShareGPT's turns with the usual names; whatever is not of that form is left for the caller to check."""
+    """ShareGPT's turns with the usual names. Turns of another form stay for the caller to check."""
     if not isinstance(turns, Sequence) or isinstance(turns, (str, bytes)):
         return turns
     named: list[Any] = []
@@ -183,7 +235,7 @@ def _named(turns: Any, where: str) -> Any:
 
 
 def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
-    """The turns of the row's prompt field, without answers to nothing."""
+    """The turns of the row's prompt field, without answers before the first question."""
     turns = _turns(row, where)
     if turns is None:
         turns = _prompt(row, where)
@@ -221,7 +273,7 @@ def _answer(value: Any, where: str, field: str) -> list[Message]:
 
 
 def _text(value: Any, where: str, field: str) -> str:
-    """``value`` if it is text. Raises DataError."""
+    """Return ``value`` if it is text, else raise DataError."""
     if not isinstance(value, str):
         raise DataError(f"{where}: `{field}` must hold text, found {type(value).__name__}.")
     return check_text(value, f"{where}: `{field}`")

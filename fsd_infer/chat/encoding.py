@@ -1,6 +1,6 @@
-"""Prompts and chat templates: from rows of a data file to messages, and from messages to token ids.
+"""From rows of a data file to messages, and through the chat template from messages to token ids.
 
-Decoding and training both encode conversations here and nowhere else, so they cannot drift apart.
+Decoding and training both encode conversations here, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsd_infer.chat.conversations import Message, check_messages, check_text, ro
 from fsd_infer.chat.rows import read_jsonl, read_rows
 from fsd_infer.errors import DataError, FsdError
 
-__all__ = [  # with the readers that belong to it, which have modules of their own
+__all__ = [  # with readers from other modules
     "Message",
     "PromptRow",
     "check_messages",
@@ -40,11 +40,12 @@ class PromptRow:
     """One prompt of a data file.
 
     Attributes:
-        id: stable hash of file name, line and messages.
+        id: hash of file name, line and messages.
         messages: the conversation up to and including the turn that wants an answer.
         source: the row's ``source`` or ``category``, else the file's name without suffixes.
-        file, line: where the row stands (lines, or rows of a table, count from 1).
-        row: the whole row as read.
+        file: name of the file.
+        line: number of the line, or of a table's row, from 1.
+        row: the whole row.
     """
 
     id: str
@@ -56,15 +57,16 @@ class PromptRow:
 
 
 def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
-    """16 hexadecimal digits that depend on the file's name (not its folder), the line and the messages."""
+    """Return 16 hexadecimal digits that depend on the file's name without its folder, the line and the messages."""
     text = json.dumps([file_name, line, list(messages)], ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def read_prompts(path: str | Path) -> Iterator[PromptRow]:
-    """Yields every prompt of a data file or directory, see :func:`fsd_infer.chat.rows.read_rows`.
+    """Yield every prompt of a data file or directory, see :func:`fsd_infer.chat.rows.read_rows`.
 
-    Raises DataError (with file and line or row) on a malformed row.
+    Raises:
+        DataError: a malformed row. The error names file and line.
     """
     default_source = Path(path).name.split(".")[0]
     for row in read_rows(path):
@@ -75,7 +77,7 @@ def read_prompts(path: str | Path) -> Iterator[PromptRow]:
 
 
 def need_tokenizer(tokenizer: Any, target: str) -> Any:
-    """The tokenizer of a target. Raises FsdError if it has none."""
+    """Return the tokenizer of a target. Raises FsdError if it has none."""
     if tokenizer is None:
         raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, or give prompts as token ids.")
     return tokenizer
@@ -87,25 +89,26 @@ def encode_chat(
     add_generation_prompt: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation under the tokenizer's chat template.
+    """Return the token ids of a conversation under the tokenizer's chat template.
+
+    A tokenizer without a template encodes one user turn, as plain text with its own special tokens, for a base model to
+    continue.
 
     Args:
-        tokenizer: a transformers tokenizer. Without a chat template the only conversation it can encode is one user
-            turn, taken as plain text with the tokenizer's own special tokens (a base model continues it).
+        tokenizer: a transformers tokenizer.
         messages: the turns.
         add_generation_prompt: end with the template's opening of an assistant turn, so that the target answers.
         options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
 
     Raises:
-        DataError: no chat template and more than one turn or options, nothing but an empty text, or turns the template
-            refuses.
+        DataError: an empty text, turns that the template refuses, or several turns or options without a template.
     """
     turns = check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         if [turn["role"] for turn in turns] != ["user"]:
-            raise DataError("this tokenizer has no chat template, so it can encode one user turn only.")
+            raise DataError("this tokenizer has no chat template. Give one user turn and nothing else.")
         if options:
-            raise DataError(f"this tokenizer has no chat template, which {', '.join(options)} could be given to.")
+            raise DataError(f"this tokenizer has no chat template. Leave out {', '.join(options)}.")
         ids = encode_text(tokenizer, turns[0]["content"])
     else:
         ids = _encode_rendered(tokenizer, _render(tokenizer, turns, add_generation_prompt, options))
@@ -117,29 +120,27 @@ def encode_chat(
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Mapping[str, object]], complete: bool = True
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of a conversation with answers, and which of them the target would have had to produce.
+    """Return the token ids of a conversation, and a mask of the ids that the target produces.
 
-    Every assistant turn is marked: its text and the token that ends it, not the template's opening of the turn nor what
-    the template puts after its end. Ids after the last end are cut off, since no answer contains them.
+    The mask covers each assistant turn: its text and the token that ends it. It covers neither the template's opening
+    of the turn nor the text after its end. Ids after the last end are cut off.
 
-    A template with generation markers (``{% generation %}``) says itself what the target produces. With any other a
-    turn's answer is what its ids add to those of the prompt before it, which is exact, or refused. Where the ids of
-    earlier turns change as a conversation grows (Qwen3's template shows thoughts in the last answer only), no one
-    sequence holds what decoding sees at every turn: each assistant turn is a sequence of its own then.
+    A template with generation markers (``{% generation %}``) marks the answers itself. Under another template a turn's
+    answer is the ids that it adds to its prompt's. Some templates change earlier turns as a conversation grows: Qwen3's
+    shows thoughts in the last answer only. Then each assistant turn becomes a sequence of its own, as decoding sees it.
 
     Args:
         tokenizer: a transformers tokenizer.
         messages: turns, the last one the assistant's and the first one not.
-        complete: False if the last answer was cut off by a length limit; its end token is then left out too.
+        complete: False if a length limit cut off the last answer, which then lacks its end token.
 
     Returns:
-        Sequences (ids, loss_mask), mostly one; else one per assistant turn, in their order. The lists of a pair are
-        of one length; the mask is 1 on answer tokens, 0 elsewhere.
+        Pairs (ids, mask) of lists of one length. The mask is 1 on answer tokens, 0 elsewhere. There is one pair, or one
+        per assistant turn.
 
     Raises:
-        DataError: no assistant turn at the end, or one at the beginning; a template without markers under which the
-            ids of a prompt are not a prefix of those of the same turns with their answer (then what is trained is not
-            what decoding sees); or markers that leave out a turn.
+        DataError: no assistant turn at the end, or one at the beginning; a template without markers that changes the
+            ids of a prompt when its answer follows; or markers that leave out a turn.
     """
     turns = check_messages(messages)
     if turns[-1]["role"] != "assistant" or turns[0]["role"] == "assistant":
@@ -160,7 +161,7 @@ def encode_conversation(
 def _masked(
     tokenizer: Any, whole: list[int], spans: Sequence[tuple[int, int]], marked: bool, complete: bool
 ) -> tuple[list[int], list[int]]:
-    """(ids, loss mask) up to the last answer's end, of ids with assistant turns at ``spans``."""
+    """(ids, mask) up to the last answer's end, of ids with assistant turns at ``spans``."""
     enders = special_ids(tokenizer)
     mask = [0] * len(whole)
     end = 0
@@ -176,11 +177,11 @@ def _masked(
     return whole[:end], mask[:end]
 
 
-_Spans = tuple[list[int], list[tuple[int, int]]]  # ids, and where assistant turns begin and end in them
+_Spans = tuple[list[int], list[tuple[int, int]]]  # ids, and the bounds of assistant turns in them
 
 
 def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
-    """From the ids of prompts and of the same turns with their answer: one sequence, or one per assistant turn."""
+    """Spans from the ids of prompts, and of the same turns with their answer."""
     answered: list[_Spans] = []
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
@@ -201,7 +202,7 @@ def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
 
 
 def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
-    """From the template's generation markers."""
+    """Spans from the template's generation markers."""
     try:
         found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     except Exception as error:
@@ -219,9 +220,9 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the chat template writes after an answer; where it writes none, the tokenizer's eos (or None)."""
+    """Return the token that the chat template writes after an answer, else the tokenizer's eos, else None."""
     if getattr(tokenizer, "chat_template", None):
-        word = "Rhubarb"  # which no template says of itself
+        word = "Rhubarb"  # no template contains it
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}]
         suffix = _render(tokenizer, turns, False).partition(word)[2]
         special = special_ids(tokenizer)
@@ -233,7 +234,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of the tokenizer's special tokens, named ones (bos, eos ...) and added ones (end of turn ...) alike."""
+    """Return the ids of the tokenizer's special tokens: named ones such as eos, and added ones."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | set(tokenizer.all_special_ids)
 
@@ -258,7 +259,7 @@ def _refusal(turns: Sequence[Message], error: Exception) -> DataError:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text, with the tokenizer's own special tokens. Raises DataError if it is no Unicode text."""
+    """Return the ids of plain text with the tokenizer's own special tokens. Raises DataError for invalid Unicode."""
     return list(tokenizer(check_text(text, "the prompt"))["input_ids"])
 
 

@@ -1,9 +1,9 @@
-"""Rows of a dataset on the Hub, by its name, streamed by the `datasets` library.
+"""Rows of a dataset on the Hub, streamed by the `datasets` library. Names are
 
 hf:OWNER/NAME                              split train of the default configuration
 hf:OWNER/NAME@REVISION?split=train_sft     another split of a branch, tag or commit
-hf:OWNER/NAME?config=en&limit=5000         a configuration, and its first rows alone
-hf:OWNER/NAME?prompt=instruction           a field that is read here (docs/training-data.md) = the dataset's column
+hf:OWNER/NAME?config=en&limit=5000         a configuration, and only its first rows
+hf:OWNER/NAME?prompt=instruction           a field of docs/training-data.md = the dataset's column
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ _FIELDS = {*PROMPT_FIELDS, "id", "source", "category", "answer", "prompt_ids", "
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Does this name a dataset on the Hub?"""
+    """Return whether a path names a dataset on the Hub."""
     return str(path).startswith(PREFIX)
 
 
 @dataclass(frozen=True)
 class HubRows:
-    """What a name says.
+    """A dataset on the Hub, as its name describes it.
 
     Attributes:
         repository: OWNER/NAME.
-        revision, split, config, limit: None for the default, or all rows.
-        columns: the dataset's column by the field that is read from it.
+        revision: branch, tag or commit; None: the default.
+        split: of the dataset.
+        config: its configuration; None: the default.
+        limit: number of rows; None: all.
+        columns: field -> the dataset's column that holds it.
     """
 
     repository: str
@@ -49,7 +52,7 @@ class HubRows:
 
     @classmethod
     def parse(cls, text: str) -> HubRows:
-        """Raises DataError for a name of another form."""
+        """Parse a name. Raises DataError for a malformed one."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise DataError(f"{text!r:.80}: a dataset on the Hub is named hf:OWNER/NAME[@REVISION][?split=SPLIT&…].")
@@ -73,11 +76,11 @@ class HubRows:
         return cls(match[1], match[2], columns=columns, **options)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows, as they come.
+        """Yield the rows.
 
         Raises:
-            DataError: the package `datasets` is not installed, the dataset, revision, split or column is not there, or
-                the Hub does not answer.
+            DataError: the package `datasets` is not installed; no such dataset, revision, split or column; or the Hub
+                does not answer.
         """
         try:
             datasets = import_module("datasets")
@@ -95,7 +98,7 @@ class HubRows:
                 number += 1
         except DataError:
             raise
-        except Exception as error:  # whatever the Hub, the network and the files make of it
+        except Exception as error:  # the Hub, the network and the files raise anything
             where = f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
             raise DataError(
                 f"{where}: unreadable after row {number} ({type(error).__name__}: {shortened(error)}). Check its name, "
@@ -109,7 +112,7 @@ class HubRows:
         return {**row, **{ours: row[theirs] for ours, theirs in self.columns.items()}}
 
     def digest(self, text: str) -> str:
-        """SHA-256 of the name and the commit that it means now. Raises DataError if the Hub does not say."""
+        """Return the SHA-256 of the name and its present commit. Raises DataError if the Hub does not answer."""
         api = import_module("huggingface_hub").HfApi()
         try:
             commit = api.dataset_info(self.repository, revision=self.revision).sha

@@ -1,4 +1,4 @@
-"""The text of single tokens."""
+"""Decoded text, token by token and character by character."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds; together they are the decoded text without special tokens.
+    """Return the text that each token adds. Joined, the pieces are the decoded text without special tokens.
 
-    A token that ends inside a character adds nothing, the one that completes it adds the character.
+    A token that ends inside a character adds nothing. The token that completes the character adds it.
     """
     pieces: list[str] = []
     shown = ""
@@ -19,3 +19,8 @@ def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
         pieces.append(text[len(shown) :] if whole else "")
         shown = text if whole else shown
     return pieces
+
+
+def overlap(text: str, other: str) -> int:
+    """Return how many characters at the end of ``text`` are the beginning of ``other``."""
+    return next((size for size in range(min(len(other), len(text)), 0, -1) if text.endswith(other[:size])), 0)

@@ -1,6 +1,6 @@
 """Rows of data files: JSON lines, JSON arrays, Parquet, and the directories that the `datasets` library writes.
 
-pyarrow and datasets come with the extra `train` and are imported only where a file asks for them.
+pyarrow and datasets come with the extra `train`. They are imported only when a file needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
 class Row(NamedTuple):
-    """One row: the file it stands in (the directory, for one that `datasets` wrote), its number from 1, its values."""
+    """One row: its file (or the directory that `datasets` wrote), its number from 1, and its values."""
 
     file: Path
     number: int
@@ -39,17 +39,18 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """Yields the rows of a data file or directory.
+    """Yield the rows of a data file or directory.
+
+    Of a directory with several splits the split ``train`` is read. A file is JSON lines, gzip-compressed or not, unless
+    its name ends in .parquet, or in .json and it holds an array.
 
     Args:
-        path: a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`); a .parquet file; a directory of
-            `Dataset.save_to_disk` (of several splits, ``train`` is read); a directory that holds .parquet files, itself
-            or in a folder ``data`` (where their names begin with a split's name, those of ``train`` are read); a .json
-            file of an array of objects; any other file is taken for JSON lines, gzip-compressed or not.
+        path: a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a file, a directory of
+            `Dataset.save_to_disk`, or a directory with .parquet files in itself or in its folder ``data``.
 
     Raises:
-        DataError: nothing there, a file that cannot be read, no split ``train`` among several, a line that is not a
-            JSON object, or a package that reading it needs is not installed.
+        DataError: no such file, an unreadable file, no split ``train`` among several, a line that is no JSON object, or
+            a missing package.
     """
     path = Path(path)
     if is_hub_name(path):
@@ -72,10 +73,10 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) of a JSONL file, gzip-compressed or not; blank lines are passed over.
+    """Yield (line number from 1, object) of a JSONL file, gzip-compressed or not. Blank lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, or a line is not a UTF-8 JSON object; names file and line.
+        DataError: an unreadable file, or a line that is no JSON object in UTF-8. The error names file and line.
     """
     path = Path(path)
     line = 0
@@ -86,7 +87,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 line += 1
                 if len(raw) > LONGEST_LINE:
                     raise DataError(
-                        f"{path}:{line}: the line is longer than {LONGEST_LINE >> 20} MiB: one row is one line."
+                        f"{path}:{line}: the line is longer than {LONGEST_LINE >> 20} MiB. Write one row per line."
                     )
                 if raw.strip():
                     yield line, _object(parse_json(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
@@ -100,8 +101,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_digest(path: str | Path) -> str:
-    """SHA-256 of a data file, of the names and contents of a directory's files, or of a Hub dataset's name and commit,
-    in hexadecimal."""
+    """Return a SHA-256 in hexadecimal: of a data file, of a directory's file names and contents, or of a Hub dataset's
+    name and commit."""
     path = Path(path)
     if is_hub_name(path):
         return HubRows.parse(str(path)).digest(str(path))
@@ -120,7 +121,7 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 
 
 def _is_array(path: Path) -> bool:
-    """Does the file's first character open a JSON array?"""
+    """Whether the file's first character opens a JSON array."""
     if not os.path.isfile(path):
         return False
     with path.open("rb") as file:
@@ -128,7 +129,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _parquet_files(directory: Path) -> list[Path]:
-    """The directory's Parquet files in order of their names, those of the training split if there are several."""
+    """The directory's Parquet files in order of their names; of several splits, the files of ``train``."""
     files = sorted(directory.glob("*.parquet")) or sorted(directory.glob("data/*.parquet"))
     if not files:
         raise DataError(

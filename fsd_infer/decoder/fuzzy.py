@@ -22,6 +22,7 @@ from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.request.forced import ForcedDrafter
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
@@ -285,6 +286,9 @@ class FuzzyDecoder:
                 ends = eos_ids(GenerationConfig(eos_token_id=overrides.get("eos_token_id", config.eos_token_id)))
                 followed = self._follow(guide, ids, frozenset(ends))
                 overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
+                drafter = self.drafter if drafter is None else drafter
+                if isinstance(drafter, Drafter) and (overrides.get("num_beams") or config.num_beams or 1) == 1:
+                    drafter = ForcedDrafter(drafter, followed)
             outcome = decode_request(
                 self.target,
                 self.drafter if drafter is None else drafter,

@@ -157,6 +157,7 @@ class AutoTree:
         self._frontier = [[1.0] for _ in range(batch)]
         self._worth = self._net(self._chances)
         self._marks: list[float] = []
+        self._ignored = False
         self._steps: list[list[Step]] = []  # of each row's tree
         self._nodes = 0  # of a row's tree; 0: its root alone, for nothing was drafted
 
@@ -319,6 +320,10 @@ class AutoTree:
             found.append((steps, chances))
         return found
 
+    def ignore(self) -> None:
+        """Learn nothing from this round: its tree is another than the one chosen here."""
+        self._ignored = True
+
     # what it teaches -------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
@@ -334,7 +339,8 @@ class AutoTree:
         """
         if self._marks:
             self.mark()
-            self._learn(path, accepted, timed=rows == self.batch)
+            if not self._ignored:
+                self._learn(path, accepted, timed=rows == self.batch)
         if rows:
             self._begin(rows)
 

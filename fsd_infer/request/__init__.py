@@ -1,1 +1,1 @@
-"""What a request brings: its options, its logits processors, its prompts."""
+"""A request's options, logits processors, guide and prompts."""

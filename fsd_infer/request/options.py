@@ -1,7 +1,7 @@
-"""Which arguments of transformers' ``generate`` our loop honours. Every other one is refused by name, none ignored.
+"""The arguments of transformers' ``generate`` that our loop honours. Every other one is refused by name.
 
-The fields of ``GenerationConfig`` are an allow-list: one that a later version of transformers adds is refused until
-somebody has looked at what it does.
+The fields of ``GenerationConfig`` are an allow-list. A field that a later version of transformers adds is refused until
+this list names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.token_ids import eos_ids
 
-# honoured, mostly because ``generate`` makes logits processors and stopping criteria of them
+# honoured, most of them through the logits processors and stopping criteria that ``generate`` makes
 _HONOURED = frozenset(
     """
     num_beams early_stopping length_penalty
@@ -31,14 +31,14 @@ _HONOURED = frozenset(
     return_dict_in_generate
     """.split()
 )
-# of no effect on the answers, in ``generate`` neither
+# without effect on the answers, in ``generate`` too
 _WITHOUT_EFFECT = frozenset(
     """
     use_cache compile_config disable_compile prefill_chunk_size decoder_start_token_id
     transformers_version _from_model_config _commit_hash
     """.split()
 )
-# how to compute the answer, not which: what a model's own configuration says of it is passed over
+# about the computation, not the answer: the model's own configuration may set them
 _OF_SPEED = frozenset(
     """
     cache_implementation cache_config max_cache_len is_assistant num_assistant_tokens num_assistant_tokens_schedule
@@ -54,7 +54,7 @@ _INSTEAD = {
     "past_key_values": "give the whole text as ids",
     "streamer": "give it as stream_to",
 }
-# fields that are whole numbers, and what more than is refused: transformers loops as often before anything is checked
+# whole numbers and their upper bounds: transformers loops that often before it checks
 _WHOLE: dict[str, float] = {
     **dict.fromkeys("max_length max_new_tokens min_length min_new_tokens num_beams".split(), math.inf),
     **dict.fromkeys("no_repeat_ngram_size encoder_no_repeat_ngram_size".split(), 2**16),
@@ -64,28 +64,28 @@ _NUMBERS = frozenset(
     "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty "
     "encoder_repetition_penalty".split()
 )
-# of the processors that keep the prompts, with the values that mean none
+# fields whose processors keep the prompts, with the values that switch them off
 _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
-# arguments of ``generate`` beside the configuration that FuzzyDecoder.generate takes
+# arguments beside the configuration that FuzzyDecoder.generate takes
 _LISTS = ("logits_processor", "stopping_criteria")
 _ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
-# what ``generate`` prepares for any loop
+# inputs that ``generate`` prepares for any loop
 _PREPARED = frozenset("attention_mask position_ids past_key_values cache_position logits_to_keep use_cache".split())
 
 
 def refusal(name: str, value: Any) -> FsdError:
-    """The error for an argument that has no place here."""
+    """Return the error for an argument that our loop does not honour."""
     shown = f"{name}={value!r}" if isinstance(value, (bool, int, float, str)) else name
     instead = _INSTEAD.get(name, "leave it out, or call the model's own generate")
     return FsdError(f"speculative decoding does not support {shown}: {instead}.")
 
 
 def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None:
-    """Raise FsdError for the first field that would not be honoured.
+    """Raise FsdError for the first field that our loop does not honour.
 
     Args:
-        config: as ``generate`` has filled it in.
-        own: the model's.
+        config: the configuration, with defaults filled in.
+        own: the model's own configuration.
     """
     eos_ids(config)
     for name in ("num_beams", "num_return_sequences"):
@@ -103,9 +103,10 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
 
 
 def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """Keyword arguments -> (fields of the configuration, arguments for logits processors, stopping criteria).
+    """Split keyword arguments into fields of the configuration, processors' arguments, and stopping criteria.
 
-    Raises FsdError for an argument that is unknown or of another kind.
+    Raises:
+        FsdError: an unknown argument, or a malformed one.
     """
     known = vars(GenerationConfig()).keys() | _ARGUMENTS
     for name in overrides.keys() - known:
@@ -118,16 +119,16 @@ def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for name in _LISTS:
         found = others[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
-            raise FsdError(f"{name} is a list of callables, as transformers has them; got {found!r:.60}.")
-    # ids may be tensors in fields of the configuration
+            raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
+    # fields may hold ids as tensors
     fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in _ARGUMENTS}
-    if fields.get("temperature") == 0:  # transformers refuses 0; everyone means greedy by it
+    if fields.get("temperature") == 0:  # transformers refuses 0, which means greedy
         fields.update(do_sample=False, temperature=None)
     return fields, others, others.pop("stopping_criteria") or []
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise FsdError for fields of the configuration that are no numbers, or would take all memory or time."""
+    """Raise FsdError for fields that are no numbers, or so large that they take all memory or time."""
     for name in values.keys() & (_WHOLE.keys() | _NUMBERS):
         value, kind = values[name], Integral if name in _WHOLE else Real
         if isinstance(value, bool) or not isinstance(value, kind):
@@ -138,12 +139,12 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def reads_prompts(config: GenerationConfig) -> bool:
-    """Does a processor that ``generate`` makes of this configuration keep the prompts or their padding?"""
+    """Return whether a processor of this configuration keeps the prompts or their padding."""
     return any(getattr(config, name) not in (None, neutral) for name, neutral in _READ_PROMPTS.items())
 
 
 def check_inputs(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
-    """Which of the ids [B, T] count, [B, T]. Raises FsdError for inputs of the model other than these ids."""
+    """Return the attention mask of ids [B, T]. Raises FsdError for inputs of the model other than these ids."""
     for name, value in model_inputs.items():
         if name not in _PREPARED and value is not None and value is not False:
             raise refusal(name, value)

@@ -16,15 +16,15 @@ from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 
 PREFILL_CHUNK = 512
-# Where prompts of a batch are read one after the other: together they are no faster there, and padding costs.
+# Devices that read a batch's prompts in turn: together is no faster there, and padding costs.
 READ_IN_TURN = {"cpu"}
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
-    """How many tokens may follow each prompt: max_new_tokens, or what the context leaves.
+    """Return how many tokens may follow each prompt: max_new_tokens, or fewer if the context ends before.
 
     Raises:
-        FsdError: an empty prompt, a token id that the target does not know, or max_new_tokens below 1.
+        FsdError: an empty prompt, a token id outside the target's vocabulary, or max_new_tokens below 1.
         ContextLengthError: a prompt that leaves no room in the target's context.
     """
     if max_new_tokens < 1:
@@ -52,14 +52,14 @@ def read_prompts(
     """Fill the cache's first slots with prompts, slot = position.
 
     Args:
-        target: what reads them.
-        cache: with a row for each.
-        tokens: [B, M] their ids, right-padded, on the CPU.
-        lengths: [B] how many of them are real, on the CPU.
-        known: of each prompt a start that the target has read before; None: of none.
+        target: the model that reads the prompts.
+        cache: with a row per prompt.
+        tokens: [B, M] ids of the prompts, right-padded, on the CPU.
+        lengths: [B] lengths of the prompts in tokens, on the CPU.
+        known: per prompt a prefix that the target has read before, or None.
 
     Returns:
-        (features [B, M, F], of which the padding's mean nothing, logits [B, 1, V] at each prompt's last token)
+        Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
     known = known or [None] * len(tokens)
     if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
@@ -68,7 +68,7 @@ def read_prompts(
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
     features, logits = _read(target, cache, to_device(tokens, target.device))
-    if int(lengths.min()) < tokens.shape[1]:  # the model computed logits at the end of the longest only
+    if int(lengths.min()) < tokens.shape[1]:  # the forward computed logits at the longest prompt's end only
         target.check_lm_head()
         last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
         logits = target.lm_logits(target.features_of(last))
@@ -76,9 +76,9 @@ def read_prompts(
 
 
 def _read(target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None) -> tuple[Tensor, Tensor]:
-    """Causal forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last).
+    """Forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last token).
 
-    ``known``: their start, for B = 1.
+    ``known`` is a prefix of the tokens, for B = 1.
     """
     features, first = [], 0
     if known is not None:

@@ -1,4 +1,4 @@
-"""OpenAI's edits of the logits: a bias per token, and penalties for what the answer has said."""
+"""OpenAI's edits of the logits: a bias per token, and penalties for tokens that the answer contains."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fsd_infer.errors import FsdError
 
 @dataclass(frozen=True)
 class Adjustment:
-    """What a request asks for.
+    """The edits that a request asks for.
 
     Attributes:
-        bias: (token id, what is added to its logit).
-        presence: taken off the logit of every token that the answer contains.
-        frequency: the same, times the number of its occurrences.
+        bias: pairs of a token id and the number added to its logit.
+        presence: subtracted from the logit of every token that the answer contains.
+        frequency: subtracted once per occurrence of the token in the answer.
     """
 
     bias: tuple[tuple[int, float], ...] = ()
@@ -28,7 +28,7 @@ class Adjustment:
         return bool(self.bias or self.presence or self.frequency)
 
     def check(self, vocab_size: int) -> None:
-        """Raises FsdError for a token that the target does not know."""
+        """Raise FsdError for a token outside the target's vocabulary."""
         for token, _ in self.bias:
             if not 0 <= token < vocab_size:
                 raise FsdError(f"logit_bias: there is no token {token}: ids are from 0 to {vocab_size - 1}.")
@@ -38,8 +38,8 @@ class Adjust:
     """A logits processor: ids [M, T], scores [M, V] -> [M, V].
 
     Args:
-        what: to do.
-        start: where answers begin in the ids.
+        what: the edits.
+        start: position in the ids where answers begin.
     """
 
     def __init__(self, what: Adjustment, start: int) -> None:

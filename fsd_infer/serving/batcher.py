@@ -1,4 +1,4 @@
-"""Requests become batches: one thread decodes, in order of arrival, those that may share a batch together."""
+"""From jobs to batches: one thread decodes in order of arrival, jobs with equal options together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsd_infer.chat.pieces import overlap
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import RowStats
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class UnavailableError(FsdError):
-    """The server takes no more requests now: too many wait, or it is stopping."""
+    """The server takes no more requests now: its queue is full, or it is stopping."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +37,27 @@ class Logprob:
 
 @dataclass
 class Job:
-    """One request.
+    """One answer that is wanted, and how far it has come.
 
     Attributes:
         prompt: token ids.
-        rule: by which drafts are accepted.
-        sampling: temperature and the like, as for ``generate``; jobs share a batch only if it is the same.
-        max_new_tokens: most tokens of the answer.
-        stop: texts that end the answer, and are not part of it.
-        deadline: by ``time.monotonic``; then the answer ends as if its length were reached.
+        rule: the acceptance rule.
+        sampling: options of ``generate``, such as the temperature. Jobs share a batch only if theirs are equal.
+        max_new_tokens: largest length of the answer.
+        stop: texts that end the answer and are no part of it.
+        deadline: time by ``time.monotonic`` when the answer is cut off as if it had reached its length.
         tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
-        adjustment: of the logits; jobs share a batch only if it is the same.
+        adjustment: edits of the logits, the same for a batch.
         guide: what the answer must be, the same for a batch.
-        user: whose it is in a prefix cache.
-        alternatives: how many of the likeliest tokens :attr:`logprobs` name; None: no log-probabilities.
+        user: key of the prefix cache.
+        alternatives: number of likeliest tokens in each of :attr:`logprobs`; None: no log-probabilities.
         on_round: called in the decoding thread with every round.
-        logprobs: of the answer's tokens, by the target's own logits, without temperature, bias and penalties.
+        logprobs: of the answer's tokens under the target's own logits, without temperature, bias and penalties.
+        ids: tokens of the answer so far.
         text: the answer so far.
-        tokens: its length.
-        reason: "stop", "length", or why it failed (an exception); None while it runs.
-        stats: of the answer.
-        cancelled: set by whoever does not want it any more.
+        reason: "stop", "length", or the exception that made the job fail; None while it runs.
+        stats: of the answer, once it has ended.
+        cancelled: set when the client no longer wants the answer.
     """
 
     prompt: list[int]
@@ -79,7 +80,7 @@ class Job:
     cancelled: bool = False
 
     def grow(self, ids: list[int], tokenizer: Any) -> bool:
-        """Takes new tokens; returns whether the answer ends here."""
+        """Append new tokens. Return whether the answer ends here."""
         self.ids += ids[: self.max_new_tokens - len(self.ids)]
         text = tokenizer.decode(self.ids, skip_special_tokens=True)
         ends = [place for stop in self.stop if (place := text.find(stop)) >= 0]
@@ -87,8 +88,8 @@ class Job:
             text, self.reason = text[: min(ends)], "stop"
         elif len(self.ids) >= self.max_new_tokens or time.monotonic() > self.deadline:
             self.reason = "length"
-        # what may still become another character, or a stop text, waits
-        held = 0 if self.reason else max([_overlap(text, stop) for stop in self.stop], default=0)
+        # hold back text that may still become another character or a stop text
+        held = 0 if self.reason else max([overlap(text, stop) for stop in self.stop], default=0)
         whole = text[: len(text) - held]
         if self.reason or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
             self._show(whole)
@@ -96,11 +97,11 @@ class Job:
 
     @property
     def key(self) -> object:
-        """Jobs with the same key may be decoded together."""
+        """Jobs with equal keys may share a batch."""
         return self.sampling, self.adjustment, self.guide
 
     def watch(self, round: Round, tokenizer: Any) -> None:
-        """Takes a round, before its tokens."""
+        """Record a round, before its tokens."""
         if self.on_round is not None:
             self.on_round(round)
         if self.alternatives is not None:
@@ -111,7 +112,7 @@ class Job:
                 self.logprobs.append(Logprob(tokenizer.decode([token]), float(row[token]), best))
 
     def finish(self, reason: str | Exception, tokenizer: Any = None) -> None:
-        """The answer is complete, or failed."""
+        """End the answer: it is complete, or it failed."""
         if self.reason is None and isinstance(reason, str):
             self._show(tokenizer.decode(self.ids, skip_special_tokens=True))
         self.reason = self.reason or reason
@@ -124,11 +125,11 @@ class Job:
 
 
 class Batcher:
-    """Decodes jobs in a thread of its own.
+    """A queue of jobs, and the thread that decodes them.
 
     Args:
         decoder: target and drafter.
-        max_batch: most jobs decoded together.
+        max_batch: most jobs in a batch.
         max_queue: most jobs that wait.
     """
 
@@ -142,7 +143,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none. Raises UnavailableError."""
+        """Queue all jobs or none. Raises UnavailableError."""
         with self._changed:
             if self._closed:
                 raise UnavailableError("the server is stopping.")
@@ -154,7 +155,7 @@ class Batcher:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Answers that are being decoded end with their next tokens, jobs that wait fail. May be called by a signal."""
+        """End running answers with their next tokens and fail waiting jobs. Safe to call from a signal handler."""
         with self._changed:
             self._closed = True
             for job in self._running:
@@ -162,7 +163,7 @@ class Batcher:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop, and wait for it."""
+        """Stop, and wait for the decoding thread."""
         self.stop()
         self._thread.join()
 
@@ -173,13 +174,13 @@ class Batcher:
             job.finish(UnavailableError("the server is stopping."))
 
     def _next(self) -> list[Job] | None:
-        """The first job that waits and those that can go with it; None at the end."""
+        """The first waiting job with those that can share its batch; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self.waiting))
             if self._closed:
                 return None
             first = self.waiting[0]
-            # seeds make answers reproducible, and a batch would draw in another order
+            # a batch draws in another order than a single answer, so a seeded job runs alone
             alone = first.sampling.get("seed") is not None
             batch = [job for job in self.waiting if job.key == first.key][: 1 if alone else self.max_batch]
             for job in batch:
@@ -192,7 +193,7 @@ class Batcher:
             return
         tokenizer, adjustment = self.decoder.tokenizer, batch[0].adjustment
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
-        start = max(len(job.prompt) for job in batch)  # prompts are padded to the longest for processors
+        start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest
         try:
             found = self.decoder.generate(
                 [job.prompt for job in batch],
@@ -206,7 +207,7 @@ class Batcher:
                 **batch[0].sampling,
             )
         except Exception as error:
-            if len(batch) > 1 and not any(job.ids for job in batch):  # one of them is at fault: not the others
+            if len(batch) > 1 and not any(job.ids for job in batch):  # only one of them is at fault
                 for job in batch:
                     self._decode([job])
                 return
@@ -218,8 +219,3 @@ class Batcher:
         for job, stats in zip(batch, found.stats.rows, strict=True):
             job.stats = stats
             job.finish(stats.finish_reason, tokenizer)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that ``stop`` begins with."""
-    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

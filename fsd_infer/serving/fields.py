@@ -1,4 +1,4 @@
-"""What requests may say: OpenAI's fields, each honoured or refused by its name. docs/serving.md has the table."""
+"""The fields of requests. Each of OpenAI's is honoured, or refused by its name; docs/serving.md has the table."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fsd_infer.chat.tools import Tool
 from fsd_infer.request.guide import Guide
 
 UNSUPPORTED = "extra_forbidden"  # pydantic's name for a field that is not declared here
+GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
 
 
-class StreamOptions(BaseModel):
+class Fields(BaseModel):
+    """A JSON object whose fields are all declared. A field that is null counts as left out."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_null(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(Fields):
     """``stream_options``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Schema(BaseModel):
-    """``json_schema`` of a ``response_format``. ``strict`` changes nothing: schemas are always followed."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+class Schema(Fields):
+    """``json_schema`` of a ``response_format``. ``strict`` changes nothing: answers always follow the schema."""
 
     name: str = ""
     description: str = ""
@@ -31,10 +40,8 @@ class Schema(BaseModel):
     rules: dict[str, Any] = Field({}, alias="schema")
 
 
-class Format(BaseModel):
+class Format(Fields):
     """``response_format``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -47,18 +54,79 @@ class Format(BaseModel):
 
     @property
     def guide(self) -> Guide | None:
-        """Raises FsdError for a schema that cannot be followed."""
+        """What the answer must be; None: any text. Raises FsdError for a schema that the guide does not support."""
         if self.json_schema is not None:
             return Guide.json_schema(self.json_schema.rules)
         return Guide.json_object() if self.type == "json_object" else None
 
 
-class VllmArguments(BaseModel):
-    """``vllm_xargs``, as requests to vLLM name a rule."""
-
-    model_config = ConfigDict(extra="forbid")
+class VllmArguments(Fields):
+    """``vllm_xargs``: how requests to vLLM name a rule."""
 
     rule: str | None = None
+
+
+class Function(Fields):
+    """``function`` of a tool."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    strict: bool = False
+
+
+class ToolAsked(Fields):
+    """One of ``tools``."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Fields):
+    """The name in a ``tool_choice`` that names a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"]
+    function: Named
+
+
+class TextPart(Fields):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Turn(Fields):
+    """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str | None = None
+    name: str | None = None
+    refusal: Literal[""] = ""
+    annotations: list[Any] = Field([], max_length=0)
+
+    @model_validator(mode="after")
+    def _fields_belong_to_roles(self) -> Turn:
+        if self.role != "tool" and (self.name is not None or self.tool_call_id is not None):
+            raise ValueError("messages: name and tool_call_id belong to messages of the role tool. Leave them out.")
+        if self.role != "assistant" and self.tool_calls:
+            raise ValueError("messages: tool_calls belong to messages of the role assistant. Leave them out.")
+        return self
+
+    def message(self) -> dict[str, Any]:
+        """The turn as chat templates read it."""
+        content = self.content
+        text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
+        more = self.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_defaults=True)
+        return {"role": self.role, "content": text, **more}
 
 
 def _texts(value: Any) -> Any:
@@ -68,10 +136,8 @@ def _texts(value: Any) -> Any:
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Asked(BaseModel):
-    """What both kinds of completion share. ``Literal`` fields are accepted where they change nothing."""
-
-    model_config = ConfigDict(extra="forbid")
+class Asked(Fields):
+    """The fields that both kinds of completion share. A ``Literal`` field accepts only the value without effect."""
 
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
@@ -92,19 +158,14 @@ class Asked(BaseModel):
     rule: str | None = None
     vllm_xargs: VllmArguments = VllmArguments()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_left_out(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
-
     @property
     def most_tokens(self) -> int | None:
-        """Of the answer, if the request says so."""
+        """Largest length of an answer in tokens; None: the server's limit."""
         return self.max_tokens
 
     @property
     def guides(self) -> list[Guide]:
-        """What answers must be. Raises FsdError for what cannot be followed."""
+        """What answers must be. Raises FsdError for a grammar that the guide does not support."""
         found = [] if self.guided_json is None else [Guide.json_schema(self.guided_json)]
         found += [] if self.guided_regex is None else [Guide.regex(self.guided_regex)]
         return found + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
@@ -132,7 +193,7 @@ class CompletionAsked(Asked):
 class ChatAsked(Asked):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Turn] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -140,7 +201,9 @@ class ChatAsked(Asked):
     modalities: list[Literal["text"]] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     store: Literal[False] = False
-    tool_choice: Literal["none"] = "none"
+    tools: list[ToolAsked] = Field([], min_length=1, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Literal[True] = True
 
     @property
     def most_tokens(self) -> int | None:
@@ -155,17 +218,35 @@ class ChatAsked(Asked):
     def logprobs_asked(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        return [Tool(tool.function.name, tool.function.parameters) for tool in self.tools]
+
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools of which the answer must call one; none if it need not call any."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.offered if tool.name == self.tool_choice.function.name]
+        return self.offered if self.tool_choice == "required" else []
+
     @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> ChatAsked:
+    def _fields_fit_together(self) -> ChatAsked:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true.")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools.")
+        if isinstance(self.tool_choice, NamedTool) and not self.forced:
+            raise ValueError(f"tool_choice: tools has no function {self.tool_choice.function.name!r:.80}.")
+        if self.offered and not self.forced and any(tool.function.strict for tool in self.tools):
+            raise ValueError('tools: strict needs a tool_choice of "required" or of one function. Leave it out.')
         return self
 
 
-class ViewAsked(BaseModel):
-    """POST /view/decode, of the page."""
-
-    model_config = ConfigDict(extra="forbid")
+class ViewAsked(Fields):
+    """POST /view/decode, which the page sends."""
 
     prompt: str
     rule: str = "exact"

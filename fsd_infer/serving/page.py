@@ -1,4 +1,4 @@
-"""The page as one HTML document: for answers that were decoded, or for the server that decodes them."""
+"""The page as one HTML document: for finished answers, or for a server that decodes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from fsd_infer.rules import RULES
 
-KNOBS = {  # rule -> the parameter that the slider moves: its name, from, to, at first
+KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first value
     "tilted": ("heat", 0.05, 1.0, 0.3),
     "fuzzy": ("threshold", 0.0, 0.69, 0.3),
     "typical": ("epsilon", 0.0, 1.0, 0.09),
@@ -27,12 +27,12 @@ KNOBS = {  # rule -> the parameter that the slider moves: its name, from, to, at
 
 
 def answers_page(answers: dict[str, list[dict[str, Any]]]) -> str:
-    """A file that shows answers, by title their :attr:`.Trace.rounds`, and asks for nothing."""
+    """Return a page that shows answers, title -> :attr:`.Trace.rounds`, and requests nothing."""
     return _page({"answers": [{"title": title, "rounds": rounds} for title, rounds in answers.items()]}, "'none'")
 
 
 def server_page(rule: str) -> str:
-    """The page of a server, which posts to ``view/decode``. ``rule``: the one that is chosen at first."""
+    """Return the page of a server, which posts to ``view/decode``. ``rule`` is chosen at first."""
     rules = [
         {"name": name, "parameter": dict(zip(("name", "low", "high", "value"), KNOBS[name])) if name in KNOBS else None}
         for name in sorted(RULES.names())
@@ -41,7 +41,7 @@ def server_page(rule: str) -> str:
 
 
 def _page(data: dict[str, Any], connect: str) -> str:
-    # no script, style or resource but the page's own, whatever a model writes
+    # a model's text can add no script, style or resource to the page's own
     policy = (
         f"default-src 'none'; style-src {_digest('style')}; script-src {_digest('script')}; connect-src {connect}; "
         "base-uri 'none'; form-action 'none'"

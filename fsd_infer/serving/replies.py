@@ -3,55 +3,79 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from fsd_infer.chat.tools import CallReader, ToolCall
 from fsd_infer.serving.batcher import Job, Logprob
 
 
 class Reply:
-    """One request's answers, whole or in parts.
+    """The answers to one request, whole or in parts.
 
     Args:
         model: its name.
-        is_chat: of a chat completion.
-        jobs: an answer each.
+        is_chat: whether the envelopes are those of a chat completion.
+        jobs: one per answer.
+        reader: makes a reader of tool calls per answer; None: answers may call none.
     """
 
-    def __init__(self, model: str, is_chat: bool, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self, model: str, is_chat: bool, jobs: Sequence[Job], reader: Callable[[], CallReader] | None = None
+    ) -> None:
         self.model, self.is_chat, self.jobs = model, is_chat, jobs
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self._readers = None if reader is None else [reader() for _ in jobs]
         self._begun: set[int] = set()
-        self._told = [0] * len(jobs)  # log-probabilities that were sent, and where the text was then
-        self._offsets = [0] * len(jobs)
+        self._told = [0] * len(jobs)  # log-probabilities that were sent
+        self._offsets = [0] * len(jobs)  # where the text was then
 
-    def event(self, index: int, text: str, reason: str | None) -> str:
-        """A part of a stream."""
-        role = {} if index in self._begun else {"role": "assistant"}
-        self._begun.add(index)
-        part: dict[str, Any] = {"text": text}
+    def event(self, index: int, text: str, is_over: bool) -> str:
+        """Return a part of a stream: what answer ``index`` grew by, or its end."""
+        choice: dict[str, Any] = {"text": text}
         if self.is_chat:
-            part = {"delta": {**role, **({"content": text} if text else {})}}
-        choice = {**part, "index": index, "logprobs": self._logprobs(index), "finish_reason": reason}
+            made = len(self._readers[index].made) if self._readers else 0
+            text, calls = self._read(index, text, is_over)
+            delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
+            delta |= {"content": text} if text else {}
+            delta |= (
+                {"tool_calls": [{"index": made + i, **_called(call)} for i, call in enumerate(calls)]} if calls else {}
+            )
+            choice = {"delta": delta}
+        self._begun.add(index)
+        choice |= {"index": index, "logprobs": self._logprobs(index)}
+        choice["finish_reason"] = self._reason(index) if is_over else None
         return f"data: {json.dumps(self._envelope([choice], chunk=True))}\n\n"
 
     def usage_event(self) -> str:
-        """The part of a stream that follows the last one, for clients that ask for it."""
+        """Return the part of a stream that follows the last one, for clients that ask for it."""
         return f"data: {json.dumps({**self._envelope([], chunk=True), 'usage': self._usage()})}\n\n"
 
     def whole(self) -> dict[str, Any]:
-        """Answers that are not streamed."""
+        """Return answers that are not streamed."""
         choices = []
         for index, job in enumerate(self.jobs):
-            part: dict[str, Any] = {"text": job.text}
+            choice: dict[str, Any] = {"text": job.text}
             if self.is_chat:
-                part = {"message": {"role": "assistant", "content": job.text}}
-            logprobs = self._logprobs(index)
-            choices.append({**part, "index": index, "logprobs": logprobs, "finish_reason": str(job.reason)})
+                text, calls = self._read(index, job.text, is_over=True)
+                message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
+                message |= {"tool_calls": [_called(call) for call in calls]} if calls else {}
+                choice = {"message": message}
+            choice |= {"index": index, "logprobs": self._logprobs(index), "finish_reason": self._reason(index)}
+            choices.append(choice)
         return {**self._envelope(choices, chunk=False), "usage": self._usage()}
+
+    def _read(self, index: int, text: str, is_over: bool) -> tuple[str, list[ToolCall]]:
+        return (text, []) if self._readers is None else self._readers[index].feed(text, is_over)
+
+    def _reason(self, index: int) -> str:
+        """Why the answer ended."""
+        reason = str(self.jobs[index].reason)
+        return "tool_calls" if reason == "stop" and self._readers and self._readers[index].made else reason
 
     def _envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
@@ -62,7 +86,7 @@ class Reply:
         return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
     def _logprobs(self, index: int) -> dict[str, Any] | None:
-        """Those that have not been sent."""
+        """The log-probabilities that have not been sent."""
         job = self.jobs[index]
         if job.alternatives is None:
             return None
@@ -80,6 +104,11 @@ class Reply:
             "top_logprobs": [dict(each.best) for each in new] if job.alternatives else None,
             "text_offset": offsets,
         }
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}  # Mistral's take 9 characters
 
 
 def _chat_entry(each: Logprob) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fsd-infer serve`: the application in a process, until it is interrupted."""
+"""`fsd-infer serve`: run the application until it is interrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, and ends answers when it is interrupted."""
+    """A server that prints its address when it starts, and ends running answers when it is interrupted."""
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -24,6 +24,6 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:
-    """Returns when the process is interrupted: answers at hand are sent as far as they have come."""
+    """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
     with contextlib.suppress(KeyboardInterrupt):
         _Server(uvicorn.Config(app, host=host, port=port, log_level="warning")).run()

@@ -1,4 +1,4 @@
-"""What every round of one answer drafted, verified and emitted, as JSON values for the page."""
+"""The rounds of one answer, with drafts, verification and emitted tokens, as JSON values for the page."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.rounds import Round
 from fsd_infer.rules import Source
 
-SOURCES = {"lookup": "memory", "recycle": "recycle"}  # proposers by their names; all others: "head"
+SOURCES = {
+    "lookup": "memory",
+    "recycle": "recycle",
+    "guide": "grammar",
+}  # source by proposer; any other proposer is a "head"
 
 
 class Trace:
-    """Rounds of one answer.
+    """The rounds of one answer.
 
     Args:
         tokenizer: of the target.
         prompt: token ids.
-        proposers: names of what the drafter is made of, see :attr:`.Drafter.proposers`.
+        proposers: of the drafter, see :attr:`.Drafter.proposers`.
 
     Attributes:
-        rounds: what :meth:`add` made, in order; the first is the prefill, without nodes.
+        rounds: values that :meth:`add` returned, in order. The first is the prefill, without nodes.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], proposers: Sequence[str]) -> None:
         self.tokenizer, self.prompt = tokenizer, list(prompt)
-        self.proposers = [SOURCES.get(name, "head") for name in proposers]
+        self.proposers = [SOURCES.get(name, "head") for name in (*proposers, "guide")]  # as ForcedDrafter does
         self.tokens: list[int] = []
-        self._shown = 0  # characters of their text that were handed out
+        self._shown = 0  # characters of the text that pieces hold
         self.rounds: list[dict[str, Any]] = []
 
     def add(self, round: Round) -> dict[str, Any]:
-        """A round of the answer: seconds by phase, the tree's nodes, the emitted tokens."""
+        """Add a round. Return its seconds by phase, the tree's nodes and the emitted tokens."""
         log_p = round.logits.float().log_softmax(-1)
         log_q = _draft_log_probs(round, log_p.shape[-1])
         made = {
@@ -50,7 +54,7 @@ class Trace:
         return made
 
     def _nodes(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
-        """Every node with what target and drafter say of it after its parent. The root comes first."""
+        """Every node, the root first, with its log-probabilities after its parent under target and drafter."""
         accepted = round.path[: len(round.tokens)]
         found = []
         for node, (token, parent) in enumerate(zip(round.nodes, round.parents, strict=True)):
@@ -96,7 +100,7 @@ class Trace:
         return found
 
     def _piece(self, token: int) -> str:
-        """What the next token adds to the text. One that ends inside a character adds nothing."""
+        """The text that the next token adds. A token that ends inside a character adds nothing."""
         self.tokens.append(token)
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -106,7 +110,7 @@ class Trace:
 
 
 def _draft_log_probs(round: Round, vocabulary: int) -> dict[int, Tensor]:
-    """By inner node the drafter's log-probabilities [V], -inf outside its vocabulary; nothing where it gave none."""
+    """Inner node -> the drafter's log-probabilities [V], -inf outside its vocabulary, if it gave any."""
     logits = expand_draft(round.q_logits.float(), round.draft_ids, vocabulary)
     return {node: logits[row].log_softmax(-1) for node, row in enumerate(round.q_index) if row >= 0}
 

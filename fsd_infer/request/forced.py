@@ -1,0 +1,114 @@
+"""Draft the tokens that a grammar forces: they cost the drafter nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.graft import kept_of, union_of
+from fsd_infer.drafters.visits import likeliest
+from fsd_infer.request.guide import GuideProcessor
+from fsd_infer.tree import DraftTree, Nodes
+
+MOST = 16  # forced tokens of a round
+ALONE = 2  # so many forced tokens are drafted without the main drafter's tree
+
+
+class ForcedDrafter(Drafter):
+    """A drafter whose tree holds the tokens that a guide forces after the text, as a chain with probability 1.
+
+    A forced chain is a function of the text, and the rule verifies it like any other draft. So every law stays as it
+    is. A round with a long chain does not call the main drafter; a shorter chain becomes part of the main tree.
+
+    Args:
+        main: drafts where nothing is forced.
+        guide: what answers must be.
+    """
+
+    def __init__(self, main: Drafter, guide: GuideProcessor) -> None:
+        self.main, self.guide = main, guide
+        self.name, self.target, self.directory, self.auto = main.name, main.target, main.directory, main.auto
+
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        return (self.main,)
+
+    @property
+    def proposers(self) -> tuple[str, ...]:
+        return (*self.main.proposers, "guide")
+
+    @property
+    def max_nodes(self) -> int:
+        return self.main.max_nodes + MOST
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.main.max_depth, MOST)
+
+    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
+        main = self.main.for_batch(batch, tilt)
+        return self if main is self.main else ForcedDrafter(main, self.guide)
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> ForcedSession:
+        return ForcedSession(self, first_tokens, request)
+
+    def describe(self) -> dict[str, Any]:
+        return self.main.describe()
+
+
+class ForcedSession(DraftSession):
+    """The main drafter's session, and each row's answer so far."""
+
+    def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        self.drafter, self.device, self.auto = drafter, request.device, request.auto
+        self.main = drafter.main.start(first_tokens, request)
+        self.rows = list(range(request.batch))
+        self.answers: list[list[int]] = [[] for _ in self.rows]
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self.main.extend(tokens, features, counts)
+        for answer, row, count in zip(self.answers, tokens.tolist(), counts.tolist()):
+            # the first tokens are the prompt's, and the answer's first one
+            answer += row[:count] if answer else row[count - 1 : count]
+
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        self.main.observe(tree, logits, path, tokens, accepted)
+
+    def select(self, rows: Tensor) -> None:
+        self.main.select(rows)
+        kept = rows.tolist()
+        self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        drafter, guide = self.drafter, self.drafter.guide
+        chains = [guide.follower(row).forced(answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
+        nodes = [_chain([root, *chain]) for root, chain in zip(roots.tolist(), chains, strict=True)]
+        forced = DraftTree.of_lists(nodes, guide.vocab_size, self.device)
+        own = len(drafter.main.proposers)  # the guide's place among the proposers
+        if min(map(len, chains)) >= ALONE:
+            return self._noted(replace(forced, proposers=torch.full_like(forced.parents, own)))
+        main = self.main.draft(roots)
+        if main.sampled or not any(chains):
+            return main
+        union = union_of(main, forced, drafter.max_depth, own)
+        drafts = union.is_draft.sum(1)
+        if bool((drafts == main.is_draft.sum(1)).all()):  # the main tree holds the chains
+            return main
+        most = min(1 + int(drafts.max()), drafter.max_nodes)
+        return self._noted(kept_of(union, main, likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most)))
+
+    def _noted(self, tree: DraftTree) -> DraftTree:
+        """The tree, which the choice of trees does not learn from."""
+        if self.auto is not None:
+            self.auto.ignore()
+        return tree
+
+
+def _chain(tokens: list[int]) -> Nodes:
+    """A chain of sure drafts under the first token."""
+    return tokens, [max(place - 1, 0) for place in range(len(tokens))], [0.0] * len(tokens)

@@ -1,0 +1,128 @@
+"""From a checked request to the jobs that decode its answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.chat.tools import CallReader, Tool, ToolFormat, tool_format
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.errors import FsdError
+from fsd_infer.request.guide import COMPACT, Guide
+from fsd_infer.rules import parse_rule
+from fsd_infer.rules.phases import markers_of
+from fsd_infer.serving.adjust import Adjustment
+from fsd_infer.serving.batcher import Job
+from fsd_infer.serving.fields import GUIDED, ChatAsked, CompletionAsked
+from fsd_infer.serving.limits import Limits
+
+Completion = ChatAsked | CompletionAsked
+
+
+def make_jobs(
+    decoder: FuzzyDecoder, asked: Completion, rule: str, limits: Limits, in_template: bool | None = False
+) -> list[Job]:
+    """Make a job per answer, not queued yet.
+
+    Args:
+        decoder: target and drafter.
+        asked: the request.
+        rule: of requests that name none.
+        limits: of requests.
+        in_template: whether a prompt of text goes into the chat template; None: if the tokenizer has one.
+
+    Raises:
+        FsdError: a request that cannot be decoded.
+    """
+    ids = _encode(decoder, asked, in_template)
+    room = decoder.target.max_positions
+    most = asked.most_tokens or limits.max_new_tokens
+    if room is not None and len(ids) >= room:
+        raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}. Shorten the prompt.")
+    greedy = asked.temperature == 0
+    sampling: dict[str, Any] = {"do_sample": not greedy, "top_k": None, "temperature": None, "top_p": None}
+    if not greedy:
+        sampling.update(temperature=asked.temperature, top_p=asked.top_p)
+    named = parse_rule(asked.rule or asked.vllm_xargs.rule or rule)
+    markers_of([named], decoder.tokenizer)  # its error would fail the whole batch later
+    adjustment = Adjustment(tuple(asked.logit_bias.items()), asked.presence_penalty, asked.frequency_penalty)
+    adjustment.check(decoder.target.vocab_size)
+    guide = _guide(decoder, asked)
+    return [
+        Job(
+            prompt=ids,
+            rule=named,
+            sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},
+            max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
+            stop=[text for text in asked.stop if text],
+            deadline=time.monotonic() + limits.seconds,
+            tell=lambda text, done: None,
+            adjustment=adjustment,
+            guide=guide,
+            user=asked.user,
+            alternatives=asked.logprobs_asked,
+        )
+        for index in range(asked.n)
+    ]
+
+
+def reader_of(decoder: FuzzyDecoder, asked: Completion) -> Callable[[], CallReader] | None:
+    """Return what makes a reader of tool calls per answer; None if answers may call none. Raises FsdError."""
+    if not isinstance(asked, ChatAsked) or not asked.offered:
+        return None
+    format, names = _format(decoder, asked), {tool.name for tool in asked.offered}
+    return lambda: CallReader(format, names)
+
+
+def _format(decoder: FuzzyDecoder, asked: ChatAsked) -> ToolFormat:
+    found = tool_format(decoder.tokenizer, _for_template(asked))
+    if found is None:
+        raise FsdError(
+            f"tools: the chat template of {decoder.target.name} has no format of tool calls that this server knows "
+            "(Hermes and Qwen, Llama 3, Mistral). Leave tools out."
+        )
+    return found
+
+
+def _for_template(asked: ChatAsked) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_unset=True) for tool in asked.tools] if asked.offered else []
+
+
+def _encode(decoder: FuzzyDecoder, asked: Completion, in_template: bool | None) -> list[int]:
+    """Token ids of the request's prompt."""
+    if isinstance(asked, CompletionAsked):
+        return decoder.encode(asked.prompt, chat=in_template)
+    if asked.offered:
+        _format(decoder, asked)  # an unknown format is the request's fault, not the template's
+    options = {"tools": _for_template(asked)} if asked.offered else None
+    return encode_chat(decoder.tokenizer, [turn.message() for turn in asked.messages], options=options)
+
+
+def _guide(decoder: FuzzyDecoder, asked: Completion) -> Guide | None:
+    """What the answer must be; None: any text."""
+    guides = asked.guides
+    if len(guides) > 1:
+        raise FsdError(f"an answer follows one of {GUIDED}: name one.")
+    if isinstance(asked, ChatAsked) and asked.offered:
+        if guides:
+            raise FsdError(f"tools: an answer that calls tools cannot also follow one of {GUIDED}. Leave one out.")
+        if asked.forced:
+            return Guide.lark(call_grammar(_format(decoder, asked), asked.forced))
+    return guides[0] if guides else None
+
+
+def call_grammar(format: ToolFormat, tools: Sequence[Tool]) -> str:
+    """Return a grammar in Lark's notation: exactly one call of one of these tools."""
+    before, after = (f"{format.opening}\n", f"\n{format.closing}") if format.closing else ("", "")
+    before, after = before + "[" * format.is_list, "]" * format.is_list + after
+    rules = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = f'{before}{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
+        rules += [
+            f"call{number}: {json.dumps(head)} arguments{number} {json.dumps('}' + after)}",
+            f"arguments{number}: %json {json.dumps({'x-guidance': COMPACT, **tool.parameters})}",
+        ]
+    return "\n".join(rules)

@@ -1,0 +1,217 @@
+"""Requests of `fsd-infer serve`: each field is honoured or refused, and no body or header makes the server fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.serving.app import make_app
+from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
+from tests.fuzzing import JUNK, NUMERALS, WORDS
+from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked
+
+
+@pytest.fixture(scope="module")
+def app(toy_decoder: FuzzyDecoder) -> FastAPI:
+    return make_app(toy_decoder, "tilted:2", LIMITS)
+
+
+@pytest.fixture(scope="module")
+def client(app: FastAPI) -> Iterator[TestClient]:
+    with TestClient(app) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (asked(rule="nonsense"), 400, "nonsense"),
+        (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
+        (asked(temperature=-1), 400, "temperature"),
+        (asked(n=0), 400, "n: "),
+        (asked(functions=[]), 400, "functions: this server does not support it"),
+        (asked(response_format={"type": "json_schema"}), 400, "response_format"),
+        (
+            asked(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+            400,
+            "schema cannot",
+        ),
+        (asked(guided_regex="("), 400, "regular expression cannot be followed"),
+        (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
+        (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
+        (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
+        (asked(model="another"), 404, "model 'another' is not here"),
+        ({"max_tokens": 4}, 400, "messages"),
+        (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
+        (b'{"messages": [', 400, "the body is no JSON"),
+        (b"[1]", 400, "must be a JSON object"),
+        (asked("x" * 5000), 413, "more than 4096 bytes"),
+        (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length
+    ],
+)
+def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status: int, message: str) -> None:
+    body = json.dumps(content) if isinstance(content, dict) else content
+    found = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert found.status_code == status and message in found.json()["error"]["message"]
+
+
+def test_a_key_keeps_others_out(toy_decoder: FuzzyDecoder) -> None:
+    with TestClient(make_app(toy_decoder, api_key="sesame")) as client:
+        assert client.post(CHAT, json=asked()).status_code == client.get("/metrics").status_code == 401
+        assert client.post(CHAT, json=asked(), headers={"Authorization": "Bearer sesame"}).status_code == 200
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/nothing").json()["error"]["code"] == 404
+    with pytest.raises(FsdError, match="nonsense"):
+        make_app(toy_decoder, "nonsense")
+
+
+SAID = {  # a value for every field that is honoured
+    "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_completion_tokens": 4, "max_tokens": 4, "model": "", "n": 2,
+    "presence_penalty": 0.5, "seed": 3, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
+    "temperature": 0.5, "top_p": 0.9, "user": "me", "messages": [{"role": "user", "content": "the cat"}],
+    "prompt": "the cat",
+}  # fmt: skip
+NEUTRAL = {  # accepted where it changes nothing, and another value
+    "best_of": (1, 2), "echo": (False, True), "suffix": ("", "x"), "modalities": (["text"], ["audio"]),
+    "response_format": ({"type": "text"}, {"type": "xml"}), "service_tier": ("auto", "flex"),
+    "store": (False, True), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path: str, repo_root: Path) -> None:
+    """Of the fields that the openai client knows none is ignored, and the page on serving names each."""
+    kind = chat_params if path == CHAT else completion_params
+    base = asked() if path == CHAT else {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
+    page = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
+    for name in get_type_hints(kind.CompletionCreateParamsNonStreaming):
+        assert f"`{name}`" in page, f"docs/serving.md does not name {name}"
+        if name in ("logprobs", "top_logprobs"):
+            tried = [({"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}, 200)]
+        elif name in SAID:
+            tried = [({name: SAID[name]}, 200)]
+        elif name in NEUTRAL:
+            tried = [({name: value}, status) for value, status in zip(NEUTRAL[name], (200, 400))]
+        else:
+            tried = [({name: "x"}, 400)]
+        for fields, status in tried:
+            found = client.post(path, json={**base, **fields})
+            assert found.status_code == status, (name, found.text)
+            assert status == 200 or name in found.json()["error"]["message"]
+
+
+NAMES = [*(CompletionAsked.model_fields | ChatAsked.model_fields), *ViewAsked.model_fields, "functions", "schema", ""]
+POSTS = [*[CHAT] * 4, *[COMPLETIONS] * 3, "/view/decode", "/v1/nothing"]
+GETS = ["/v1/models", "/metrics", "/health", "/", "/docs", CHAT]
+NASTY = [  # values that are well-formed for their field
+    {"guided_regex": "(a{1,999}){1,999}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}},
+    {"guided_json": {"type": "object", "minProperties": 10**9}}, {"stop": ["\ud800"]}, {"user": "\0"}, {"n": 128},
+    {"logit_bias": {"-1": 1}}, {"logit_bias": {"5": 101}}, {"seed": 2**63 - 1}, {"stream": True, "n": 3},
+    {"prompt": "\ud800"}, {"prompt": []}, {"prompt": [10**30]}, {"messages": [{"role": "tool", "content": ""}]},
+    {"rule": "tilted:" + "9" * 400}, {"rule": "fuzzy:js:nan"}, {"rule": "tilted:only_in=a..b"}, {"max_tokens": 10**30},
+    {"tools": [{"type": "function", "function": {"name": "a"}}]}, {"guided_regex": ""}, {"temperature": 1e-300},
+]  # fmt: skip
+
+
+def value(draw: random.Random, depth: int = 0) -> Any:
+    """Any JSON."""
+    kind = draw.randrange(8 if depth < 3 else 5)
+    if kind < 5:
+        return [draw.choice(JUNK), draw.choice(WORDS), draw.choice(NUMERALS), draw.random(), draw.randrange(9)][kind]
+    if kind == 5:
+        return [value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return {str(draw.choice([*NAMES, *WORDS])): value(draw, depth + 1) for _ in range(draw.randrange(4))}
+
+
+def body(draw: random.Random, path: str) -> bytes:
+    """A request that is valid but for some fields, or for some bytes."""
+    made = asked(max_tokens=2) if path == CHAT else {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
+    made |= {draw.choice(NAMES): value(draw) for _ in range(draw.choice([0, 0, 1, 2]))}
+    made |= draw.choice(NASTY) if draw.random() < 0.3 else {}
+    text = json.dumps(made).encode()
+    cut = draw.randrange(len(text))
+    return draw.choice(
+        [text, text, text, text[:cut], text[:cut] + draw.randbytes(3) + text[cut:], b"[" * 3000, draw.randbytes(cut)]
+    )
+
+
+def headers(draw: random.Random) -> list[tuple[bytes, bytes]]:
+    """Headers as a server hands them on: any bytes."""
+    kinds = [b"application/json", b"application/json", b"application/json; charset=utf-16", b"text/plain", b"\xff", b""]
+    names = [
+        b"authorization",
+        b"content-length",
+        b"transfer-encoding",
+        b"accept-encoding",
+        b"x-\xfe",
+        b"cookie",
+        b"host",
+    ]
+    more = [(draw.choice(names), draw.choice([b"Bearer \xff", b"-1", b"9" * 99, b"gzip", draw.randbytes(30)]))]
+    return [(b"content-type", draw.choice(kinds)), *more * draw.randrange(2)]
+
+
+async def answered(app: FastAPI, draw: random.Random) -> tuple[int, bytes]:
+    """Status and body that one random request is answered with."""
+    method, status, said = draw.choice(["POST"] * 9 + ["GET"]), 0, b""
+    path = draw.choice(POSTS if method == "POST" else GETS)
+    parts = [body(draw, path)]
+    leaves = draw.random() < 0.02  # a client that disconnects before its answer
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False}
+        if not leaves:
+            await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status, said
+        status = message.get("status", status)
+        said += message.get("body", b"")
+
+    scope = {
+        "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
+        "root_path": "", "scheme": "http", "query_string": draw.randbytes(2).hex().encode(), "headers": headers(draw),
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return status, b"" if leaves else said
+
+
+@pytest.mark.parametrize("count", [320, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_body_and_no_header_makes_the_server_fail(toy_decoder: FuzzyDecoder, count: int) -> None:
+    """By statuses and messages; and memory stops growing after the first requests."""
+    app, seen, sizes = make_app(toy_decoder, "tilted:2", LIMITS), Counter[int](), list[int]()
+
+    async def several(seed: int, requests: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(requests):
+            status, said = await answered(app, draw)
+            seen[status] += 1
+            assert status in (200, 400, 404, 405, 413), said
+            assert b"the server failed" not in said and (status == 200 or not said or b"message" in said), said
+
+    async def all_of_them() -> None:
+        for tenth in range(10):
+            await asyncio.gather(*(several(4 * tenth + seed, count // 40) for seed in range(4)))
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20)
+
+    asyncio.run(all_of_them())
+    app.state.batcher.close()
+    print(dict(seen), "MiB:", sizes)
+    assert sum(seen.values()) == count and seen[200] > count / 10 and seen[400] > count / 4
+    assert sizes[-1] - sizes[4] < 60, f"memory grows: {sizes} MiB"
