@@ -49,5 +49,11 @@ class WrappedSession(DraftSession):
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         self.session.observe(tree, logits, path, tokens, accepted)
 
+    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
+        return self.session.copies(tree, n)
+
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        self.session.finish(row, prompt, answer)
+
     def select(self, rows: Tensor) -> None:
         self.session.select(rows)

@@ -88,9 +88,14 @@ def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Which models, and how, as benchmarks take it."""
     from fsd_infer.drafters.shape import parse_tree
+    from fsd_infer.targets.loading import shipped_drafter
 
+    drafter = args.drafter
+    if args.memory is not None:
+        main = drafter or ("recycle" if shipped_drafter(args.target) is None else "shipped")
+        drafter = f"{main.removesuffix('+memory')}+memory:{args.memory}"
     return dict(
-        target=args.target, drafter=args.drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
+        target=args.target, drafter=drafter, dtype=args.dtype, device=args.device, tree=parse_tree(args.tree),
         cuda_graphs=args.cuda_graphs, expand=args.expand, quantize=not args.no_quantize,
         target_kwargs=args.target_kwargs,
     )  # fmt: skip

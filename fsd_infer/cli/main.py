@@ -73,8 +73,14 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--drafter",
         help='head or small causal LM (directory or hub id), "self:layers=0-9,20-29" or "self:bits=3" (of the target), '
-        '"shipped", "lookup", "recycle" or "none"; X+lookup and X+recycle graft either onto X (default: the head '
-        "shipped with the target, or lookup+recycle)",
+        '"shipped", "memory", "lookup", "recycle" or "none"; X+memory, X+lookup and X+recycle graft one onto X '
+        "(default: the head shipped with the target, or lookup+recycle)",
+    )
+    models.add_argument(
+        "--memory",
+        metavar="FILE",
+        help="draft from these texts too: JSON lines with `text`, token ids or conversations, indexed once beside the "
+        "file (X+memory:FILE)",
     )
     models.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
     models.add_argument("--device", help="e.g. cpu or cuda:1 (default: CUDA where there is one)")

@@ -13,7 +13,7 @@ from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.rounds import Round
 from fsd_infer.rules import Source
 
-SOURCES = {"lookup": "memory", "recycle": "recycle"}  # proposers by their names; all others: "head"
+SOURCES = {"memory": "memory", "lookup": "memory", "recycle": "recycle"}  # proposers by their names; all others: "head"
 
 
 class Trace:
