@@ -12,7 +12,7 @@ from torch import Tensor
 from fsd_infer.drafters import LookupDrafter
 from fsd_infer.drafters.automaton import Automaton
 from fsd_infer.drafters.free import best_first
-from fsd_infer.drafters.memory import LENGTHS, TEXT, Recall, prior
+from fsd_infer.drafters.memory import LENGTHS, Recall, prior
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB
@@ -91,14 +91,14 @@ def test_a_token_costs_a_bounded_number_of_steps() -> None:
 
 def test_estimates_follow_the_text() -> None:
     def chance(recall: Recall, rank: int, length: int) -> float:
-        kinds = [chance for kind, chance in recall.chances.items() if kind[:3] == (TEXT, rank, length)]
+        kinds = [chance for kind, chance in recall.chances.items() if kind[:3] == (0, rank, length)]
         return max(kinds, key=lambda chance: chance.trials).value
 
     longest = len(LENGTHS) - 1
     assert chance(recall_of([5, 6, 7, 8, 9] * 40), 0, longest) > 0.95
     # 1 is always followed by something new: matches of one token are never right
     fresh = recall_of([token for new in range(2, 140) for token in (1, new)])
-    assert chance(fresh, 0, 0) < 0.05 < prior((TEXT, 0, 0, 0))
+    assert chance(fresh, 0, 0) < 0.05 < prior((0, 0, 0, 0))
     # after 1 comes what came the time before the last, 2 or 3: the first candidate is wrong, the second right
     turns = recall_of([token for turn in range(140) for token in (turn + 100, 1, 2 + turn % 2)])
     assert chance(turns, 0, 0) < 0.15

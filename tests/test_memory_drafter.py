@@ -28,7 +28,7 @@ from fsd_infer.drafters.automaton import Automaton
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.free import best_first
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.memory import CORPUS, STORE, Recall
+from fsd_infer.drafters.memory import Recall
 from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Prefixes, Store, sorted_prefixes
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher, Job
@@ -96,11 +96,10 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
 def test_the_bound_holds_over_all_keys() -> None:
     drafter = MemoryDrafter(VOCAB, store_bytes=1 << 14)
     for user in range(40):
-        known = drafter.known_of(f"user {user}")
-        known.store.add([[user, *range(50, 250)]])
+        drafter.store_of(f"user {user}").add([[user, *range(50, 250)]])
         drafter.trim()
-        assert sum(one.store.held_bytes for one in drafter.known.values()) <= 1 << 14
-    assert [*drafter.known][-1] == "user 39" and 3 < len(drafter.known) < 40
+        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 14
+    assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class MemoryToy(TextToy):
     def trees(self, contexts: Tensor) -> DraftTree:
         store, array = Store(1 << 16), np.array([0, 1, 2, 3, 0, 2, 1, 3, END], np.int32)
         store.add([[0, 0, 1, 3, 2, 2, 1], [3, 1, 2, 0, 0, 1, 2]])
-        stores: list[tuple[int, Prefixes]] = [(STORE, store), (CORPUS, Prefixes(array, sorted_prefixes(array)))]
+        stores = [store, Prefixes(array, sorted_prefixes(array))]
         rows = []
         for context in contexts.tolist():
             recall, text = Recall(Automaton(), stores, {}, 3), [0, 0, *text_of(context)]
@@ -154,9 +153,9 @@ def test_a_request_with_a_seed_comes_again(rule: str, temperature: float) -> Non
 
     fresh, taught = MemoryDrafter(VOCAB), MemoryDrafter(VOCAB)
     wanted = seeded(fresh)
-    assert not fresh.known, "nothing is kept"
+    assert not fresh.stores, "nothing is kept"
     FuzzyDecoder(target, taught).generate(tiny_prompts(), max_new_tokens=24, **sampling)
-    assert taught.known and seeded(taught) == wanted == seeded(fresh)
+    assert taught.stores and seeded(taught) == wanted == seeded(fresh)
 
 
 def trees_of(drafter: MemoryDrafter, texts: list[list[int]], keys: list[str] | None) -> list[list[int]]:
@@ -186,10 +185,10 @@ def test_texts_of_another_key_are_never_seen() -> None:
         return decoder.generate(tiny_prompts((9,)), cache_keys=[key], **GREEDY).stats.tau
 
     nobody = tau("")
-    assert tau("") == nobody and not decoder.drafter.known  # type: ignore[attr-defined]
+    assert tau("") == nobody and not decoder.drafter.stores  # type: ignore[attr-defined]
     assert tau("me") == nobody and tau("me") > 2 * nobody
     assert tau("you") == nobody and tau("") == nobody
-    assert set(decoder.drafter.known) == {"me", "you"}  # type: ignore[attr-defined]
+    assert set(decoder.drafter.stores) == {"me", "you"}  # type: ignore[attr-defined]
 
 
 def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDecoder) -> None:
@@ -209,7 +208,7 @@ def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDec
         return job.stats.target_forwards
 
     alone = [forwards("") for _ in range(2)]
-    assert alone[0] == alone[1] and not drafter.known
+    assert alone[0] == alone[1] and not drafter.stores
     first, again = forwards("me"), forwards("me")
     assert first == alone[0] and again < first and forwards("you") == first and forwards("") == first
     batcher.close()
@@ -233,7 +232,7 @@ def test_copies_from_memory_are_copies() -> None:
         taught = MemoryDrafter(VOCAB)
         draws = Random(1)
         said = [draws.randrange(1, VOCAB) for _ in range(4000)]
-        taught.known_of("").store.add([said])
+        taught.store_of("").add([said])
         out = FuzzyDecoder(target, taught).generate(prompts, rule, **options)
         assert (out.stats.divergence_spent > 0) == copied, rule
 

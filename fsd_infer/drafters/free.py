@@ -104,12 +104,14 @@ class FreeDrafter(Drafter):
 
     Attributes:
         reach: tokens of a context that its tables look at.
+        most_chosen: nodes that it drafts at least, where what is verified of them is chosen round by round.
 
     Raises:
         FsdError: options out of range.
     """
 
     reach: ClassVar[int]
+    most_chosen: ClassVar[int] = 0
 
     @abstractmethod
     def __init__(self, vocab_size: int, depth: int, nodes: int, width: int, least: float) -> None:

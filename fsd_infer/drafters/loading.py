@@ -10,7 +10,7 @@ from typing import Any
 
 from fsd_infer.drafters.auto import AutoMemory
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
-from fsd_infer.drafters.free import free_drafters
+from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
@@ -93,6 +93,8 @@ def choose_trees(drafter: Drafter) -> Drafter:
     drafter.auto = AutoMemory(main.target.device.type, prior=main.prior)
     part = drafter
     while isinstance(part, GraftedDrafter):
+        if isinstance(part.side, FreeDrafter):
+            part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     return drafter
 

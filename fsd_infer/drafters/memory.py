@@ -6,7 +6,9 @@ Here the continuations form a tree with a score per node, so they compete with a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,11 @@ from fsd_infer.drafters.automaton import Automaton, Match
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, Options
-from fsd_infer.drafters.prefixes import SORTED, Occurrence, Prefixes, Store
+from fsd_infer.drafters.prefixes import END, SORTED, Occurrence, Prefixes, Store
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
-TEXT, STORE, CORPUS = range(3)  # sources
 PRIOR_TRIALS = 12.0  # what a prior counts for
 NEAR = 12  # occurrences that are looked at, of each store
 TRIALS = 256.0  # of a kind of candidates; older ones fade
@@ -36,7 +37,7 @@ FIRST = (
 )
 LATER = ((0.12, 0.18, 0.30, 0.20), (0.07, 0.12, 0.20, 0.10))
 
-Kind = tuple[int, int, int, int]  # source, rank, length, agreement
+Kind = tuple[int, int, int, int]  # source (0: the texts at hand), rank, length, agreement
 
 
 class Place(NamedTuple):
@@ -50,7 +51,7 @@ def prior(kind: Kind) -> float:
     """Chance of a kind of candidates before anything is known."""
     source, rank, length, agreement = kind
     chance = FIRST[agreement][length] if rank == 0 else LATER[rank - 1][agreement]
-    return chance if source == TEXT else 0.85 * chance
+    return 0.85 * chance if source else chance
 
 
 class Recall:
@@ -58,52 +59,54 @@ class Recall:
 
     Args:
         automaton: of the texts at hand.
-        stores: remembered texts, and which source they are.
+        stores: of remembered texts.
         chances: of kinds of candidates, learned while decoding.
         width: candidates of each source per context.
+
+    Attributes:
+        judges: candidates for the next tokens are judged. Those for a prompt that another text has had are not.
     """
 
     def __init__(
-        self, automaton: Automaton, stores: Sequence[tuple[int, Prefixes]], chances: dict[Kind, Chance], width: int
+        self, automaton: Automaton, stores: Sequence[Prefixes], chances: dict[Kind, Chance], width: int
     ) -> None:
         self.automaton, self.stores, self.chances, self.width = automaton, stores, chances, width
         self.last = 0  # state of the whole text
         self.text: list[int] = []
-        self.here = Place((0, 0), tuple([] for _ in stores))
+        self.judges = True
+        self.here = Place((0, 0), ())
 
-    def append(self, token: int, judge: bool = True) -> None:
+    def append(self, token: int) -> None:
         """The text grows by one token: judge what would have been proposed for it, then file it. Amortised O(1)."""
-        if judge:
+        if self.judges:
             for candidate, kind in self._candidates(self.here):
                 self._chance(kind).learn(candidate == token)
-            self._use(token)
+            for store, near in zip(self.stores, self.here.near):
+                if right := [at for _, at in near if store.tokens[at] == token]:
+                    store.use(right[0])
         self.here = self.step(self.here, token)
         self.last = self.automaton.append(self.last, token)
         self.text.append(token)
 
     def look(self) -> Place:
-        """Where the text's end stands now."""
-        near = tuple(store.near(self.text[-SORTED:], NEAR) for _, store in self.stores)
-        self.here = Place(self.here.match, near)
+        """Where the text's end stands now, in the stores too."""
+        self.here = Place(self.here.match, self._near(self.text))
         return self.here
 
     def at(self, context: Sequence[int]) -> Place:
-        """Where a text stands that ends so."""
         match: Match = 0, 0
         for token in context:
             match = self.automaton.step(match, token)
-        return Place(match, tuple(store.near(context, NEAR) for _, store in self.stores))
+        return Place(match, self._near(context))
 
     def step(self, place: Place, token: int) -> Place:
-        """Where it stands with one token more."""
         near = tuple(
-            [(size + 1, at + 1) for size, at in found if store.tokens[at] == token] if found else found
-            for (_, store), found in zip(self.stores, place.near)
+            [(size + 1, at + 1) for size, at in found if store.tokens[at] == token]
+            for store, found in zip(self.stores, place.near)
         )
         return Place(self.automaton.step(place.match, token), near)
 
     def options(self, place: Place) -> Options:
-        """Different next tokens, and how likely each is the one."""
         missed: dict[int, float] = {}  # as if sources erred independently
         for token, kind in self._candidates(place):
             missed[token] = missed.get(token, 1.0) * (1.0 - self._chance(kind).value)
@@ -113,64 +116,38 @@ class Recall:
     def has(self, tokens: Sequence[int]) -> bool:
         """Do these tokens, at most :data:`SORTED`, stand in anything that is recalled?"""
         place = self.at(tokens)
-        sizes = [place.match[1], *(near[0][0] for near in place.near if near)]
-        return max(sizes) >= len(tokens)
+        return max([place.match[1], *(near[0][0] for near in place.near if near)]) >= len(tokens)
 
-    def leave(self) -> None:
-        """A store is about to change: places in it are not valid any more."""
-        self.here = Place(self.here.match, tuple([] for _ in self.stores))
-
-    def _use(self, token: int) -> None:
-        """Note which remembered text was right about a token."""
-        for (_, store), near in zip(self.stores, self.here.near):
-            right = next((at for _, at in near if store.tokens[at] == token), None)
-            if right is not None and isinstance(store, Store):
-                store.use(right)
+    def _near(self, context: Sequence[int]) -> tuple[list[Occurrence], ...]:
+        return tuple([store.near(context, NEAR) for store in self.stores])
 
     def _chance(self, kind: Kind) -> Chance:
-        found = self.chances.get(kind)
-        if found is None:
-            found = self.chances[kind] = Chance(prior(kind), TRIALS, PRIOR_TRIALS)
-        return found
+        if kind not in self.chances:
+            self.chances[kind] = Chance(prior(kind), TRIALS, PRIOR_TRIALS)
+        return self.chances[kind]
 
     def _candidates(self, place: Place) -> list[tuple[int, Kind]]:
         """Different next tokens of each source, the longest match first."""
-        found: list[tuple[int, Kind]] = []
-        seen: set[int] = set()
+        found: dict[int, Kind] = {}
         for token, size, count, total in self.automaton.followers(place.match, self.width):
-            if token not in seen:
-                seen.add(token)
-                found.append((token, _kind(TEXT, len(seen) - 1, size, count, total)))
-                if len(seen) == self.width:
+            if token not in found:
+                found[token] = _kind(0, len(found), size, count, total)
+                if len(found) == self.width:
                     break
-        for (source, store), near in zip(self.stores, place.near):
-            groups: dict[int, list[int]] = {}
+        candidates = [*found.items()]
+        for store, near in zip(self.stores, place.near):
+            groups: dict[int, list[int]] = {}  # token -> [longest match, occurrences]
             for size, at in near:
-                token = store.tokens[at]
-                if token in groups:
-                    groups[token][1] += 1
-                elif token >= 0:
-                    groups[token] = [size, 1]
-            for rank, (token, (size, count)) in enumerate(groups.items()):
-                if rank == self.width:
-                    break
-                found.append((token, _kind(source, rank, size, count, len(near))))
-        return found
+                groups.setdefault(store.tokens[at], [size, 0])[1] += 1
+            groups.pop(END, None)
+            for rank, (token, (size, count)) in enumerate(islice(groups.items(), self.width)):
+                candidates.append((token, _kind(store.source, rank, size, count, len(near))))
+        return candidates
 
 
 def _kind(source: int, rank: int, size: int, count: int, total: int) -> Kind:
-    length = 0
-    while length + 1 < len(LENGTHS) and LENGTHS[length + 1] <= size:
-        length += 1
     agreement = 3 if total == 1 else 2 if count >= 0.8 * total else 1 if count >= 0.4 * total else 0
-    return source, min(rank, 2), length, agreement
-
-
-class _Known(NamedTuple):
-    """What earlier requests of one key have left."""
-
-    store: Store
-    chances: dict[Kind, Chance]
+    return source, min(rank, 2), bisect_right(LENGTHS, size) - 1, agreement
 
 
 @DRAFTERS.register("memory")
@@ -204,11 +181,12 @@ class MemoryDrafter(FreeDrafter):
 
     name = "memory"
     reach = SORTED
+    most_chosen = 24
 
     def __init__(
         self,
         vocab_size: int,
-        depth: int = 10,
+        depth: int = 24,
         nodes: int = 16,
         width: int = 3,
         least: float = 0.02,
@@ -220,7 +198,7 @@ class MemoryDrafter(FreeDrafter):
         if store_bytes < 0:
             raise FsdError(f"{self.name} needs store_bytes >= 0; got {store_bytes}.")
         self.store_bytes, self.keep, self.corpus = store_bytes, keep, corpus
-        self.known: dict[str, _Known] = {}  # by key, the one used last at the end
+        self.stores: dict[str, Store] = {}  # by key, the one used last at the end
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
@@ -228,26 +206,26 @@ class MemoryDrafter(FreeDrafter):
             return super().option(text, target)
         return {"keep": True} if text == "keep" else {"corpus": open_corpus(text, target)}
 
-    def known_of(self, key: str) -> _Known:
+    def store_of(self, key: str) -> Store:
         """What is remembered of a key."""
-        known = self.known.pop(key) if key in self.known else _Known(Store(self.store_bytes), {})
-        self.known[key] = known
-        return known
+        self.stores[key] = self.stores.pop(key) if key in self.stores else Store(self.store_bytes)
+        return self.stores[key]
 
     def trim(self) -> None:
-        """Drop what was used longest ago, key by key, until the others have room."""
-        while sum(known.store.held_bytes for known in self.known.values()) > self.store_bytes:
-            del self.known[next(iter(self.known))]
+        """Drop whole keys, the one that was used longest ago first, until the others have room."""
+        while sum(store.held_bytes for store in self.stores.values()) > self.store_bytes:
+            del self.stores[next(iter(self.stores))]
 
     def forget(self) -> None:
         if not self.keep:
-            self.known = {}
+            self.stores = {}
 
-    def recall(self, automaton: Automaton | None = None, known: _Known | None = None) -> Recall:
-        """An empty text that shares an automaton, or has its own."""
-        stores: list[tuple[int, Prefixes]] = [] if known is None else [(STORE, known.store)]
-        stores += [] if self.corpus is None else [(CORPUS, self.corpus)]
-        return Recall(automaton or Automaton(), stores, {} if known is None else known.chances, self.width)
+    def recall(self, first: Recall | None = None, store: Store | None = None) -> Recall:
+        """An empty text, which shares the automaton of the first of its key."""
+        stores = [known for known in (store, self.corpus) if known is not None]
+        if first is None:
+            return Recall(Automaton(), stores, {} if store is None else store.chances, self.width)
+        return Recall(first.automaton, stores, first.chances, self.width)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> MemorySession:
         return MemorySession(self, first_tokens, request)
@@ -264,7 +242,7 @@ class LookupDrafter(MemoryDrafter):
 
     name = "lookup"
 
-    def __init__(self, vocab_size: int, depth: int = 10, nodes: int = 16, width: int = 3, least: float = 0.02) -> None:
+    def __init__(self, vocab_size: int, depth: int = 24, nodes: int = 16, width: int = 3, least: float = 0.02) -> None:
         super().__init__(vocab_size, depth, nodes, width, least, store_bytes=0)
 
 
@@ -274,55 +252,47 @@ class MemorySession(DraftSession):
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device = drafter, request.device
         self.recalls: list[Recall] = []
-        self.stores: list[Store | None] = []
-        self.judged: list[bool] = []  # whose prompt is judged: of texts that share an automaton, the first one's
-        shared: dict[str, Recall] = {}
-        self.shares = False  # do rows see each other's texts
+        firsts: dict[str, Recall] = {}  # by key
         for row, token in enumerate(first_tokens.tolist()):
             key = "" if request.keys is None else request.keys[row]
-            alone = not drafter.store_bytes or not key and request.keys is not None
-            known = None if alone or request.generator is not None else drafter.known_of(key)
-            first = None if alone else shared.get(key)
-            recall = drafter.recall(None if first is None else first.automaton, known)
-            if first is not None:
-                recall.chances, self.shares = first.chances, True
-            shared.setdefault(key, recall)
-            recall.append(token, judge=False)
+            if not drafter.store_bytes or request.keys is not None and not key:
+                recall = drafter.recall()
+            else:
+                store = drafter.store_of(key) if request.generator is None else None
+                recall = drafter.recall(firsts.get(key), store)
+                recall.judges = firsts.setdefault(key, recall) is recall
+            recall.append(token)
             self.recalls.append(recall)
-            self.stores.append(known and known.store)
-            self.judged.append(first is None)
+        self.remembers = len(firsts) > 0 or drafter.corpus is not None
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        for recall, row, count, judged in zip(self.recalls, tokens.tolist(), counts.tolist(), self.judged, strict=True):
+        for recall, row, count in zip(self.recalls, tokens.tolist(), counts.tolist(), strict=True):
             for token in row[:count]:
-                recall.append(token, judged)
-        self.judged = [True] * len(self.recalls)
+                recall.append(token)
+            recall.judges = True
 
     def draft(self, roots: Tensor) -> DraftTree:
         places = [recall.look() for recall in self.recalls]
         return self.drafter.trees(self.recalls, places, roots, self.device)
 
     def copies(self, tree: DraftTree, n: int) -> Tensor | None:
-        if not any(recall.stores for recall in self.recalls) and not self.shares:
+        if not self.remembers:
             return None
         rows = []
         for recall, tokens, parents in zip(self.recalls, *tree.nodes, strict=True):
             ends = [recall.text[-n:]]
             for parent, token in zip(parents[1:], tokens[1:]):
                 ends.append([*ends[parent], token][-n:])
-            rows.append([False, *(recall.has(end) for end in ends[1:])])
+            rows.append([False, *(len(end) == n and recall.has(end) for end in ends[1:])])
         return torch.tensor(rows, device=tree.tokens.device) & tree.is_draft
 
     def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        store = self.stores[row]
-        if store is not None:
-            store.add([prompt, [*prompt[-SORTED:], *answer]])
-            self.drafter.trim()
-            for recall in self.recalls:
-                recall.leave()
+        for store in self.recalls[row].stores:
+            if isinstance(store, Store):
+                store.add([prompt, [*prompt[-SORTED:], *answer]])
+                self.drafter.trim()
+        for recall in self.recalls:  # places in a store are not valid any more
+            recall.here = Place(recall.here.match, ())
 
     def select(self, rows: Tensor) -> None:
-        kept = rows.tolist()
-        self.recalls = [self.recalls[row] for row in kept]
-        self.stores = [self.stores[row] for row in kept]
-        self.judged = [self.judged[row] for row in kept]
+        self.recalls = [self.recalls[row] for row in rows.tolist()]

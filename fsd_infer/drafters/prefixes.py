@@ -46,7 +46,12 @@ class Prefixes:
     Args:
         tokens: the texts, each followed by :data:`END`.
         order: of :func:`sorted_prefixes`.
+
+    Attributes:
+        source: what kind of texts these are: 1 of earlier requests, 2 of a corpus.
     """
+
+    source = 2
 
     def __init__(self, tokens: Ids, order: Ids) -> None:
         self._set(tokens, order)
@@ -76,6 +81,9 @@ class Prefixes:
             found.append((size, place + 1))
         return found
 
+    def use(self, place: int) -> None:
+        """The text at this place was of use."""
+
     def _ending(self, place: int) -> list[int]:
         """The prefix that ends there, backwards."""
         return self.tokens[max(place - SORTED + 1, 0) : place + 1].tolist()[::-1]
@@ -96,11 +104,17 @@ class Store(Prefixes):
 
     Args:
         most_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
+
+    Attributes:
+        chances: what decoding has learned of its texts.
     """
+
+    source = 1
 
     def __init__(self, most_bytes: int) -> None:
         self.most = most_bytes // ENTRY_BYTES
         self.clock = 0
+        self.chances: dict[Any, Any] = {}
         self.texts: list[_Text] = []  # in the order of their places
         self.known: dict[int, _Text] = {}  # by hash
         super().__init__(np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -138,7 +152,6 @@ class Store(Prefixes):
             self._drop()
 
     def use(self, place: int) -> None:
-        """The text at this place was of use."""
         self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
 
     def _drop(self) -> None:
