@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,28 +11,52 @@ import torch
 
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.device.rows import padded
-from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.free import Chance, best_first
-from fsd_infer.drafters.lookup import LONGEST_MATCH
+from fsd_infer.drafters import (
+    Drafter,
+    DraftRequest,
+    DraftSession,
+    GraftedDrafter,
+    LookupDrafter,
+    MemoryDrafter,
+    RecycleDrafter,
+)
+from fsd_infer.drafters.free import Chance, Options, best_first
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, circling_model, reference, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree
 
 KINDS: dict[str, Callable[[], Any]] = {
     "lookup": lambda: LookupDrafter(VOCAB),
+    "memory": lambda: MemoryDrafter(VOCAB),
     "recycle": lambda: RecycleDrafter(VOCAB),
     "forgetful": lambda: RecycleDrafter(VOCAB, keep=False),
     "both": lambda: GraftedDrafter(LookupDrafter(VOCAB), RecycleDrafter(VOCAB)),
 }
 
 
+class Pairs:
+    """A table of what may follow a token. It knows a context by its last token."""
+
+    def __init__(self, after: dict[int, Options]) -> None:
+        self.after = after
+
+    def at(self, context: Sequence[int]) -> int:
+        return context[-1]
+
+    def step(self, place: int, token: int) -> int:
+        return token
+
+    def options(self, place: int) -> Options:
+        return self.after.get(place, [])
+
+
 def test_the_likeliest_nodes_come_first() -> None:
-    table = {1: [(2, 0.6), (3, 0.3)], 2: [(4, 0.4), (5, 0.6)], 5: [(1, 1.0)]}
-    tokens, parents, scores = best_first(lambda text: table.get(text[-1], []), [9, 1], 2, 6, 2, 0.2)
+    table = Pairs({1: [(2, 0.6), (3, 0.3)], 2: [(4, 0.4), (5, 0.6)], 5: [(1, 1.0)]})
+    tokens, parents, scores = best_first(table, 1, 1, 6, 2, 0.2)
     assert (tokens, parents) == ([1, 2, 5, 3, 4], [0, 0, 1, 0, 1])  # the path from 5 on is too deep
     assert scores == pytest.approx([0.0, *map(math.log, (0.6, 0.36, 0.3, 0.24))])
-    assert best_first(lambda text: table.get(text[-1], []), [1], 2, 3, 9, 0.2)[0] == [1, 2, 5]
-    assert best_first(lambda text: table.get(text[-1], []), [1], 2, 9, 9, 0.7)[0] == [1]
+    assert best_first(table, 1, 1, 3, 9, 0.2)[0] == [1, 2, 5]
+    assert best_first(table, 1, 1, 9, 9, 0.7)[0] == [1]
 
 
 def test_old_evidence_fades() -> None:
@@ -71,7 +95,7 @@ def drafted(drafter: Drafter, texts: list[list[int]]) -> tuple[DraftSession, Dra
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate(kind: str, family: str) -> None:
-    model = circling_model() if kind == "lookup" and family == "llama" else tiny_model(family)
+    model = circling_model() if kind in ("lookup", "memory") and family == "llama" else tiny_model(family)
     drafter: Drafter = KINDS[kind]()
     decoder = FuzzyDecoder(Target(model), drafter)
     prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
@@ -85,14 +109,16 @@ def test_greedy_equals_generate(kind: str, family: str) -> None:
         assert out.stats.tau > 2 or not drafter.keep, "the same prompts again"
         drafter.forget()
         assert not len(drafter.recycled)
-    assert out.stats.tau > 2.5 or model.config.model_type != "llama" or kind != "lookup", "circles are followed"
+    assert out.stats.tau > 2.5 or model.config.model_type != "llama" or kind not in ("lookup", "memory"), (
+        "circles are followed"
+    )
 
 
 BAD: dict[type, list[dict[str, float]]] = {
     LookupDrafter: [
-        *({"depth": 0}, {"nodes": 1}, {"width": 0}, {"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}),
-        *({"max_ngram": LONGEST_MATCH + 1}, {"least": 0.0}, {"least": math.nan}),
+        *({"depth": 0}, {"nodes": 1}, {"width": 0}, {"least": 0.0}, {"least": math.nan}),
     ],
+    MemoryDrafter: [{"nodes": 1}, {"store_bytes": -1}],
     RecycleDrafter: [{"nodes": 1}, {"most": 0}, {"least": 1.0}],
 }
 

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import fsd_infer
 from fsd_infer import FsdError, FuzzyDecoder, Target
-from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.drafters.memory import LookupDrafter
 from fsd_infer.request.options import check_config
 from tests.families import VOCAB, OracleDrafter, tiny_model
 from tests.text_toys import tiny_tokenizer

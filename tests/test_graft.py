@@ -296,7 +296,7 @@ def test_names(tmp_path: Path) -> None:
     target = Target(tiny_model("llama"), name="tiny")
     head = save_head(tmp_path / "head", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
     lookup = load_drafter("lookup", target, TreeShape(4, 2, 9))
-    assert lookup.describe() == dict(name="lookup", nodes=9, depth=8, width=3, max_ngram=4, min_ngram=1, least=0.02)
+    assert lookup.describe() == dict(name="lookup", nodes=9, depth=8, width=3, least=0.02, store_bytes=0, keep=False)
     assert isinstance(load_drafter("none+lookup", target), LookupDrafter)
     grafted = load_drafter(f"{head}+lookup", target, TreeShape(3, 3, 9))
     record = grafted.describe()

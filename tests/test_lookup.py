@@ -1,4 +1,4 @@
-"""N-gram lookup: the index, its estimates, the trees, and that drafts from it change no answer."""
+"""Drafts from the text at hand: the automaton, its estimates, the trees, and that they change no answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsd_infer.drafters import LookupDrafter
+from fsd_infer.drafters.automaton import Automaton
 from fsd_infer.drafters.free import best_first
-from fsd_infer.drafters.lookup import LONGEST_MATCH, PRIOR_CHANCES, TextIndex
+from fsd_infer.drafters.memory import LENGTHS, Recall, prior
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB
@@ -22,52 +23,96 @@ from tests.test_free import drafted
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def index_of(text: list[int], max_ngram: int = 4, min_ngram: int = 1, width: int = 3) -> TextIndex:
-    index = TextIndex(max_ngram, min_ngram, width)
+def recall_of(text: list[int], width: int = 3) -> Recall:
+    recall = Recall(Automaton(), [], {}, width)
     for token in text:
-        index.append(token)
-    return index
+        recall.append(token)
+    return recall
 
 
-def scan(text: list[int], context: list[int], max_ngram: int, min_ngram: int, width: int) -> list[tuple[int, int]]:
-    """What the index should answer, by reading the whole text again."""
-    found: list[tuple[int, int]] = []
-    for n in range(max_ngram, min_ngram - 1, -1):
-        ends = [p for p in range(n, len(text)) if len(context) >= n and text[p - n : p] == context[-n:]]
-        latest = {text[p]: p for p in ends}  # of each following token the last position
-        level = []
-        for position in sorted(latest.values(), reverse=True)[:width]:
-            if text[position] in [text[p] for _, p in found]:
-                continue
-            length = 0
-            while (
-                length < min(LONGEST_MATCH, len(context), position)
-                and text[position - 1 - length] == context[-1 - length]
-            ):
-                length += 1
-            level.append((length, position))
-        found += sorted(level, key=lambda candidate: -candidate[0])
-    return found[:width]
+def scan(spoken: list[tuple[int, int]], context: list[int]) -> list[tuple[int, int, int, int]]:
+    """What an automaton should say follows, by reading all texts again: ``spoken`` has (text, token) in turns."""
+    texts: dict[int, list[int]] = {}
+    ends: list[list[int]] = []  # of each token what its text was before
+    for text, token in spoken:
+        ends.append(list(texts.setdefault(text, [])))
+        texts[text].append(token)
+    found, seen = [], set()
+    for size in range(len(context), 0, -1):
+        after = [token for before, (_, token) in zip(ends, spoken) if before[-size:] == context[-size:]]
+        total = sum(
+            text[place : place + size] == context[-size:] for text in texts.values() for place in range(len(text))
+        )
+        for token in dict.fromkeys(reversed(after)):
+            if token not in seen:
+                seen.add(token)
+                found.append((token, size, after.count(token), total))
+    return found
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(TEXTS, st.lists(st.integers(0, 3), max_size=4), st.sampled_from([(4, 1, 3), (3, 2, 2), (1, 1, 1), (8, 1, 4)]))
-def test_index_knows_what_a_scan_of_the_text_finds(text: list[int], drafts: list[int], options: tuple) -> None:
-    context = (text + drafts)[-LONGEST_MATCH:]
-    assert index_of(text, *options).candidates(context) == scan(text, context, *options)
+@given(TEXTS, st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 3), max_size=6))
+def test_an_automaton_knows_what_a_scan_of_all_texts_finds(
+    text: list[int], turns: list[int], drafts: list[int]
+) -> None:
+    """Longest match, continuations, the latest first, and counts; of one text, and of three that grow in turns."""
+    for speakers in ([0] * len(text), [*turns, *[0] * len(text)]):
+        spoken = list(zip(speakers, text))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fsd_infer.drafters.automaton.HOPS", 1000)
+            automaton, lasts = Automaton(), [0, 0, 0]
+            match, context = (0, 0), []
+            for speaker, token in spoken:
+                if speaker == 0:  # whose text is followed while it grows
+                    match = automaton.step(match, token)
+                    context.append(token)
+                lasts[speaker] = automaton.append(lasts[speaker], token)
+        for token in drafts:
+            match = automaton.step(match, token)
+        context += drafts
+        found, seen = [], set()
+        for token, size, count, total in automaton.followers(match, 99):
+            if token not in seen:
+                seen.add(token)
+                found.append((token, size, count, total))
+        wanted = scan(spoken, context)
+        assert found == wanted
+        assert match[1] >= max((size for _, size, _, _ in wanted), default=0)
+
+
+def test_a_token_costs_a_bounded_number_of_steps() -> None:
+    """Whatever the text repeats: states and transitions are linear, and counts are kept for few suffixes."""
+    for text in ([1] * 3000, [1, 2] * 1500, [*range(50)] * 60):
+        automaton, last = Automaton(), 0
+        for token in text:
+            last = automaton.append(last, token)
+        assert len(automaton.next) <= 2 * len(text) and sum(map(len, automaton.next)) <= 3 * len(text)
 
 
 def test_estimates_follow_the_text() -> None:
-    period = index_of([5, 6, 7, 8, 9] * 12)
-    assert period.chance(0, LONGEST_MATCH).value > 0.9 > PRIOR_CHANCES[-1]
-    assert period.chance(0, 2).value == pytest.approx(PRIOR_CHANCES[1], abs=0.2)
+    def chance(recall: Recall, rank: int, length: int) -> float:
+        kinds = [chance for kind, chance in recall.chances.items() if kind[:3] == (0, rank, length)]
+        return max(kinds, key=lambda chance: chance.trials).value
+
+    longest = len(LENGTHS) - 1
+    assert chance(recall_of([5, 6, 7, 8, 9] * 40), 0, longest) > 0.95
     # 1 is always followed by something new: matches of one token are never right
-    fresh = index_of([token for new in range(2, 40) for token in (1, new)])
-    assert fresh.chance(0, 1).value < 0.1 < PRIOR_CHANCES[0]
+    fresh = recall_of([token for new in range(2, 140) for token in (1, new)])
+    assert chance(fresh, 0, 0) < 0.05 < prior((0, 0, 0, 0))
     # after 1 comes what came the time before the last, 2 or 3: the first candidate is wrong, the second right
-    turns = index_of([token for turn in range(40) for token in (turn + 100, 1, 2 + turn % 2)], max_ngram=1)
-    assert turns.chance(0, 1).value < 0.15
-    assert turns.chance(1, 1).value > 0.8
+    turns = recall_of([token for turn in range(140) for token in (turn + 100, 1, 2 + turn % 2)])
+    assert chance(turns, 0, 0) < 0.15
+    assert chance(turns, 1, 0) > 0.8
+
+
+def test_priors_are_chances() -> None:
+    assert all(
+        0.0 < prior((source, rank, length, agreement)) < 1.0
+        for source in range(3)
+        for rank in range(3)
+        for length in range(len(LENGTHS))
+        for agreement in range(4)
+    )
 
 
 def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
@@ -88,13 +133,14 @@ def test_other_continuations_are_branches() -> None:
 
 @dataclass(frozen=True)
 class LookupToy(TextToy):
-    """Drafts by lookup in a fixed prompt and what the context says was emitted."""
+    """Drafts from a fixed prompt and what the context says was emitted."""
 
     prompt: tuple[int, ...] = (0, 1, 2, 3, 0, 2, 1, 3, 3, 0, 1, 0, 2, 2, 0)
 
     def trees(self, contexts: Tensor) -> DraftTree:
         texts = [[*self.prompt, *text_of(context)] for context in contexts.tolist()]
-        rows = [best_first(index_of(text).options, text[-LONGEST_MATCH:], LONGEST_MATCH, 7, 3, 0.01) for text in texts]
+        recalls = [recall_of(text) for text in texts]
+        rows = [best_first(recall, recall.look(), text[-1], 7, 3, 0.01) for recall, text in zip(recalls, texts)]
         return DraftTree.of_lists(rows, V, contexts.device)
 
 

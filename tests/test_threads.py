@@ -18,7 +18,7 @@ from transformers import TextIteratorStreamer
 import fsd_infer
 from fsd_infer import Drafter, FuzzyDecoder, LMDrafter, NoDrafter, Target
 from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.drafters.memory import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from tests.families import tiny_head, tiny_model
 from tests.text_toys import tiny_tokenizer

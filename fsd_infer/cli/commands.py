@@ -94,9 +94,14 @@ def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model options as keywords of a benchmark."""
     from fsd_infer.drafters.shape import parse_tree
+    from fsd_infer.targets.loading import shipped_drafter
 
-    options = picked(args, "target drafter dtype device cuda_graphs expand target_kwargs")
-    return {**options, "tree": parse_tree(args.tree), "quantize": not args.no_quantize}
+    drafter = args.drafter
+    if args.memory is not None:
+        main = drafter or ("recycle" if shipped_drafter(args.target) is None else "shipped")
+        drafter = f"{main.removesuffix('+memory')}+memory:{args.memory}"
+    options = picked(args, "target dtype device cuda_graphs expand target_kwargs")
+    return {**options, "drafter": drafter, "tree": parse_tree(args.tree), "quantize": not args.no_quantize}
 
 
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:

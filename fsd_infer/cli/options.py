@@ -91,8 +91,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "--drafter": {
         "metavar": "NAME",
         "help": 'head or small causal LM (directory or hub id); part of the target ("self:layers=0-9,20-29" or '
-        '"self:bits=3"); "shipped", "lookup", "recycle" or "none"; X+lookup and X+recycle graft either onto X '
+        '"self:bits=3"); "shipped", "memory", "lookup", "recycle" or "none"; X+memory, X+lookup and X+recycle graft one onto X '
         "(default: the head shipped with the target, else lookup+recycle)",
+    },
+    "--memory": {
+        "metavar": "FILE",
+        "help": "draft from these texts too (X+memory:FILE): JSON lines with `text`, token ids or conversations, "
+        "indexed once beside the file",
     },
     "--dtype": {"metavar": "TYPE", "default": "bf16", "help": "data type of the models: bf16, fp16 or fp32"},
     "--device": {"metavar": "NAME", "help": "such as cpu or cuda:1 (default: CUDA if available, else cpu)"},

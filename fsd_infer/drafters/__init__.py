@@ -4,7 +4,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSessio
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter
-from fsd_infer.drafters.lookup import LookupDrafter
+from fsd_infer.drafters.memory import LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.shape import TreeShape
 
@@ -17,6 +17,7 @@ __all__ = [
     "GraftedDrafter",
     "LMDrafter",
     "LookupDrafter",
+    "MemoryDrafter",
     "NoDrafter",
     "RecycleDrafter",
     "TreeShape",

@@ -40,6 +40,8 @@ class DraftRequest:
         tilt: nats that the law under which drafts will be verified gives for an accepted draft, on average; 0: none.
             Trees may be chosen by it (see :mod:`fsd_infer.drafters.visits`).
         auto: what chooses each round's tree; None: the drafter's shape.
+        keys: [B] whose each text is: only texts of one key, not empty, may draft from each other. None: all are the
+            caller's.
     """
 
     batch: int
@@ -50,6 +52,7 @@ class DraftRequest:
     device: torch.device = torch.device("cpu")
     tilt: float = 0.0
     auto: AutoTree | None = None
+    keys: Sequence[str] | None = None
 
 
 class DraftSession(ABC):
@@ -81,6 +84,14 @@ class DraftSession(ABC):
             accepted: [B] number of drafts in the path; the first ``accepted`` + 1 entries of the others are real.
                 Path, tokens and accepted are on the CPU, the others on the target's device.
         """
+
+    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
+        """[B, N] bool; nodes that complete an n-gram of texts which the session remembers beside each row's own; None
+        if it remembers none, as by default. Waits for the device."""
+        return None
+
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:  # noqa: B027
+        """The answer of a row has ended; :meth:`select` drops the row next. Ignored by default."""
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:

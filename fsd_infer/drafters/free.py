@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.shape import TreeShape, check_tree
@@ -27,10 +28,11 @@ class Chance:
     Args:
         prior: taken for it at first.
         memory: trials beyond which evidence makes older evidence fade.
+        weight: trials that the prior counts for.
     """
 
-    def __init__(self, prior: float, memory: float) -> None:
-        self.hits, self.trials, self.memory = PRIOR_TRIALS * prior, PRIOR_TRIALS, memory
+    def __init__(self, prior: float, memory: float, weight: float = PRIOR_TRIALS) -> None:
+        self.hits, self.trials, self.memory = weight * prior, weight, memory
 
     @property
     def value(self) -> float:
@@ -45,52 +47,49 @@ class Chance:
 
 
 class Table(Protocol):
-    """What is known of one text."""
+    """What is known of one text. What it knows a context by is its own affair."""
 
-    def options(self, context: Sequence[int]) -> Options:
-        """What may follow the last tokens of the text, or of text and drafts."""
+    def at(self, context: Sequence[int]) -> Any:
+        """What it knows the context by that ends with these tokens."""
+
+    def step(self, place: Any, token: int) -> Any:
+        """The same with one token more."""
+
+    def options(self, place: Any) -> Options:
+        """What may follow."""
 
 
-def best_first(
-    options: Callable[[Sequence[int]], Options],
-    context: Sequence[int],
-    reach: int,
-    nodes: int,
-    depth: int,
-    least: float,
-) -> Nodes:
+def best_first(table: Table, place: Any, root: int, nodes: int, depth: int, least: float) -> Nodes:
     """The most promising continuations of a text as a tree, best first.
 
     Args:
-        options: see :class:`Table`.
-        context: the text's last tokens; the last is the root.
-        reach: as many of them ``options`` looks at.
+        table: of the text.
+        place: what the table knows the text by.
+        root: the text's last token.
         nodes: most nodes, the root included.
         depth: deepest node.
         least: chance of acceptance below which a node is not worth its verification.
     """
-    tokens, parents, scores, depths = [context[-1]], [0], [0.0], [0]
-    queue: list[tuple[float, int, int, int, list[int]]] = []  # -score, order of arrival, parent, token, context
-    arrivals = 0
-
-    def branch(node: int, context: list[int]) -> None:
-        nonlocal arrivals
-        for token, chance in options(context):
-            score = scores[node] + math.log(chance)
-            if score >= math.log(least):
-                arrivals += 1
-                heapq.heappush(queue, (-score, arrivals, node, token, context))
-
-    branch(0, list(context))
-    while queue and len(tokens) < nodes:
-        negative, _, parent, token, before = heapq.heappop(queue)
+    tokens, parents, scores, depths = [root], [0], [0.0], [0]
+    queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's place
+    arrivals, lowest = 0, math.log(least)
+    node = 0
+    while True:
+        if place is not None:
+            for token, chance in table.options(place):
+                score = scores[node] + math.log(chance)
+                if score >= lowest:
+                    arrivals += 1
+                    heapq.heappush(queue, (-score, arrivals, node, token, place))
+        if not queue or len(tokens) == nodes:
+            return tokens, parents, scores
+        negative, _, parent, token, above = heapq.heappop(queue)
+        node = len(tokens)
         tokens.append(token)
         parents.append(parent)
         scores.append(-negative)
         depths.append(depths[parent] + 1)
-        if depths[-1] < depth:
-            branch(len(tokens) - 1, [*before, token][-reach:])
-    return tokens, parents, scores
+        place = table.step(above, token) if depths[node] < depth and len(tokens) < nodes else None
 
 
 class FreeDrafter(Drafter):
@@ -104,13 +103,15 @@ class FreeDrafter(Drafter):
         least: a node whose estimated chance of acceptance is lower is not drafted, in (0, 1).
 
     Attributes:
-        reach: tokens of a context.
+        reach: tokens of a context that its tables look at.
+        most_chosen: nodes that it drafts at least, where what is verified of them is chosen round by round.
 
     Raises:
         FsdError: options out of range.
     """
 
     reach: ClassVar[int]
+    most_chosen: ClassVar[int] = 0
 
     @abstractmethod
     def __init__(self, vocab_size: int, depth: int, nodes: int, width: int, least: float) -> None:
@@ -129,15 +130,22 @@ class FreeDrafter(Drafter):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        if name != cls.name:
+        kind, colon, option = str(name).partition(":")
+        if kind != cls.name:
             return None
         made: Any = cls
-        return made(target.vocab_size) if tree is None else made(target.vocab_size, nodes=tree.nodes)
+        options = {} if tree is None else {"nodes": tree.nodes}
+        return made(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
 
-    def trees(self, tables: Sequence[Table], contexts: Sequence[Sequence[int]], device: torch.device) -> DraftTree:
-        """A tree of each text's table, under the last of its last tokens."""
-        limits = self.reach, self.nodes, self.depth, self.least
-        rows = [best_first(table.options, context, *limits) for table, context in zip(tables, contexts, strict=True)]
+    @classmethod
+    def option(cls, text: str, target: Target) -> dict[str, Any]:
+        """The arguments that "NAME:TEXT" stands for. Raises FsdError for what is no option."""
+        raise FsdError(f"drafter {cls.name} takes no option, got {cls.name}:{text!s:.80}. Name {cls.name} alone.")
+
+    def trees(self, tables: Sequence[Table], places: Sequence[Any], roots: Tensor, device: torch.device) -> DraftTree:
+        """A tree of each text's table, under its last token; roots [B] on the CPU."""
+        limits = self.nodes, self.depth, self.least
+        rows = [best_first(*row, *limits) for row in zip(tables, places, roots.tolist(), strict=True)]
         return DraftTree.of_lists(rows, self.vocab_size, device)
 
 

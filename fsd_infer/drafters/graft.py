@@ -27,7 +27,7 @@ def _warn_sampled(name: str) -> None:
 
 @DRAFTERS.register("graft")
 class GraftedDrafter(Drafter):
-    """Two drafters' trees merged, the best nodes of both kept. By name: "X+lookup", X any drafter's name.
+    """Two drafters' trees merged, the best nodes of both kept. By name: "X+memory", X any drafter's name.
 
     A side node whose path of tokens is in the main tree is the same node. The chance of a step that both propose is
     1 - (1 - a)(1 - b), as if they erred independently; the chances of siblings are scaled down where they add up to
@@ -108,6 +108,14 @@ class GraftedSession(DraftSession):
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         for session in (self.main, self.side):
             session.observe(tree, logits, path, tokens, accepted)
+
+    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
+        of_main, of_side = self.main.copies(tree, n), self.side.copies(tree, n)
+        return of_side if of_main is None else of_main if of_side is None else of_main | of_side
+
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        for session in (self.main, self.side):
+            session.finish(row, prompt, answer)
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, main = self.drafter, self.main.draft(roots)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsd_infer.drafters.auto import AutoMemory
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
-from fsd_infer.drafters.free import free_drafters
+from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
@@ -30,10 +32,13 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             "shipped"         the head shipped with a built-in target
             None              "shipped", or "lookup+recycle" where no head is shipped
             "none"            no drafts: plain decoding
-            "lookup"          n-gram lookup in prompt and answer (:class:`LookupDrafter`)
+            "memory"          what followed the text's end before, in it or in earlier texts (:class:`MemoryDrafter`);
+                              "memory:FILE" with a corpus, "memory:keep": benchmarks do not make it forget
+            "lookup"          the same with nothing but prompt and answer (:class:`LookupDrafter`)
             "recycle"         what the target found likely before after the same tokens (:class:`RecycleDrafter`)
-            "X+lookup"        either grafted onto the tree of X, any other of these names (:class:`GraftedDrafter`);
-            "X+recycle"       "shipped+lookup+recycle" is both
+            "X+memory",       one of these grafted onto the tree of X, any other of these names
+            "X+lookup",       (:class:`GraftedDrafter`); "shipped+memory+recycle" has two
+            "X+recycle"
             a directory,      a head, ours or another program's (:mod:`fsd_infer.heads.formats`), or a causal LM of the
             a hub id          target's vocabulary, or (a directory) a peft adapter for one
             "self:layers=..." the target with some of its layers, "self:bits=..." with rounded weights
@@ -88,14 +93,16 @@ def choose_trees(drafter: Drafter) -> Drafter:
     drafter.auto = AutoMemory(main.target.device.type, prior=main.prior)
     part = drafter
     while isinstance(part, GraftedDrafter):
+        if isinstance(part.side, FreeDrafter):
+            part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     return drafter
 
 
 def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
-    main, plus, side = name.rpartition("+")
-    if plus and side in free_drafters():
-        return _load_grafted(main, side, target, tree)
+    grafted = re.fullmatch(rf"(.*)\+(({'|'.join(free_drafters())})(:.*)?)", name, re.DOTALL)
+    if grafted is not None:
+        return _load_grafted(grafted[1], grafted[2], grafted[3], target, tree)
     source: str | Path = name
     if name == "shipped":
         shipped = shipped_drafter(target.name)
@@ -114,25 +121,26 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     except UnknownNameError:
         raise UnknownNameError(
             f"unknown drafter {name!r}: it is no directory and no hub id (owner/model), and none of shipped, none, "
-            f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+lookup and X+recycle (X any other)."
+            f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+memory, X+lookup and X+recycle (X any "
+            "other)."
         ) from None
     made = LMDrafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None
     return made
 
 
-def _load_grafted(main: str, side: str, target: Target, tree: TreeShape | None) -> Drafter:
-    """ "X+lookup" for X = main. Grafted onto nothing, lookup is the tree."""
+def _load_grafted(main: str, side: str, kind: str, target: Target, tree: TreeShape | None) -> Drafter:
+    """ "X+memory" for X = main. Grafted onto nothing, memory is the tree."""
     if not main:
         raise ModelLoadError(f'"+{side}" names no drafter to graft onto: write "shipped+{side}" or "{side}".')
-    if side in main.split("+"):
-        raise ModelLoadError(f'"{main}+{side}" names {side} twice: what it knows it proposes at once. Name it once.')
+    if kind in (part.partition(":")[0] for part in main.split("+")):
+        raise ModelLoadError(f'"{main}+{side}" names {kind} twice: what it knows it proposes at once. Name it once.')
     onto = _load(main, target, tree)
     if isinstance(onto, NoDrafter):
         return _load(side, target, tree)
     shape = tree or of_device(DEFAULT_SHAPES, target.device)
     nodes = max(shape.nodes, onto.max_nodes)
-    free: Any = free_drafters()[side]
-    made = GraftedDrafter(onto, free(target.vocab_size, nodes=nodes), nodes)
+    free: Any = free_drafters()[kind].load(side, target, replace(shape, nodes=nodes))
+    made = GraftedDrafter(onto, free, nodes)
     made.directory = onto.directory
     return made

@@ -81,6 +81,14 @@ class Recycled:
         for candidate, kind, bucket in self.candidates(context):
             self.chances[kind][bucket].learn(candidate == token)
 
+    def at(self, context: Sequence[int]) -> tuple[int, ...]:
+        """The last two tokens."""
+        return tuple(context[-2:])
+
+    def step(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
+        """The last two tokens with one more."""
+        return *place[-1:], token
+
     def options(self, context: Sequence[int]) -> Options:
         """Different next tokens after ``context``, and how likely each is the one."""
         options = [(token, self.chances[kind][bucket].value) for token, kind, bucket in self.candidates(context)]
@@ -132,9 +140,9 @@ class RecycleDrafter(FreeDrafter):
         self.most, self.keep = most, keep
         self.recycled = Recycled(width, most)
 
-    def tables(self, count: int) -> list[Recycled]:
-        """The tables of ``count`` texts: remembered ones, or empty ones where nothing is kept."""
-        return [self.recycled if self.keep else Recycled(self.width, self.most) for _ in range(count)]
+    def tables(self, count: int, shared: bool = True) -> list[Recycled]:
+        """The tables of ``count`` texts: remembered ones, or empty ones where nothing is kept or shared."""
+        return [self.recycled if self.keep and shared else Recycled(self.width, self.most) for _ in range(count)]
 
     def forget(self) -> None:
         self.recycled = Recycled(self.width, self.most)
@@ -153,7 +161,7 @@ class RecycleSession(DraftSession):
     def __init__(self, drafter: RecycleDrafter, request: DraftRequest) -> None:
         self.drafter, self.device = drafter, request.device
         self.last: list[list[int]] = [[] for _ in range(request.batch)]  # the last two tokens of each text
-        self.recycled = drafter.tables(request.batch)
+        self.recycled = drafter.tables(request.batch, request.keys is None)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         for last, row, count in zip(self.last, tokens.tolist(), counts.tolist(), strict=True):
@@ -180,8 +188,8 @@ class RecycleSession(DraftSession):
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
     def draft(self, roots: Tensor) -> DraftTree:
-        contexts = [[*last[-2:-1], root] for last, root in zip(self.last, roots.tolist(), strict=True)]
-        return self.drafter.trees(self.recycled, contexts, self.device)
+        contexts = [(*last[-2:-1], root) for last, root in zip(self.last, roots.tolist(), strict=True)]
+        return self.drafter.trees(self.recycled, contexts, roots, self.device)
 
     def select(self, rows: Tensor) -> None:
         kept = rows.tolist()

@@ -135,7 +135,11 @@ class _Batch:
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([row.prompt[0] for row in self.rows])
         self.session = drafter.start(
-            first, DraftRequest(count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto)
+            first,
+            DraftRequest(
+                *(count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto),
+                request.cache_keys,
+            ),
         )
 
     def prefill(self) -> None:
@@ -272,6 +276,7 @@ class _Batch:
             process_draft=process_draft if processors else None,
             texts=self.texts,
             overspent=self.overspent,
+            copies=lambda n: self.session.copies(tree, n),
         )
         verdict = apply_rules(rules, round)
         if verdict.allowed is not None:
@@ -312,6 +317,9 @@ class _Batch:
         going = [place for place, row in enumerate(self.rows) if row.record.finish_reason is None]
         if len(going) < len(self.rows):
             self._keep_texts()
+            for place, row in enumerate(self.rows):
+                if row.record.finish_reason is not None:
+                    self.session.finish(place, row.prompt, row.record.tokens)
             self.rows = [self.rows[place] for place in going]
             if not going:
                 return

@@ -184,9 +184,12 @@ class Evidence:
         return self.round.texts
 
     def known(self, n: int) -> Tensor:
-        """bool; would the draft complete an n-gram that prompt, answer and its path already have."""
+        """bool; would the draft complete an n-gram that prompt, answer, its path or remembered texts have."""
         if n not in self._known:
-            self._known[n] = known(self.texts, self.tree, n)
+            ask = None if self.tree.sampled else self.round.copies
+            copies = None if ask is None else ask(n)
+            found = known(self.texts, self.tree, n)
+            self._known[n] = found if copies is None else found | copies
         return self._known[n]
 
     def inside(self, phase: str) -> Tensor:
@@ -321,6 +324,11 @@ class Contexts:
         return value.masked_fill(~self.has_q, math.inf)
 
     def known_tokens(self, n: int) -> Tensor:
-        """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have."""
-        texts, vocabulary = self.evidence.texts, self.evidence.round.scores.shape[-1]
-        return known_tokens(texts, self.evidence.tree, self.rows, self.nodes, n, vocabulary)
+        """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
+        a draft one of remembered texts."""
+        tree, vocabulary = self.evidence.tree, self.evidence.round.scores.shape[-1]
+        found = known_tokens(self.evidence.texts, tree, self.rows, self.nodes, n, vocabulary)
+        if self.evidence.round.copies is not None and not tree.sampled:
+            at, child = (tree.child[self.rows, self.nodes] & self.evidence.known(n)[self.rows]).nonzero(as_tuple=True)
+            found[at, tree.tokens[self.rows[at], child]] = True
+        return found

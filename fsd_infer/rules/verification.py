@@ -67,6 +67,8 @@ class Verification:
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
         overspent: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
+        copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
+            for rules that charge for copies. Not asked about sampled drafts.
     """
 
     tree: DraftTree
@@ -78,6 +80,7 @@ class Verification:
     process_draft: Callable[[DraftTree], Tensor] | None = None
     texts: Texts | None = None
     overspent: Tensor | None = None
+    copies: Callable[[int], Tensor | None] | None = None
 
 
 @dataclass

@@ -14,6 +14,7 @@ from fsd_infer.engine.rounds import Round
 from fsd_infer.rules import Source
 
 SOURCES = {
+    "memory": "memory",
     "lookup": "memory",
     "recycle": "recycle",
     "guide": "grammar",

@@ -24,14 +24,14 @@ from fsd_infer.drafters import (
     EagleDrafter,
     GraftedDrafter,
     LMDrafter,
-    LookupDrafter,
+    MemoryDrafter,
     NoDrafter,
     RecycleDrafter,
 )
 from fsd_infer.drafters.eagle import READ_AT_ONCE
 from fsd_infer.drafters.free import Options, Table
 from fsd_infer.drafters.lm import warn_context
-from fsd_infer.drafters.lookup import TextIndex
+from fsd_infer.drafters.memory import Recall
 from fsd_infer.drafters.recycle import Recycled
 from fsd_infer.engine.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.errors import FsdError
@@ -259,7 +259,7 @@ class _TableProposer(Proposer):
 
     def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
         return [
-            [_guess(table.options(_tail(forest, node, self.reach)), count) for node in row]
+            [_guess(table.options(table.at(_tail(forest, node, self.reach))), count) for node in row]
             for table, forest, row in zip(self.tables, self.forests, nodes, strict=True)
         ]
 
@@ -267,24 +267,24 @@ class _TableProposer(Proposer):
         self.tables = [self.tables[row] for row in rows.tolist()]
 
 
-class _LookupProposer(_TableProposer):
-    """What followed the last tokens earlier in the prompt, or in what all beams share."""
+class _MemoryProposer(_TableProposer):
+    """What followed the last tokens earlier in the prompt, in what all beams share, or in a corpus."""
 
-    tables: Sequence[TextIndex]
+    tables: Sequence[Recall]
 
     def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for index, row in zip(self.tables, nodes, strict=True):
+        for recall, row in zip(self.tables, nodes, strict=True):
             for node in row:
-                index.append(node.token)
+                recall.append(node.token)
 
 
 @proposer_of.register
-def _(drafter: LookupDrafter, begun: Begun) -> Proposer:
-    indexes = [drafter.index() for _ in begun.forests]
-    for index, forest in zip(indexes, begun.forests):
+def _(drafter: MemoryDrafter, begun: Begun) -> Proposer:
+    recalls = [drafter.recall() for _ in begun.forests]
+    for recall, forest in zip(recalls, begun.forests):
         for token in forest.prompt:
-            index.append(token)
-    return _LookupProposer(begun.forests, indexes, drafter.reach)
+            recall.append(token)
+    return _MemoryProposer(begun.forests, recalls, drafter.reach)
 
 
 class _RecycleProposer(_TableProposer):

@@ -1,0 +1,314 @@
+"""What a memory is worth: workloads that repeat themselves, answered by the head alone, with lookup, with memory.
+
+    git worktree add --detach ../before fb4a028
+    python -m benchmarks.memory --before ../before
+
+Every method decodes all workloads in a process of its own, one answer after the other, without seeds. A method is
+``NAME=DRAFTER`` or, in the checkout given by ``--before``, ``NAME=DRAFTER@before``. A memory learns from answer to
+answer of a workload and forgets before the next one. The workloads:
+
+=========  =============================================================================================================
+chat       MT-bench, both turns; the second prompt holds the method's own first answer
+rag        questions with retrieved passages
+summaries  articles to summarise
+replay     the prompts of these three again; the memory keeps what it has learned from them
+samples    eight answers at temperature 0.7 to each of a few GSM8K problems, by a target tuned on such problems
+edits      code of this repository's own history and a request that changes a few lines
+forced     the same, but the target is made to answer as the commit did, whatever its own choice would be
+json       facts of articles in JSON of one schema, which the answers are held to
+=========  =============================================================================================================
+
+The built-in model hardly follows a request to edit, so ``edits`` shows its own answers, and ``forced`` what a target
+that edits rightly would gain. A head is trained for its target's own answers and drafts worse there. Rows that the
+drafter's priors were fitted on are left out: every fourth of the prompts, every fifteenth of the problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = "head=shipped,lookup=shipped+lookup,memory=shipped+memory:keep,memory alone=memory:keep"
+CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+TARGETS = {"samples": "smollm2-135m-maths"}  # of all other workloads the one that is asked for
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 60},
+        "people": {"type": "array", "items": {"type": "string", "maxLength": 30}, "maxItems": 3},
+        "place": {"type": "string", "maxLength": 30},
+        "topic": {"enum": ["politics", "sport", "crime", "science", "business", "other"]},
+    },
+    "required": ["title", "people", "place", "topic"],
+    "additionalProperties": False,
+}
+EDIT = "Here is a piece of code:\n```python\n{old}```\nReplace these lines:\n```python\n{gone}```\nwith these:\n```python\n{come}```\nWrite the whole piece."  # noqa: E501
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Its options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--methods", default=METHODS, help="comma-separated (%(default)s)")
+    parser.add_argument("--before", type=Path, help="a checkout from before the drafter memory, for the old lookup")
+    parser.add_argument("--target", default="smollm2-135m", help="(%(default)s)")
+    parser.add_argument(
+        "--workloads", default="chat,rag,summaries,replay,samples,edits,forced,json", help="(%(default)s)"
+    )
+    parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
+    parser.add_argument("--problems", type=Path, default=ROOT / "data" / "gsm8k_test_dev.jsonl")
+    parser.add_argument("--each", type=int, default=8, help="prompts of chat, rag and summaries (%(default)s)")
+    parser.add_argument("--sampled", type=int, default=8, help="problems with eight samples each (%(default)s)")
+    parser.add_argument("--edits", type=int, default=10, help="(%(default)s)")
+    parser.add_argument("--texts", type=int, default=40, help="articles that become JSON (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="(%(default)s)")
+    parser.add_argument("--tree", default="auto", help="DEPTH,WIDTH,NODES or auto, which reads the clock (%(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "memory.json")
+    return parser
+
+
+# workloads ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Questions in order: {"workload", "turns", and what differs from a greedy answer}."""
+    from fsd_infer.chat.rows import read_jsonl
+
+    rows = [row for place, (_, row) in enumerate(read_jsonl(args.prompts)) if place % 4]
+    kinds = {"chat": CHAT, "rag": ("rag",), "summaries": ("summarization",)}
+    asked = [
+        {"workload": name, "turns": row["turns"]}
+        for name, categories in kinds.items()
+        for row in spread([row for row in rows if row["category"] in categories], args.each)
+    ]
+    articles = spread([row["turns"][0] for row in rows if row["category"] in ("summarization", "rag")], args.texts)
+    edits = edits_of(ROOT, args.edits) if {"edits", "forced"} & set(args.workloads.split(",")) else []
+    for name in args.workloads.split(","):
+        if name in kinds:
+            yield from (row for row in asked if row["workload"] == name)
+        elif name == "replay":
+            yield from ({**row, "workload": name} for row in asked)
+        elif name == "samples":
+            problems = [row for place, (_, row) in enumerate(read_jsonl(args.problems)) if place % 15]
+            for row in spread(problems, args.sampled):
+                yield from [{"workload": name, "turns": [row["question"]], "temperature": 0.7}] * 8
+        elif name in ("edits", "forced"):
+            yield from (
+                {"workload": name, "turns": [request], "new": 320, **({"forced": answer} if name == "forced" else {})}
+                for request, answer in edits
+            )
+        elif name == "json":
+            for text in articles:
+                request = f"{text[-900:]}\n\nFill in title, people, place and topic of this text as JSON."
+                yield {"workload": name, "turns": [request], "schema": SCHEMA}
+        else:
+            raise ValueError(f"no workload {name!r}.")
+
+
+def spread(rows: Sequence[Any], count: int) -> list[Any]:
+    """So many, evenly spread."""
+    return list(rows[:: max(len(rows) // count, 1)][:count]) if count else []
+
+
+def edits_of(repository: Path, count: int) -> list[tuple[str, str]]:
+    """(request, answer) of commits that replaced a few lines of one place in a Python file, the latest first."""
+    git = ["git", "-C", str(repository)]
+    log = [*git, "log", "--no-merges", "--format=%x00", "-p", "-U14", "-n", "400", "fb4a028", "--", "*.py"]
+    patches = subprocess.run(log, capture_output=True, text=True, check=True).stdout
+    found = []
+    for hunk in re.split(r"^(?:\0|diff |@@ .*$)", patches, flags=re.MULTILINE):
+        lines = [line for line in hunk.split("\n") if line[:1] in (" ", "+", "-")]
+        gone, come = ([line[1:] for line in lines if line[0] == sign] for sign in "-+")
+        signs = "".join(line[0] for line in lines)
+        if 30 <= len(lines) <= 44 and re.fullmatch(r" +-{1,5}\+{1,6} +", signs):
+            old, new = ([line[1:] for line in lines if line[0] in f" {sign}"] for sign in "-+")
+            text = {
+                name: "".join(f"{line}\n" for line in part)
+                for name, part in zip(("old", "gone", "come"), (old, gone, come))
+            }
+            found.append((EDIT.format(**text), "```python\n" + "".join(f"{line}\n" for line in new) + "```"))
+    return spread(found, count)
+
+
+# the process that decodes ---------------------------------------------------------------------------------------------
+
+
+def answer_all(words: Sequence[str]) -> None:
+    """Be the process of a method: ``DRAFTER TARGET TREE THREADS TOKENS``, rows on standard input, lines on standard
+    output."""
+    drafter, target, tree, threads, tokens = words
+    import torch
+
+    from fsd_infer import FuzzyDecoder, TreeShape
+
+    torch.set_num_threads(int(threads))
+    shape = "auto" if tree == "auto" else TreeShape(*map(int, tree.split(",")))
+    decoders: dict[str, FuzzyDecoder] = {}
+    rows, before = [json.loads(line) for line in sys.stdin], ""
+    for number, row in enumerate(rows):
+        name = TARGETS.get(row["workload"], target)
+        if name not in decoders:
+            decoders[name] = FuzzyDecoder.from_pretrained(name, drafter, device="cpu", tree=shape)
+            decoders[name].generate("Say a word.", max_new_tokens=8, do_sample=False)
+        decoder = decoders[name]
+        if row["workload"] not in (before, "replay"):
+            forget(decoder.drafter)
+        before = row["workload"]
+        torch.manual_seed(number)
+        for out, seconds in turns(decoder, row, int(tokens)):
+            stats = out.stats
+            facts = {"tokens": stats.new_tokens, "forwards": stats.target_forwards, "seconds": seconds}
+            facts |= {"prefill": stats.prefill_seconds, "draft": stats.phases.get("draft", 0.0)}
+            print(json.dumps({"workload": row["workload"], "row": number, **facts}), flush=True)
+
+
+def forget(drafter: Any) -> None:
+    """Also what a drafter keeps from other benchmarks."""
+    for part in drafter.parts:
+        forget(part)
+    if hasattr(drafter, "stores"):
+        drafter.stores = {}
+    drafter.forget()
+
+
+def turns(decoder: Any, row: dict[str, Any], tokens: int) -> Iterator[tuple[Any, float]]:
+    """(answer, seconds) of each turn."""
+    sampling = {"do_sample": True, "temperature": row["temperature"]} if "temperature" in row else {"do_sample": False}
+    messages: list[dict[str, str]] = []
+    for text in row["turns"]:
+        messages.append({"role": "user", "content": text})
+        ids, options = decoder.encode(messages), dict(sampling)
+        if "schema" in row:
+            options["schema"] = row["schema"]
+        if "forced" in row:
+            options["logits_processor"] = [forced(decoder, ids, row["forced"])]
+        start = time.perf_counter()
+        out = decoder.generate([ids], max_new_tokens=row.get("new", tokens), **options)
+        yield out, time.perf_counter() - start
+        messages.append({"role": "assistant", "content": out.texts[0]})
+
+
+def forced(decoder: Any, prompt: list[int], answer: str) -> Callable[[Any, Any], Any]:
+    """A processor that leaves one token at each place: the answer's, then the end of the text."""
+    tokenizer = decoder.tokenizer
+    ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    def process(text: Any, scores: Any) -> Any:
+        token = ids[min(text.shape[1] - len(prompt), len(ids) - 1)]
+        kept = scores[:, token].clone()
+        scores = scores.new_full(scores.shape, float("-inf"))
+        scores[:, token] = kept
+        return scores
+
+    return process
+
+
+# the record -----------------------------------------------------------------------------------------------------------
+
+
+def partial_of(args: argparse.Namespace) -> Path:
+    """Where the answers of finished methods wait for the others."""
+    return args.json.with_name(args.json.name + ".partial.jsonl")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """{method: [answers]}: every method in its own process, over the same rows. A killed run goes on with the method
+    that it was at."""
+    given = "".join(json.dumps(row) + "\n" for row in rows_of(args))
+    from fsd_infer.files import append_json
+
+    partial = partial_of(args)
+    lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
+    asked = hashlib.sha256(f"{given}{args.target}{args.tree}{args.max_new_tokens}".encode()).hexdigest()
+    found = {row["method"]: row["answers"] for row in map(json.loads, lines) if row["asked"] == asked}
+    for text in args.methods.split(","):
+        name, _, drafter = text.partition("=")
+        if name in found:
+            continue
+        drafter, _, where = drafter.partition("@")
+        checkout = args.before if where == "before" else ROOT
+        if checkout is None:
+            raise SystemExit(f"memory: {text} needs --before CHECKOUT.")
+        words = [drafter, args.target, args.tree, str(args.threads), str(args.max_new_tokens)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--answer", *words]
+        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
+        print(f"[{name}]", file=sys.stderr, flush=True)
+        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+        found[name] = [json.loads(line) for line in done.stdout.splitlines()]
+        append_json(partial, {"asked": asked, "method": name, "answers": found[name]})
+    return found
+
+
+def summary(answers: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, Any]:
+    """By workload and method: tokens per forward and per second, and 95 % intervals of the ratios to the baseline's."""
+    from fsd_bench.intervals import ratio_interval
+
+    def pairs(method: str, workload: str, over: Callable[[Any], float], under: Callable[[Any], float]) -> list[Any]:
+        return [(over(one), under(one)) for one in answers[method] if one["workload"] == workload]
+
+    measures: dict[str, tuple[Callable[[Any], float], Callable[[Any], float]]] = {
+        "tau": (lambda one: one["tokens"] - 1, lambda one: one["forwards"]),
+        "tokens_per_second": (lambda one: one["tokens"], lambda one: one["seconds"]),
+        "decode_tokens_per_second": (lambda one: one["tokens"] - 1, lambda one: one["seconds"] - one["prefill"]),
+    }
+    found: dict[str, Any] = {}
+    for workload in dict.fromkeys(one["workload"] for one in answers[baseline]):
+        found[workload] = {}
+        for method in answers:
+            cell: dict[str, Any] = {"answers": len(pairs(method, workload, *measures["tau"]))}
+            for name, (over, under) in measures.items():
+                own, other = (pairs(one, workload, over, under) for one in (method, baseline))
+                cell[name] = sum(x for x, _ in own) / sum(y for _, y in own)
+                cell[f"{name}_ratio"] = ratio_interval(own, other)
+            found[workload][method] = cell
+    return found
+
+
+def report(record: dict[str, Any]) -> str:
+    """A table of tokens per forward, tokens per second and both as ratios to the baseline's."""
+    from fsd_bench.intervals import ratio_text
+    from fsd_infer.cli.report import table
+
+    rows = [
+        [workload, method, str(cell["answers"]), f"{cell['tau']:.2f}", ratio_text(cell["tau_ratio"]),
+         f"{cell['tokens_per_second']:.0f}", ratio_text(cell["tokens_per_second_ratio"])]
+        for workload, methods in record["workloads"].items()
+        for method, cell in methods.items()
+    ]  # fmt: skip
+    names = ["workload", "method", "answers", "τ", "ratio", "tok/s", "ratio"]
+    return table(names, rows) + f"\nratios to {record['baseline']}, 95 % intervals over answers"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    from benchmarks.recorded import record_main, settings_of
+    from fsd_bench.environment import environment
+
+    def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+        answers = measure(args)
+        baseline = "lookup" if "lookup" in answers else next(iter(answers))
+        settings = {**settings_of(args), "prompts": args.prompts.name, "problems": args.problems.name}
+        del settings["json"], settings["before"]
+        record = {"settings": settings, "baseline": baseline, "environment": environment(words)}
+        record |= {"workloads": summary(answers, baseline), "answers": answers}
+        partial_of(args).unlink()
+        return record
+
+    return record_main("benchmarks.memory", build_parser(), run, report, argv)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--answer"]:
+        answer_all(sys.argv[2:])
+    else:
+        sys.exit(main())

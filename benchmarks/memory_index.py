@@ -1,0 +1,195 @@
+"""What a memory costs: a corpus of ten million tokens, a store under ten thousand requests, a draft.
+
+The corpus is the shipped answers, repeated with one token in twenty replaced until there are enough. First use is timed
+in a process of its own, look-ups on the ends of answers that are not in the corpus as they stand.
+
+Example: python -m benchmarks.memory_index
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 49152
+DEPTH, NODES, LEAST = 24, 24, 0.02
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Its options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_index", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=10_000_000, help="of the corpus (%(default)s)")
+    parser.add_argument("--requests", type=int, default=10_000, help="(%(default)s)")
+    parser.add_argument("--store-mib", type=int, default=16, help="(%(default)s)")
+    parser.add_argument("--folder", type=Path, help="of the corpus, kept (default: a temporary one)")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "memory-index.json")
+    return parser
+
+
+def target() -> Any:
+    """What a corpus needs to know of a target."""
+    return SimpleNamespace(name="ids", vocab_size=VOCABULARY, fingerprint=lambda: {"vocabulary_sha256": "ids"})
+
+
+def texts(seed: int) -> Iterator[list[int]]:
+    """Prompts with their answers, again and again; with a seed other than 0, other tokens stand here and there."""
+    from fsd_infer.chat.rows import read_jsonl
+
+    draws = Random(seed)
+    while True:
+        for file in sorted((ROOT / "data").glob("smollm2-135m-answers*.jsonl.gz")):
+            for _, row in read_jsonl(file):
+                ids = [*row["prompt_ids"], *row["response_ids"]]
+                yield ids if not seed else [draws.randrange(VOCABULARY) if draws.random() < 0.05 else i for i in ids]
+
+
+def write_corpus(file: Path, tokens: int) -> None:
+    count = 0
+    with file.open("w", encoding="utf-8") as out:
+        for ids in texts(1):
+            out.write(json.dumps({"prompt_ids": ids}) + "\n")
+            count += len(ids)
+            if count >= tokens:
+                return
+
+
+def contexts(count: int) -> list[list[int]]:
+    """Ends of texts within answers."""
+    draws, source = Random(2), texts(3)
+    return [ids[: draws.randrange(8, len(ids))] for ids, _ in zip(source, range(count))]
+
+
+def first_use(file: Path) -> dict[str, float]:
+    """Be the process that uses an index for the first time."""
+    from fsd_infer.drafters.corpus import open_corpus
+
+    start = time.perf_counter()
+    opened = open_corpus(file, target())
+    opened.near(list(range(40)), 12)
+    seconds, ends, taken = time.perf_counter() - start, contexts(2000), []
+    for end in ends:
+        begun = time.perf_counter()
+        opened.near(end[-32:], 12)
+        taken.append(1e6 * (time.perf_counter() - begun))
+    facts = {"first_use_seconds": seconds, "tokens": len(opened), "cold_look_up_us": median(taken[:200])}
+    taken.clear()
+    for end in ends:
+        begun = time.perf_counter()
+        opened.near(end[-32:], 12)
+        taken.append(1e6 * (time.perf_counter() - begun))
+    return facts | {"look_up_us": median(taken), "look_up_us_p95": quantiles(taken, n=20)[-1]}
+
+
+def corpus_figures(folder: Path, tokens: int) -> dict[str, Any]:
+    """Seconds, bytes and look-ups of an index."""
+    from fsd_infer.drafters.corpus import SUFFIX, open_corpus
+
+    file = folder / "corpus.jsonl"
+    if not file.exists():
+        write_corpus(file, tokens)
+    start = time.perf_counter()
+    open_corpus(file, target())
+    seconds = time.perf_counter() - start
+    command = [sys.executable, "-m", "benchmarks.memory_index", "--first-use", str(file)]
+    used = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    size = file.with_name(file.name + SUFFIX).stat().st_size
+    return {"build_seconds": seconds, "index_bytes": size, **json.loads(used.stdout)}
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def store_figures(requests: int, mib: int) -> dict[str, Any]:
+    """A store under so many requests: bytes, and milliseconds that each takes to be remembered."""
+    from fsd_infer.drafters.prefixes import Store
+
+    store, taken, before, most = Store(mib << 20), [], resident(), 0
+    for ids, _ in zip(texts(5), range(requests)):
+        half = len(ids) // 2
+        begun = time.perf_counter()
+        store.add([ids[:half], ids])
+        taken.append(1e3 * (time.perf_counter() - begun))
+        most = max(most, store.held_bytes)
+    return {
+        "bound_bytes": mib << 20, "most_bytes": most, "process_grew_by": resident() - before, "requests": requests,
+        "texts": len(store.texts), "tokens": len(store), "add_ms": median(taken),
+        "add_ms_p95": quantiles(taken, n=20)[-1],
+    }  # fmt: skip
+
+
+def draft_figures(mib: int) -> dict[str, float]:
+    """Milliseconds of a draft, and microseconds of a token that the text grows by, alone and with a full store."""
+    from fsd_infer.drafters.automaton import Automaton
+    from fsd_infer.drafters.free import best_first
+    from fsd_infer.drafters.memory import Recall
+    from fsd_infer.drafters.prefixes import Store
+
+    store = Store(mib << 20)
+    for ids, _ in zip(texts(5), range(4000)):
+        store.add([ids])
+    found: dict[str, float] = {}
+    for name, stores in {"text": [], "text_and_store": [store]}.items():
+        drafts, tokens = [], []
+        for ids, _ in zip(texts(0), range(60)):
+            recall = Recall(Automaton(), list(stores), {}, 3)
+            for place, token in enumerate(ids):
+                if place > 40 and place % 3 == 0:
+                    begun = time.perf_counter()
+                    best_first(recall, recall.look(), recall.text[-1], NODES, DEPTH, LEAST)
+                    drafts.append(1e3 * (time.perf_counter() - begun))
+                begun = time.perf_counter()
+                recall.append(token)
+                tokens.append(1e6 * (time.perf_counter() - begun))
+        found |= {f"{name}_draft_ms": median(drafts), f"{name}_draft_ms_p95": quantiles(drafts, n=20)[-1]}
+        found |= {f"{name}_token_us": median(tokens)}
+    return found
+
+
+def report(record: dict[str, Any]) -> str:
+    """Its numbers, a line each."""
+    parts = ("corpus", "store", "draft")
+    return "\n".join(f"{part} {name}: {value:,.4g}" for part in parts for name, value in record[part].items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    from benchmarks.recorded import record_main, settings_of
+    from fsd_bench.environment import environment
+
+    def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as made:
+            folder = args.folder or Path(made)
+            folder.mkdir(parents=True, exist_ok=True)
+            corpus = corpus_figures(folder, args.tokens)
+        settings = settings_of(args)
+        del settings["json"], settings["folder"]
+        parts = {"corpus": corpus, "store": store_figures(args.requests, args.store_mib)}
+        return {
+            "settings": settings,
+            "environment": environment(words),
+            **parts,
+            "draft": draft_figures(args.store_mib),
+        }
+
+    return record_main("benchmarks.memory_index", build_parser(), run, report, argv)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--first-use"]:
+        print(json.dumps(first_use(Path(sys.argv[2]))))
+    else:
+        sys.exit(main())

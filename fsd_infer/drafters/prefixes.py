@@ -1,0 +1,179 @@
+"""Remembered texts as one sorted array: a store that grows and forgets, and a corpus that is mapped from a file.
+
+The prefixes of all texts are sorted by their last token, then by the one before it, and so on. The prefixes that end
+like a given text lie side by side, those with the longest match nearest to where the text itself would stand. One
+binary search finds them. An entry takes eight bytes: a token and a place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SORTED = 32  # tokens by which prefixes are told apart, hence the longest match
+LEAST_MATCH = 2
+END = -1  # stands between texts
+ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # of a token and its place; what is known of a text beside these
+
+Ids = NDArray[np.int32]
+Occurrence = tuple[int, int]  # length of a match, place of the token that followed it
+
+
+def sorted_prefixes(tokens: Ids) -> Ids:
+    """The places of an array's tokens in the order of the prefixes that end with them: prefix doubling."""
+    count = len(tokens)
+    _, rank = np.unique(tokens, return_inverse=True)
+    rank, reach = rank.astype(np.int64), 1
+    order = np.argsort(rank, kind="stable")
+    while reach < SORTED:
+        before = np.concatenate([np.full(min(reach, count), -1), rank[: max(count - reach, 0)]])
+        key = rank * (count + 1) + before + 1
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        rank[order] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])[:count]
+        reach *= 2
+    return order.astype(np.int32)
+
+
+class Prefixes:
+    """An array of texts with its sorted prefixes.
+
+    Args:
+        tokens: the texts, each followed by :data:`END`.
+        order: of :func:`sorted_prefixes`.
+
+    Attributes:
+        source: what kind of texts these are: 1 of earlier requests, 2 of a corpus.
+    """
+
+    source = 2
+
+    def __init__(self, tokens: Ids, order: Ids) -> None:
+        self._set(tokens, order)
+
+    def _set(self, tokens: Ids, order: Ids) -> None:
+        self.array, self.order = tokens, order
+        views: Any = memoryview  # numbers come faster from them
+        self.tokens, self._places = views(tokens), views(order)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def near(self, context: Sequence[int], most: int) -> list[Occurrence]:
+        """Up to ``most`` occurrences of the end of ``context``, the longest matches first."""
+        wanted = list(context[-1 : -SORTED - 1 : -1])
+        right = bisect_left(self._places, wanted, key=self._ending)
+        left, found = right - 1, list[Occurrence]()
+        sizes = [self._match(wanted, left), self._match(wanted, right)]
+        while len(found) < most and max(sizes) >= LEAST_MATCH:
+            size = max(sizes)
+            if sizes[0] == size:
+                place, left = self._places[left], left - 1
+                sizes[0] = self._match(wanted, left)
+            else:
+                place, right = self._places[right], right + 1
+                sizes[1] = self._match(wanted, right)
+            found.append((size, place + 1))
+        return found
+
+    def use(self, place: int) -> None:
+        """The text at this place was of use."""
+
+    def _ending(self, place: int) -> list[int]:
+        """The prefix that ends there, backwards."""
+        return self.tokens[max(place - SORTED + 1, 0) : place + 1].tolist()[::-1]
+
+    def _match(self, wanted: Sequence[int], number: int) -> int:
+        """How much of ``wanted``, backwards, a prefix ends with."""
+        if not 0 <= number < len(self._places):
+            return 0
+        size, place, tokens = 0, self._places[number], self.tokens
+        most = min(len(wanted), place + 1)
+        while size < most and tokens[place - size] == wanted[size]:
+            size += 1
+        return size
+
+
+class Store(Prefixes):
+    """Texts of earlier requests, within so many bytes. The ones that were used least recently leave first.
+
+    Args:
+        most_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
+
+    Attributes:
+        chances: what decoding has learned of its texts.
+    """
+
+    source = 1
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most = most_bytes // ENTRY_BYTES
+        self.clock = 0
+        self.chances: dict[Any, Any] = {}
+        self.texts: list[_Text] = []  # in the order of their places
+        self.known: dict[int, _Text] = {}  # by hash
+        super().__init__(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+    @property
+    def held_bytes(self) -> int:
+        return ENTRY_BYTES * self._entries
+
+    @property
+    def _entries(self) -> int:
+        return len(self) + TEXT_ENTRIES * len(self.texts)
+
+    def add(self, texts: Iterable[Sequence[int]]) -> None:
+        """Remember texts. One that is known already counts as used."""
+        self.clock += 1
+        new: list[int] = []
+        for tokens in texts:
+            text = self.known.setdefault(hash(tuple(tokens)), _Text(-1, 0))
+            text.used = self.clock
+            if text.start < 0:
+                text.start = len(self) + len(new)
+                new += [*tokens[-self.most // 4 :], END]
+                self.texts.append(text)
+        if not new:
+            return
+        array = np.array(new, np.int32)
+        order = sorted_prefixes(array)
+        alone = Prefixes(array, order)
+        places = [bisect_left(self._places, alone._ending(place), key=self._ending) for place in order.tolist()]
+        self._set(
+            np.concatenate([self.array, array]),
+            np.insert(self.order, places, order + np.int32(len(self))),
+        )
+        if self._entries > self.most:
+            self._drop()
+
+    def use(self, place: int) -> None:
+        self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
+
+    def _drop(self) -> None:
+        """Drop a tenth of what may be held, and what is too much: the texts that were used longest ago."""
+        ends = [*(text.start for text in self.texts[1:]), len(self)]
+        keep, entries = np.ones(len(self), bool), self._entries
+        for text, end in sorted(zip(self.texts, ends), key=lambda one: one[0].used):
+            if entries <= 0.9 * self.most:
+                break
+            keep[text.start : end] = False
+            entries -= end - text.start + TEXT_ENTRIES
+        moved = np.cumsum(keep, dtype=np.int32) - 1
+        self.texts = [text for text in self.texts if keep[text.start]]
+        self.known = {key: text for key, text in self.known.items() if keep[text.start]}
+        for text in self.texts:
+            text.start = int(moved[text.start])
+        self._set(self.array[keep], moved[self.order[keep[self.order]]])
+
+
+@dataclass
+class _Text:
+    """Where a text of a store begins, and when it was used last."""
+
+    start: int
+    used: int

@@ -1,0 +1,342 @@
+"""The drafter `memory`: what a store and a corpus find and forget, whose texts are seen, and that laws stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsd_bench.engine import EngineMethod
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
+from fsd_infer.drafters import corpus as corpora
+from fsd_infer.drafters.automaton import Automaton
+from fsd_infer.drafters.corpus import SUFFIX, open_corpus
+from fsd_infer.drafters.free import best_first
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.drafters.memory import Recall
+from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Prefixes, Store, sorted_prefixes
+from fsd_infer.rules import parse_rule
+from fsd_infer.serving.batcher import Batcher, Job
+from fsd_infer.tree import DraftTree
+from tests.families import VOCAB, circling_model, tiny_head, tiny_model, tiny_prompts
+from tests.rules_enumeration import Enumeration
+from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, simulate, text_of
+from tests.test_free import drafted
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=50), min_size=1, max_size=6)
+GREEDY: dict[str, Any] = dict(max_new_tokens=48, do_sample=False)
+
+
+def matches(texts: list[list[int]], context: list[int]) -> list[tuple[int, int]]:
+    """(length, token that followed) of every occurrence of the end of ``context``, END at a text's end."""
+    found = []
+    for text in texts:
+        for place in range(len(text)):
+            size = 0
+            while size < min(SORTED, len(context), place + 1) and text[place - size] == context[-1 - size]:
+                size += 1
+            if size >= LEAST_MATCH:
+                found.append((size, [*text, END][place + 1]))
+    return sorted(found)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(TEXTS, st.lists(st.integers(0, 2), min_size=2, max_size=50))
+def test_sorted_prefixes_find_all_matches(texts: list[list[int]], context: list[int]) -> None:
+    """Sorted at once, as a corpus is, or text by text, as a store is; the longest first."""
+    whole = np.array([token for text in texts for token in (*text, END)], np.int32)
+    store = Store(1 << 20)
+    for text in texts:
+        store.add([text])
+    distinct = [list(text) for text in dict.fromkeys(map(tuple, texts))]  # a text that is known is not added again
+    for prefixes, known in ((Prefixes(whole, sorted_prefixes(whole)), texts), (store, distinct)):
+        found = prefixes.near(context, 10_000)
+        assert [size for size, _ in found] == sorted((size for size, _ in found), reverse=True)
+        assert sorted((size, prefixes.tokens[at]) for size, at in found) == matches(known, context)
+        assert prefixes.near(context, 3) == found[:3]
+
+
+def test_a_store_keeps_its_bound_and_what_is_used() -> None:
+    """10,000 requests: never more than the bound, the texts in use stay, and what stayed is found by what it says."""
+    draws, bound = Random(0), 1 << 18
+    store, used = Store(bound), [7, 7, 7, *range(100, 140)]
+    store.add([used])
+    most = 0
+    for request in range(10_000):
+        prompt, answer = ([draws.randrange(1000, 50_000) for _ in range(size)] for size in (5, 20))
+        store.add([prompt, [*prompt, *answer]])
+        if request % 100 == 0:
+            ((size, at),) = store.near(used[:20], 1)
+            assert size == 20 and store.tokens[at] == used[20]
+            store.use(at)
+        most = max(most, store.held_bytes)
+        assert store.array.nbytes + store.order.nbytes <= store.held_bytes <= bound
+    assert most > 0.9 * bound and len(store.texts) < bound / 8 / 26
+    assert sorted(store.order.tolist()) == list(range(len(store)))
+    ((size, at),) = store.near([*prompt, *answer[:-1]], 1)
+    assert size == len(prompt) + len(answer) - 1 and store.tokens[at] == answer[-1]
+    assert len(store.known) == len(store.texts)
+
+
+def test_the_bound_holds_over_all_keys() -> None:
+    drafter = MemoryDrafter(VOCAB, store_bytes=1 << 14)
+    for user in range(40):
+        drafter.store_of(f"user {user}").add([[user, *range(50, 250)]])
+        drafter.trim()
+        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 14
+    assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
+
+
+@dataclass(frozen=True)
+class MemoryToy(TextToy):
+    """Drafts from remembered texts, a corpus, and what the context says was emitted."""
+
+    def trees(self, contexts: Tensor) -> DraftTree:
+        store, array = Store(1 << 16), np.array([0, 1, 2, 3, 0, 2, 1, 3, END], np.int32)
+        store.add([[0, 0, 1, 3, 2, 2, 1], [3, 1, 2, 0, 0, 1, 2]])
+        stores = [store, Prefixes(array, sorted_prefixes(array))]
+        rows = []
+        for context in contexts.tolist():
+            recall, text = Recall(Automaton(), stores, {}, 3), [0, 0, *text_of(context)]
+            for token in text:
+                recall.append(token)
+            rows.append(best_first(recall, recall.look(), text[-1], 7, 3, 0.01))
+        return DraftTree.of_lists(rows, V, contexts.device)
+
+
+@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "random:1.0"])
+def test_laws_with_a_memory_are_the_targets(spec: str) -> None:
+    plain = Toy.make(22)
+    toy = MemoryToy(plain.p, plain.q)
+    got = simulate(toy, parse_rule(spec), ROWS // 4, seed=6)
+    assert p_value(got.codes, Enumeration(toy, "exact").target_law()) > ALARM
+
+
+def test_a_replay_is_drafted_from_the_store_and_answers_stay() -> None:
+    model = tiny_model("llama")
+    plain = FuzzyDecoder(Target(model), LookupDrafter(VOCAB)).generate(tiny_prompts(), **GREEDY)
+    decoder = FuzzyDecoder(Target(model), MemoryDrafter(VOCAB))
+    first, again = (decoder.generate(tiny_prompts(), **GREEDY) for _ in range(2))
+    assert first.sequences == again.sequences == plain.sequences
+    assert again.stats.tau > 6 > 2 * first.stats.tau
+    decoder.drafter.forget()
+    assert decoder.generate(tiny_prompts(), **GREEDY).stats.tau == first.stats.tau
+
+
+@pytest.mark.parametrize("rule", ["exact", "tilted:0.5:novel=0"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_with_a_seed_comes_again(rule: str, temperature: float) -> None:
+    """Whatever was answered before: the store is neither read nor filled. A lossy answer depends on the trees."""
+    target = Target(tiny_model("llama"))
+    head = tiny_head(target)
+    sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
+
+    def seeded(drafter: MemoryDrafter) -> tuple[list[list[int]], int]:
+        decoder = FuzzyDecoder(target, GraftedDrafter(head, drafter))
+        out = decoder.generate(tiny_prompts() * 2, rule, max_new_tokens=24, seed=3, **sampling)
+        return out.sequences, out.stats.target_forwards
+
+    fresh, taught = MemoryDrafter(VOCAB), MemoryDrafter(VOCAB)
+    wanted = seeded(fresh)
+    assert not fresh.stores, "nothing is kept"
+    FuzzyDecoder(target, taught).generate(tiny_prompts(), max_new_tokens=24, **sampling)
+    assert taught.stores and seeded(taught) == wanted == seeded(fresh)
+
+
+def trees_of(drafter: MemoryDrafter, texts: list[list[int]], keys: list[str] | None) -> list[list[int]]:
+    """The drafts of each row of a batch that has read these texts."""
+    request = DraftRequest(len(texts), 99, keys=keys)
+    session = drafter.start(torch.tensor([text[0] for text in texts]), request)
+    session.extend(torch.tensor([text[1:] for text in texts]), torch.empty(0), torch.tensor([len(texts[0]) - 1] * 2))
+    tree = session.draft(torch.tensor([text[-1] for text in texts]))
+    return [tokens[drafts].tolist() for tokens, drafts in zip(tree.tokens, tree.is_draft)]
+
+
+def test_rows_of_a_batch_see_each_other_if_they_may() -> None:
+    """The second text goes on where the first has been; it does so under no key, or the same one."""
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 4, 5, 6]]
+    for keys in (None, ["me", "me"]):
+        assert trees_of(MemoryDrafter(VOCAB), texts, keys)[1][:3] == [7, 8, 9]
+    for keys in (["", ""], ["me", "you"]):
+        assert trees_of(MemoryDrafter(VOCAB), texts, keys) == [[], []]
+    assert trees_of(LookupDrafter(VOCAB), texts, None) == [[], []]
+
+
+def test_texts_of_another_key_are_never_seen() -> None:
+    """Requests of one key learn from each other alone; with an empty key nothing is kept."""
+    decoder = FuzzyDecoder(Target(tiny_model("llama")), MemoryDrafter(VOCAB))
+
+    def tau(key: str) -> float:
+        return decoder.generate(tiny_prompts((9,)), cache_keys=[key], **GREEDY).stats.tau
+
+    nobody = tau("")
+    assert tau("") == nobody and not decoder.drafter.stores  # type: ignore[attr-defined]
+    assert tau("me") == nobody and tau("me") > 2 * nobody
+    assert tau("you") == nobody and tau("") == nobody
+    assert set(decoder.drafter.stores) == {"me", "you"}  # type: ignore[attr-defined]
+
+
+def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDecoder) -> None:
+    """`serve` passes every request's ``user``, by default none: then a request drafts from its own text."""
+    drafter = MemoryDrafter(toy_decoder.target.vocab_size)
+    batcher = Batcher(FuzzyDecoder(toy_decoder.target, drafter), 4, 16)
+
+    def forwards(user: str) -> int:
+        job = Job(
+            toy_decoder.encode("the cat sat on the mat"), parse_rule("exact"), {"do_sample": False}, 24, [],
+            time.monotonic() + 60, lambda text, done: None, **({"user": user} if user else {}),
+        )  # fmt: skip
+        batcher.submit([job])
+        while job.reason is None or job.stats is None:
+            time.sleep(0.01)
+        assert isinstance(job.reason, str)
+        return job.stats.target_forwards
+
+    alone = [forwards("") for _ in range(2)]
+    assert alone[0] == alone[1] and not drafter.stores
+    first, again = forwards("me"), forwards("me")
+    assert first == alone[0] and again < first and forwards("you") == first and forwards("") == first
+    batcher.close()
+
+
+def test_copies_from_memory_are_copies() -> None:
+    """Under ``novel`` a draft that completes an n-gram of a remembered text wins nothing, whoever proposed it."""
+    target = Target(tiny_model("llama"))
+    drafter = MemoryDrafter(VOCAB)
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 4, 5, 6]]
+    session = drafter.start(torch.tensor([1, 20]), DraftRequest(2, 99))
+    session.extend(torch.tensor([text[1:] for text in texts]), torch.empty(0), torch.tensor([8, 8]))
+    tokens = torch.tensor([[9, 1, 2], [6, 7, 11]])  # in no text; continued as the first text was, then not
+    tree = DraftTree.chain(tokens, torch.empty(2, 0, VOCAB))
+    copies = session.copies(tree, 3)
+    assert copies is not None and copies.tolist() == [[False, False, False], [False, True, False]]
+    assert drafter.start(torch.tensor([1]), DraftRequest(1, 99, keys=[""])).copies(tree, 3) is None
+    # the same request, with and without a memory of its exact answer: charged, the lossy rule cannot copy it
+    prompts, options = tiny_prompts((9,)), dict(max_new_tokens=32, do_sample=False)
+    for rule, copied in (("tilted:0.2:novel=2", False), ("tilted:0.2:novel=0", True)):
+        taught = MemoryDrafter(VOCAB)
+        draws = Random(1)
+        said = [draws.randrange(1, VOCAB) for _ in range(4000)]
+        taught.store_of("").add([said])
+        out = FuzzyDecoder(target, taught).generate(prompts, rule, **options)
+        assert (out.stats.divergence_spent > 0) == copied, rule
+
+
+@pytest.fixture(scope="module")
+def target(toy_decoder: FuzzyDecoder) -> Target:
+    return toy_decoder.target
+
+
+def save_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_a_corpus_is_indexed_once_and_mapped(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    said = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    rows = [{"prompt_ids": ids[:3], "response_ids": ids[3:]}, {"text": "the cat sat on the mat"}, {"messages": said}]
+    file = save_rows(tmp_path / "said.jsonl", rows)
+    made = open_corpus(file, target)
+    assert "indexing" in capsys.readouterr().err and made.tokens[:9].tolist() == [*ids, END]
+    monkeypatch.setattr(corpora, "_build", None)
+    again = open_corpus(str(file), target)
+    assert np.array_equal(made.array, again.array) and np.array_equal(made.order, again.order)
+    _, tree = drafted(load_drafter(f"memory:{file}", target), [[7, 4, 1, 5]])  # type: ignore[arg-type]
+    assert tree.tokens[0].tolist()[1:4] == ids[5:]
+    monkeypatch.undo()
+    save_rows(file, [{"text": "the dog"}])
+    os.utime(file, ns=(1, 1))
+    assert len(open_corpus(file, target)) < 9, "a corpus that changed is indexed again"
+
+
+def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target: Target) -> None:
+    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
+    index = tmp_path / f"said.jsonl{SUFFIX}"
+    open_corpus(file, target)
+    whole = index.read_bytes()
+    other: Any = SimpleNamespace(
+        fingerprint=lambda: {"vocabulary_sha256": "0"}, vocab_size=target.vocab_size, name="another"
+    )
+    foreign = "is of another tokenizer than another's. Delete it"
+    for content, whose, message in (
+        (whole, other, foreign),
+        (whole[: len(whole) // 2], target, "truncated or damaged"),
+        (b"nonsense" * 9, target, "truncated or damaged"),
+        (whole[:-4] + b"\xff\xff\xff\x7f", target, "is damaged"),
+    ):
+        index.write_bytes(content)
+        with pytest.raises(FsdError, match=message) as refused:
+            open_corpus(file, whose)
+        assert "\n" not in str(refused.value) and str(index) in str(refused.value)
+    for row, message in (({"prompt_ids": [10**9]}, ":1: token ids"), ({"nothing": 1}, ":1: ")):
+        with pytest.raises(FsdError, match=message):
+            open_corpus(save_rows(tmp_path / "bad.jsonl", [row]), target)
+    with pytest.raises(FsdError, match="no rows"):
+        open_corpus(save_rows(tmp_path / "empty.jsonl", []), target)
+    with pytest.raises(FsdError, match="corpus .*none.jsonl: No such file"):
+        open_corpus(tmp_path / "none.jsonl", target)
+
+
+def test_a_killed_indexing_begins_again(tmp_path: Path, toy: Any, target: Target) -> None:
+    """The process is killed while it writes the index: none is there, and the next call makes it."""
+    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
+    code = f"""
+import os, signal
+from fsd_infer import Target
+from fsd_infer.drafters import corpus
+def killed(tensors, draft, facts):
+    draft.write_bytes(b"half an index")
+    os.kill(os.getpid(), signal.SIGKILL)
+corpus.save_file = killed
+corpus.open_corpus({str(file)!r}, Target.from_pretrained({str(toy.target)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
+    index = tmp_path / f"said.jsonl{SUFFIX}"
+    assert not index.exists() and list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
+    assert len(open_corpus(file, target)) > 5
+    assert index.exists() and not list(tmp_path.glob(".*.partial"))
+
+
+def test_names(tmp_path: Path, target: Target) -> None:
+    file = save_rows(tmp_path / "a+b.jsonl", [{"text": "the cat sat on the mat"}])
+    both = load_drafter(f"recycle+memory:{file}", target)
+    assert isinstance(both, GraftedDrafter) and isinstance(both.side, MemoryDrafter)
+    assert both.name == "recycle+memory" and both.describe()["side"]["corpus"] > 5
+    kept = load_drafter("memory:keep", target)
+    assert isinstance(kept, MemoryDrafter) and kept.keep
+    for name, message in {
+        "lookup:keep": "lookup takes no option",
+        "recycle:x": "recycle takes no option",
+        "memory:": "no name",
+        "memory:nowhere.jsonl": "nowhere.jsonl: No such file",
+        "recycle+memory+memory:keep": "memory twice",
+    }.items():
+        with pytest.raises(FsdError, match=message):
+            load_drafter(name, target)
+
+
+def test_benchmarks_forget_unless_the_name_says_keep() -> None:
+    target = Target(circling_model(), name="tiny")
+    for name, learns in (("memory", False), ("memory:keep", True)):
+        drafter = load_drafter(name, target)
+        method = EngineMethod(name, FuzzyDecoder(target, drafter), parse_rule("exact"), drafter)
+        first, again = (method.answer(tiny_prompts((9,)), GREEDY, seed=1).answers[0].target_forwards for _ in range(2))
+        assert (again < first) == learns
