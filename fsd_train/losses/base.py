@@ -65,15 +65,11 @@ class LMHead:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def grad_hidden(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient [..., H] on the input, given the logits and the fp32 gradient on them (both [..., Vd])."""
-        return self._inner(logits, grad) @ self.weight
+        """The gradient [..., H] on the input, given the logits and the fp32 gradient on them, [..., Vd] each."""
+        return self.grad_products(logits, grad) @ self.weight
 
-    def grad_weight(self, logits: Tensor, grad: Tensor, hidden: Tensor) -> Tensor:
-        """The gradient [Vd, H] on the weight, given the input [n, H], the logits and the gradient on them [n, Vd]."""
-        return self._inner(logits, grad).mT @ hidden.to(self.weight.dtype)
-
-    def _inner(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient on what scale and cap are applied to, in the weight's dtype."""
+    def grad_products(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient on h Wᵀ + b in the weight's dtype, given the logits and the fp32 gradient on them [..., Vd]."""
         if self.cap is not None:
             grad = grad * (1 - (logits / self.cap) ** 2)
         if self.scale != 1.0:

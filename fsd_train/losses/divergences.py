@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from fsd_infer.divergence import BOTH_KL, RENAMED
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
-from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.rows import RowFunction, divergence_rows, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -39,8 +39,7 @@ class DivergenceLoss(Loss):
         self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        values, agree = chunked_rows(self._rows, batch, self.chunk_size)
-        mean = weighted_mean(values[0], batch.weights)
+        mean, agree = mean_of_rows(self._rows, batch, self.chunk_size)
         loss, parts = self.w_divergence * mean, {f"{self.name}_loss": mean.detach()}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 

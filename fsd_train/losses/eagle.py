@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
-from fsd_train.losses.rows import RowFunction, chunked_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.rows import RowFunction, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveInt
 
 
@@ -49,7 +49,6 @@ class EagleLoss(Loss):
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        values, agree = chunked_rows(CROSS_ENTROPY, batch, self.chunk_size)
-        ce = weighted_mean(values[0], batch.weights)
+        ce, agree = mean_of_rows(CROSS_ENTROPY, batch, self.chunk_size)
         loss, parts = self.w_ce * ce, {"ce_loss": ce.detach()}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
