@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
 from fsd_bench.estimate import Planned, planned_head
-from fsd_bench.planned import count_weights
+from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
@@ -159,12 +159,39 @@ def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
     return (time.perf_counter() - start) / ids.shape[1]
 
 
+def step_work(recipe: Recipe, planned: Planned | None = None) -> list[Work]:
+    """Return the work of one optimiser step on paper.
+
+    The target runs over a batch: 2 operations per weight and token, its LM head with the rows of the draft vocabulary.
+    The head runs forwards and backwards once per unrolled step: 6 operations per weight and token, 4 per weight of
+    LM head rows that it shares with the target. The optimiser reads and writes weights, gradients and moments in fp32
+    (28 B per weight).
+
+    Args:
+        recipe: the recipe.
+        planned: target and head to use instead of the recipe's.
+    """
+    if planned is None:
+        target = planned_target(recipe.model["target"])
+        planned = Planned(target, _head(recipe, target))
+    facts, weights = planned.sizes, count_weights(planned.head)
+    tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
+    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    # the target's own LM head is not run, but for the draft vocabulary's rows
+    read = planned.read_weights - (facts.vocab_size - planned.drafted) * facts.hidden_size
+    run, how = 6.0 * weights + 4.0 * planned.head_rows, f"(6 x {weights:,} + 4 x {planned.head_rows:,}) x {tokens}"
+    work = [
+        Work("head", run, run * tokens, how, batches * steps, shared=True),
+        Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
+    ]
+    if recipe.data.get("features") is None:
+        target_work = Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
+        work.insert(0, target_work)
+    return work
+
+
 def on_paper(recipe: Recipe, name: str | None = None) -> str:
     """What a recipe needs by its target's config alone: no weights and no answers are read.
-
-    The target runs over a batch (2 operations per weight and token, of its LM head those of the draft vocabulary). The
-    head runs forwards and backwards once per unrolled step (6 per weight and token). The optimiser reads and writes
-    fp32 weights, gradients and moments once a step (28 B per weight).
 
     Args:
         recipe: the recipe.
@@ -179,22 +206,11 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     planned = Planned(facts.target, _head(recipe, facts.target))
     weights = count_weights(planned.head)
     tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
-    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     total = int(recipe.trainer.get("max_steps") or 0)
     cached = recipe.data.get("features") is not None
     loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
     parts = step_memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
-    # the target's own LM head is not run, but for the draft vocabulary's rows
-    read = planned.read_weights - (facts.vocab_size - planned.drafted) * facts.hidden_size
-    run = weights + planned.head_rows
-    work = [
-        Work("head", 6.0 * run, 6.0 * run * tokens, f"6 x {run:,} x {tokens}", batches * steps, shared=True),
-        Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
-    ]
-    if not cached:
-        work.insert(
-            0, Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
-        )
+    work = step_work(recipe, planned)
     lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     for each in work:
         amount = each.times * each.operations

@@ -129,7 +129,8 @@ class _RowValues(torch.autograd.Function):
             factor = values[0, :, None] if ctx.by_row else total
             found = [(factor * each).to(each.dtype) for each in ctx.saved_tensors]
         else:
-            found = _sweep(*ctx.settings, values, ctx.trained)[2]
+            batch, function, groups = ctx.settings
+            found = _sweep(batch, function, groups, values, ctx.trained)[2]
         return found[0], found[1] if len(found) > 1 else None, None, None, None, None
 
 
