@@ -38,7 +38,9 @@ def load_module(checkpoint: str | Path) -> DistillationModule:
         module: DistillationModule = LMModule(options["target"], options["drafter"], options.get("lora"))
     else:
         head = HeadOptions(**options.get("head", {}))
-        module = EagleModule(options["target"], head, draft_vocab_size=options.get("draft_vocab_size"))
+        # a loss without a feature term, which every layout allows; the checkpoint's own has no say in its weights
+        size = options.get("draft_vocab_size")
+        module = EagleModule(options["target"], head, draft_vocab_size=size, loss="kl_pq")
     module.configure_model()
     module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
     return module
