@@ -50,7 +50,7 @@ def make_target(args: argparse.Namespace) -> None:
     AutoTokenizer.from_pretrained(builtin_dir("smollm2-135m")).save_pretrained(args.directory / "target")
     draw, rows = random.Random(0), []
     for number in range(args.rows):
-        ids = [draw.randrange(3, args.ids or config.vocab_size) for _ in range(args.length)]
+        ids = [draw.randrange(3, config.vocab_size) for _ in range(args.length)]
         rows.append(json.dumps({"id": str(number), "prompt_ids": ids[:48], "response_ids": ids[48:]}))
     (args.directory / "answers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (args.directory / "prompt.txt").write_text("word " * args.prompt, encoding="utf-8")
@@ -106,9 +106,10 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         found[name] = measure(name, words)
         if name == "new-recipe":
             text = recipe.read_text("utf-8").replace("accelerator: auto", "accelerator: cpu")
-            sizes = {"max_length": args.length, "batch_tokens": args.batch_tokens, "accumulate_grad_batches": 1}
+            sizes = {"max_length": args.length, "batch_tokens": args.batch_tokens, "accumulate_grad_batches": 1,
+                     "draft_vocab_size": args.draft_vocab or "null"}  # fmt: skip
             for key, value in sizes.items():
-                text = re.sub(rf"( {key}: )\d+", rf"\g<1>{value}", text)
+                text = re.sub(rf"( {key}: )\w+", rf"\g<1>{value}", text)
             recipe.write_text(text, "utf-8")
     said = {name: each.pop("said") for name, each in found.items()}["estimate"]
     shown = [line for line in said.splitlines() if line.startswith(("memory", "time"))]
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True, help="file of the record")
     parser.add_argument("--layers", type=int, help="layers of the target (default: the config's)")
     sizes = {"length": (512, "tokens of a row"), "batch-tokens": (1024, "tokens of a batch"), "rows": (16, "rows"),
-             "ids": (30000, "distinct ids in the answers, 0 for all"), "prompt": (128, "words of a prompt")}  # fmt: skip
+             "draft-vocab": (32000, "size of the draft vocabulary, 0 for the target's"), "prompt": (128, "words of a prompt")}  # fmt: skip
     for name, (default, what) in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: %(default)s)")
     parser.add_argument("--make", action="store_true", help="make the model and answers, then stop")
