@@ -16,7 +16,7 @@ import torch
 from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import read_recipe
 from fsd_train.data.answers import read_answers
 from fsd_train.data.features import cache_features, token_bytes
@@ -24,7 +24,7 @@ from fsd_train.data.features import cache_features, token_bytes
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; what is left open comes from the recipe. ``eagle3``: inner layers not named are EAGLE-3's."""
-    parser = command_lines.cache_features()
+    parser = PARSERS["cache-features"]()
     args = parser.parse_args(argv)
     args.eagle3 = False
     if args.config is not None:

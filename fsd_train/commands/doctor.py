@@ -30,7 +30,8 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines, trained_for
+from fsd_train.commands import trained_for
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.engine_check import check_engine
 from fsd_train.commands.feeding import Feeding, Row, at_step
 from fsd_train.data.answers import check_id, encode_row
@@ -335,7 +336,7 @@ def depth_shares(runs: Sequence[int]) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train doctor`. The exit status is 1 if anything is wrong."""
-    args = command_lines.doctor().parse_args(argv)
+    args = PARSERS["doctor"]().parse_args(argv)
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
     record = None if args.json is None else writable(args.json, "the findings' file")

@@ -27,7 +27,7 @@ from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
 from fsd_train.commands.sizing import facts_of, feature_bytes, step_memory
 from fsd_train.data.features import check_disk
@@ -233,7 +233,7 @@ def _time(seconds: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train estimate`."""
-    args = command_lines.estimate().parse_args(argv)
+    args = PARSERS["estimate"]().parse_args(argv)
     recipe = head_recipe(args.config)
     if args.on_paper or args.target:
         print(on_paper(recipe, args.target))

@@ -20,7 +20,7 @@ from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.data.answers import read_answers
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
@@ -62,7 +62,7 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
 
 def export_main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train export`."""
-    parser = command_lines.export()
+    parser = PARSERS["export"]()
     args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
         parser.error("--draft-vocab-size and --data go together")

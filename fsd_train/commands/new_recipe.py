@@ -13,7 +13,7 @@ import yaml
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 from fsd_infer.targets.loading import EAGER_FAMILIES
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.sizing import (
     SMALL,
     Choices,
@@ -132,7 +132,7 @@ def recipe_for(name: str, files: Sequence[str] = ()) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train new-recipe`."""
-    args = command_lines.new_recipe().parse_args(argv)
+    args = PARSERS["new-recipe"]().parse_args(argv)
     if args.output and Path(args.output).exists():
         raise DataError(f"{args.output} exists already: give another name, or remove it.")
     text = recipe_for(args.target, args.data)

@@ -24,7 +24,7 @@ from fsd_infer.heads.hub import hub_errors, is_hub_id
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.export import record_of, target_of
 from fsd_train.repository import find
 
@@ -33,7 +33,7 @@ LEAST_TAU = 1.05  # below, next to no draft is accepted
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train publish`. The exit status is 1 if the user does not want the upload."""
-    parser = command_lines.publish()
+    parser = PARSERS["publish"]()
     args = parser.parse_args(argv)
     directory = Path(args.directory)
     kind = head_kind(directory)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import builtin_dir, shipped_drafter
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.repository import find
 
 TARGET = "smollm2-135m"
@@ -79,7 +79,7 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`fsd-train quickstart`."""
-    args = command_lines.quickstart().parse_args(argv)
+    args = PARSERS["quickstart"]().parse_args(argv)
     run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
     return 0
 

@@ -1,9 +1,8 @@
-"""Functions of a row's two distributions, evaluated without ever holding [R, Vd].
+"""Functions of two distributions per row, evaluated in blocks so that no [R, Vd] tensor exists.
 
 A *row function* maps the target's log p and the drafter's log q (both [n, Vd], fp32, normalised over the draft
-vocabulary) to K values per row, [K, n]. :func:`chunked_rows` evaluates one at all R rows of a batch, block by block,
-and knows its gradient on the estimates. A loss that couples rows (a product along a chain, a batch mean) is then
-ordinary autograd on the [K, R] values.
+vocabulary) to K values per row, [K, n]. :func:`chunked_rows` evaluates it on all R rows of a batch, with gradients.
+A loss that couples rows, by a product along a chain for example, applies ordinary autograd to the [K, R] values.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from fsd_infer.divergence import Divergence, divergence
 from fsd_train.losses.base import DraftBatch
 
-# A block has 1/LIVE of chunk_size's rows: at the peak 6 to 18 tensors of a block's size are alive (logits, both
-# log-probabilities, what autograd keeps of the row function), so that 1.3 chunk_size bounds them all.
+# A block has chunk_size/LIVE rows. At the peak 6 to 18 tensors of its size are alive: logits, log-probabilities and
+# tensors saved by autograd. Together they stay below the size of 1.3·chunk_size rows.
 LIVE = 14
 _PART = 4096  # rows of an LM head's gradient that are computed at a time
 Distributions = Callable[[Tensor, Tensor], Tensor]
@@ -32,12 +31,12 @@ class RowFunction:
     """A row function.
 
     Attributes:
-        values: log p [n, Vd], log q [n, Vd] -> [K, n], differentiable in the second.
+        values: function of log p and log q [n, Vd] that returns [K, n]; differentiable in log q.
         count: K.
-        slope: of a function with K = 1, the gradient [n, Vd] of its values on the logits of q, from the same arguments,
-            which it may overwrite; None for autograd.
-        of_p: its first argument is p instead of log p.
-        live: tensors of a block's size that are alive at the peak.
+        slope: for K = 1, a function of the same arguments that returns the gradient [n, Vd] on the logits of q and may
+            overwrite them; None: use autograd.
+        of_p: take p instead of log p.
+        live: number of block-sized tensors alive at the peak.
     """
 
     values: Distributions
@@ -48,13 +47,13 @@ class RowFunction:
 
 
 def default_chunk_size(device: str, vocabulary: int) -> int:
-    """1024 rows on a CPU, whose caches a block should fit; on accelerators 1 GiB of logits, at most 8192 rows."""
+    """Return 1024 rows on a CPU, so that blocks fit its caches; elsewhere rows for 1 GiB of logits, at most 8192."""
     return 1024 if device == "cpu" else max(1024, min(8192, 2**28 // vocabulary))
 
 
 @dataclass(frozen=True)
 class Block:
-    """Positions, and the rows that stand at them."""
+    """Consecutive positions and their rows."""
 
     positions: slice
     rows: slice
@@ -64,11 +63,11 @@ Groups = Sequence[Sequence[Block]]
 
 
 def blocks(ends: Sequence[int], size: int) -> list[Block]:
-    """The rows of whole positions in blocks of at most ``size`` rows (one position at least).
+    """Divide the rows into blocks of whole positions.
 
     Args:
-        ends: of :class:`fsd_train.losses.base.Rows`.
-        size: rows.
+        ends: as in :class:`fsd_train.losses.base.Rows`.
+        size: most rows of a block with more than one position.
     """
     pieces, first = [], 0
     for position in range(1, len(ends)):
@@ -80,7 +79,7 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
 
 
 def grouped(pieces: Sequence[Block], size: int) -> list[list[Block]]:
-    """Consecutive blocks in groups of at most ``size`` rows (one block at least)."""
+    """Group consecutive blocks into at most ``size`` rows, or one block."""
     groups: list[list[Block]] = []
     for block in pieces:
         if not groups or block.rows.stop - groups[-1][0].rows.start > size:
@@ -90,7 +89,7 @@ def grouped(pieces: Sequence[Block], size: int) -> list[list[Block]]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast within it."""
+    """Disable autocast."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
@@ -138,15 +137,14 @@ class _RowValues(torch.autograd.Function):
 def _sweep(
     batch: DraftBatch, function: RowFunction, groups: Groups, weights: Tensor | None, trained: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """One pass over all rows, group by group.
+    """Evaluate all rows, block by block, and accumulate gradients.
 
     Args:
         batch: the rows.
-        function: K values a row.
-        groups: blocks whose gradients on the logits are kept together, in the LM head's dtype.
-        weights: [K, R] of the values in the loss; None: no gradient is computed.
-        trained: also compute the gradient on the LM head's weight. Each group adds to it once, in fp32: a pass over
-            [Vd, H], which is why blocks are grouped.
+        function: K values per row.
+        groups: blocks by group. Each group adds once to the LM head's fp32 gradient, which costs a pass over [Vd, H].
+        weights: [K, R] weights of the values in the loss; None: compute no gradient.
+        trained: also compute the gradient on the LM head's weight.
 
     Returns:
         (values [K, R] fp32, agreement [R], gradients on the estimates and, if trained, on the LM head's weight)
@@ -178,9 +176,9 @@ def _sweep(
 
 
 def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """log p (or p) and q's logits [n, Vd] at a block's rows, and where both have the same most likely entry [n] bool.
+    """Return log p (or p) and q's logits [n, Vd] at a block's rows, and whether their most likely entries agree [n].
 
-    Of one LM head both are one product: a block's positions alone are too few rows to run at full speed.
+    If both share an LM head, one product computes them, because a block has too few positions for full speed.
     """
     features, estimates = batch.features[block.positions], batch.estimates[block.rows].detach()
     if batch.own_head is None and features.shape[-1] == estimates.shape[-1]:
@@ -197,7 +195,7 @@ def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tu
 
 
 def _values(function: RowFunction, p: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Values [K, n] of a block and, given weights [K, n], the gradient [n, Vd] of their weighted sum on the logits."""
+    """Return a block's values [K, n] and, given weights [K, n], the logits' gradient [n, Vd] of the weighted sum."""
     if weights is None:
         return function.values(p, logits.log_softmax(-1)), None
     if function.slope is not None:
@@ -213,11 +211,10 @@ def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
     """Evaluate a row function at every row of a batch.
 
     Args:
-        function: K values a row.
-        batch: the estimates, and the weight of ``own_head`` if it has one, are differentiated.
-        chunk_size: memory bound, as the number of rows whose fp32 logits would fill it. Beyond arguments and results
-            the peak stays below 1.3·4·chunk_size·Vd bytes where a position's rows are fewer than a block's. None:
-            :func:`default_chunk_size`.
+        function: K values per row.
+        batch: differentiable in the estimates and in the weight of ``own_head``, if any.
+        chunk_size: memory bound in rows of fp32 logits. Beyond arguments and results the peak stays below
+            1.3·4·chunk_size·Vd bytes if a block holds a position's rows. None: :func:`default_chunk_size`.
 
     Returns:
         (values [K, R] fp32, agreement [R] bool: both distributions have the same most likely token)
@@ -229,7 +226,7 @@ def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
 def mean_of_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
     """Return the mean Σ w·x / Σ w of a row function with one value per row, and the agreement [R].
 
-    The weights are known beforehand, so one pass over the rows gives the mean and its gradients.
+    One pass computes the mean and its gradients, since the weights are known beforehand.
 
     Args:
         function, batch, chunk_size: as of :func:`chunked_rows`, with K = 1.
@@ -258,15 +255,14 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     return torch.linalg.vecdot(log_a.exp(), log_a - log_b)
 
 
-# the shared library's formulas without what they do for probabilities of 0, which a softmax does not give
+# the shared formulas without their handling of zero probabilities, which a softmax never returns
 _FINITE: dict[str, Distributions] = {"kl_pq": _kl, "kl_qp": lambda log_p, log_q: _kl(log_q, log_p)}
 
 
 def divergence_rows(name: str | Divergence) -> Distributions:
-    """D(p, q) as [n] by the shared library's formula. Raises UnknownNameError for an unknown name.
+    """Return the row function D(p, q) -> [n] of a divergence. Raises UnknownNameError for an unknown name.
 
-    The plain forms are called directly, since the block is a chunk already and its log-probabilities are finite; the
-    top-k forms through the object, which lumps.
+    Plain forms skip the object, because blocks need no further chunks; top-k forms need its lumping.
     """
     measure = divergence(name)
     if measure.k is None:
@@ -275,5 +271,5 @@ def divergence_rows(name: str | Divergence) -> Distributions:
 
 
 def log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """ln Σ_v min(p, q), [n]: the logarithm of the chance that a token drawn from q passes the exact test."""
+    """Return ln Σ_v min(p, q) [n], the log probability that a token drawn from q passes the exact test."""
     return torch.minimum(log_p, log_q).logsumexp(-1)
