@@ -144,8 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True, help="directory of the model and the run")
     parser.add_argument("--json", type=Path, required=True, help="file of the record")
     parser.add_argument("--layers", type=int, help="layers of the target (default: the config's)")
-    sizes = {"length": (512, "tokens of a row"), "batch-tokens": (1024, "tokens of a batch"), "rows": (16, "rows"),
-             "draft-vocab": (32000, "size of the draft vocabulary, 0 for the target's"), "prompt": (128, "words of a prompt")}  # fmt: skip
+    sizes = {
+        "length": (512, "tokens of a row"), "batch-tokens": (1024, "tokens of a batch"), "rows": (16, "rows"),
+        "draft-vocab": (32000, "size of the draft vocabulary, 0 for the target's"),
+        "prompt": (128, "words of the prompt"),
+    }  # fmt: skip
     for name, (default, what) in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: %(default)s)")
     parser.add_argument("--make", action="store_true", help="make the model and answers, then stop")

@@ -84,7 +84,7 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
         ("adaspec", {"reference": "a", "keep": 0}, "above 0 and up to 1"),
         ("adaspec", {"reference": "a", "keep": Schedule(1.0, 1.5)}, "above 0 and up to 1"),
         ("adaspec", {"reference": "a", "loss": [{"name": "fsd"}]}, "whole chains"),
-        ("adaspec", {"reference": "a", "loss": "adaspec", "loss_args": {"reference": "b"}}, "not choose tokens itself"),
+        ("adaspec", {"reference": "a", "loss": "adaspec", "loss_args": {"reference": "b"}}, "inner loss is adaspec"),
     ],
 )
 def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, problem: str) -> None:

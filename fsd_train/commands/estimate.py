@@ -29,7 +29,7 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
-from fsd_train.commands.sizing import facts_of, feature_bytes, step_memory
+from fsd_train.commands.sizing import Batch, TargetFacts, facts_of, feature_bytes, step_memory
 from fsd_train.data.features import check_disk
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
@@ -51,6 +51,13 @@ def _head(recipe: Recipe, target: Target) -> EagleHead:
     """The recipe's head, without values."""
     options = {name: value for name, value in recipe.model["head"].items() if value is not None}
     return planned_head(target, draft_vocab_size=recipe.model["draft_vocab_size"], **options)
+
+
+def _loaded(facts: TargetFacts, cached: bool) -> int:
+    """Count the target's weights in memory: with cached features, embeddings and LM head, tied ones once."""
+    model = facts.target.model
+    tables = {id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return sum(weight.numel() for weight in tables.values()) if cached else facts.parameters
 
 
 class _Clock(Callback):
@@ -94,12 +101,10 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         lines.append(("disk for features", size(tokens * each), f"{each} B a token"))
     module, step = _train(recipe, data)
     cached = given is not None
-    parts = step_memory(
-        facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
-        count_weights(module.head),
-        module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.unroll_steps,
-        module.device.type,
-    )  # fmt: skip
+    loaded = _loaded(facts, cached)
+    drafted = module.head.config.draft_vocab_size or facts.vocab_size
+    batch = Batch(data.batch_tokens, min(data.max_length, max(data.train_set.lengths)), module.unroll_steps)
+    parts = step_memory(facts, loaded, count_weights(module.head), drafted, batch, module.device.type)
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
     target: Target = module.target
@@ -205,11 +210,11 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     facts = facts_of(name)
     planned = Planned(facts.target, _head(recipe, facts.target))
     weights = count_weights(planned.head)
-    tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
+    batch = Batch(recipe.data["batch_tokens"], recipe.data["max_length"], recipe.model["unroll_steps"])
     total = int(recipe.trainer.get("max_steps") or 0)
     cached = recipe.data.get("features") is not None
-    loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
-    parts = step_memory(facts, loaded, weights, planned.drafted, tokens, steps, "cuda")
+    loaded = _loaded(facts, cached)
+    parts = step_memory(facts, loaded, weights, planned.drafted, batch, "cuda")
     work = step_work(recipe, planned)
     lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     for each in work:

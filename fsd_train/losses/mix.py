@@ -71,9 +71,7 @@ class MixLoss(Loss):
             parts.update({f"{label}/{name}": value for name, value in out.parts.items()})
             agreement = out.agreement if agreement is None else agreement
         if total is None:
-            raise DataError(
-                f"mix: all weights are 0 at {batch.progress:.0%} of the run; let the schedules overlap."
-            )
+            raise DataError(f"mix: all weights are 0 at {batch.progress:.0%} of the run; let the schedules overlap.")
         return LossOutput(total, parts, agreement)
 
 
