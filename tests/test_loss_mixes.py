@@ -103,7 +103,7 @@ def test_a_gap_between_schedules_is_told_when_it_is_reached() -> None:
     )
     batch, _ = make_batch()
     gap(replace(batch, progress=0.2))
-    with pytest.raises(DataError, match="all weights are 0 when 40%"):
+    with pytest.raises(DataError, match="all weights are 0 at 40%"):
         gap(replace(batch, progress=0.4))
 
 
