@@ -51,7 +51,8 @@ def make_target(args: argparse.Namespace) -> None:
     draw, rows = random.Random(0), []
     for number in range(args.rows):
         ids = [draw.randrange(3, config.vocab_size) for _ in range(args.length)]
-        rows.append(json.dumps({"id": str(number), "prompt_ids": ids[:48], "response_ids": ids[48:]}))
+        begin = max(48, args.length - 1024)  # of the answer
+        rows.append(json.dumps({"id": str(number), "prompt_ids": ids[:begin], "response_ids": ids[begin:]}))
     (args.directory / "answers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (args.directory / "prompt.txt").write_text("word " * args.prompt, encoding="utf-8")
 
@@ -125,7 +126,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
 
     work = {part.name: part.times * part.operations for part in step_work(head_recipe(recipe))}
     record = {
-        "environment": environment(command), "settings": settings_of(args),
+        "environment": environment(command),
+        "settings": settings_of(args) | {"directory": args.directory.name, "json": args.json.name},
         "recipe": dict(re.findall(r"^ +(draft_vocab_size|unroll_steps|layout): (\S+)", text, re.M)),
         "commands": found, "estimate": shown,
         "memory": {"predicted_bytes": predicted, "peak_bytes": found["resume"]["peak_bytes"],

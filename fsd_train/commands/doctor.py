@@ -173,9 +173,7 @@ class Doctor:
         says = f"the draft vocabulary holds {share:.1%} of the answers' tokens"
         if share >= 0.9:
             return Finding("coverage", True, says)
-        return Finding(
-            "coverage", False, says, "choose it from such answers (draft_vocab_size, --data)"
-        )
+        return Finding("coverage", False, says, "choose it from such answers (draft_vocab_size, --data)")
 
     def check_dtype(self, dtype: torch.dtype) -> Finding:
         """Check that the head stays finite and keeps its drafts in the data type of decoding."""

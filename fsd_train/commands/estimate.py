@@ -1,8 +1,8 @@
-"""`fsd-train estimate`: what a recipe needs, before anything long starts.
+"""`fsd-train estimate`: memory, disk and time of a recipe.
 
-Memory and disk follow from the target's config and the rows. Time is measured: the target answers a prompt, runs
-through a few rows, and a few steps are trained; what a token takes is multiplied by the tokens to come. On paper
-(:func:`on_paper`) nothing is measured: time is the least that GPUs' data sheets allow.
+Memory and disk follow from the target's config and the rows. Time follows from a measurement: the target answers part
+of a prompt and reads a row, and a few steps are trained. :func:`on_paper` measures nothing; its times are the least
+that the data sheets of GPUs allow.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from fsd_train.data.features import check_disk
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 
-_TIMED = 16  # tokens of the answer that is timed
-_STEPS = 3  # batches that are timed, after one that is not
-Line = tuple[str, str, str]  # what, how much, how it was found
+_TIMED = 16  # tokens of the timed answer
+_STEPS = 3  # timed batches, after one warm-up
+Line = tuple[str, str, str]  # name, amount, source
 
 
 def head_recipe(path: str | Path) -> Recipe:
-    """Raises DataError if a recipe is not that of a head, or as :func:`fsd_train.commands.fit.read_recipe` does."""
+    """Read the recipe of a head. Raises DataError for a small LM's, and as :func:`read_recipe`."""
     recipe = read_recipe(path)
     if "drafter" in recipe.model:
-        raise DataError(f"{path} trains a small LM: estimate takes the recipe of a head.")
+        raise DataError(f"{path} trains a small LM. Give the recipe of a head.")
     return recipe
 
 
 def _head(recipe: Recipe, target: Target) -> EagleHead:
-    """The recipe's head, without values."""
+    """Plan the recipe's head, without values."""
     options = {name: value for name, value in recipe.model["head"].items() if value is not None}
     return planned_head(target, draft_vocab_size=recipe.model["draft_vocab_size"], **options)
 
@@ -61,7 +61,7 @@ def _loaded(facts: TargetFacts, cached: bool) -> int:
 
 
 class _Clock(Callback):
-    """Seconds of each batch, the wait for it included."""
+    """Callback that times batches, including the wait for them."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -70,21 +70,20 @@ class _Clock(Callback):
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Of a batch, without the first, which warms up."""
+        """Return the mean seconds of a batch, except the first."""
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
 def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 256) -> list[Line]:
-    """What a recipe needs.
+    """Estimate the needs of a recipe.
 
     Args:
-        recipe: the recipe; its answers are there.
-        prompts: file of further prompts that are to be answered.
-        max_new_tokens: of each answer.
+        recipe: the recipe; its answers exist.
+        prompts: file of prompts that are still to be answered.
+        max_new_tokens: tokens of each answer.
 
     Raises:
-        DataError: the answers are missing, or the disk has no room for the features. The latter is found before any
-            weights are read.
+        DataError: the answers are missing, or the disk has no room for the features.
     """
     facts = facts_of(recipe.model["target"])
     given = recipe.data["features"]
@@ -117,7 +116,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     if prompts is not None:
         rows = list(read_prompts(prompts))
         if not rows:
-            raise DataError(f"{prompts}: no prompts. Give a file with at least one row.")
+            raise DataError(f"{prompts} has no prompts. Give a file with at least one row.")
         ids = encode_chat(target.tokenizer, rows[0].messages)
         start = time.perf_counter()
         FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
@@ -136,7 +135,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
 
 
 def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
-    """A few batches: the module, and seconds of a batch."""
+    """Train a few batches; return the module and the seconds of a batch."""
     module = head_module(recipe.path)
     clock = _Clock()
     kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
@@ -147,12 +146,12 @@ def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]
             use_distributed_sampler=False, default_root_dir=scratch,
         ).fit(module, data)  # fmt: skip
     if len(clock.ends) < 2:
-        raise DataError("the recipe's rows make fewer than two batches: there is nothing to measure.")
+        raise DataError("the recipe's rows make fewer than two batches. Add rows, or lower data.batch_tokens.")
     return module, clock.seconds()
 
 
 def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
-    """Of the target's forward, per token."""
+    """Measure the seconds of the target's forward, per token."""
     rows = data.train_set
     assert rows is not None
     longest = max(range(len(rows)), key=rows.lengths.__getitem__)
@@ -196,11 +195,11 @@ def step_work(recipe: Recipe, planned: Planned | None = None) -> list[Work]:
 
 
 def on_paper(recipe: Recipe, name: str | None = None) -> str:
-    """What a recipe needs by its target's config alone: no weights and no answers are read.
+    """Estimate the needs of a recipe from its target's config alone, without weights and answers.
 
     Args:
         recipe: the recipe.
-        name: another name for its target, e.g. a shape of ``planned_target``.
+        name: another target, such as a shape of ``planned_target``.
 
     Raises:
         ModelLoadError: the target's config cannot be found or used.
@@ -237,7 +236,7 @@ def _time(seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train estimate`."""
+    """Run `fsd-train estimate`."""
     args = PARSERS["estimate"]().parse_args(argv)
     recipe = head_recipe(args.config)
     if args.on_paper or args.target:
